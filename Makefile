@@ -1,0 +1,27 @@
+# Each target works on a fresh machine: it makes .venv first if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check measure format
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,dev]"
+	touch $@
+
+demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned model with the base
+	$(BIN)/python -m adaptive_demo
+
+test: $(INSTALLED)  ## everything that needs no GPU, in under five minutes
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(INSTALLED)  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -1,0 +1,43 @@
+"""What can go wrong, as a tree:
+
+    AdaptiveBatchError
+      SettingError                (also a ValueError)    a key, the value it was given, and what would do
+      GrowthFunctionError         (also a ValueError)    a user's growth function failed or answered with no row count
+      DoesNotFitError             (also a RuntimeError)  one row does not fit; numbers and remedies
+      CheckpointError             (also a RuntimeError)  a checkpoint file is missing, torn, or belongs to another run
+
+A user's mistake is one of these. An assertion is ours.
+"""
+
+from __future__ import annotations
+
+
+class AdaptiveBatchError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class SettingError(AdaptiveBatchError, ValueError):
+    """A setting cannot be used as it is.
+
+    Args:
+        key: the configuration key, dotted where it is nested (``probe.headroom``).
+        value: what it was given.
+        remedy: what would do, as the end of a sentence.
+    """
+
+    def __init__(self, key: str, value: object, remedy: str) -> None:
+        self.key = key
+        self.value = value
+        super().__init__(f"{key}={value!r}: {remedy}")
+
+
+class GrowthFunctionError(AdaptiveBatchError, ValueError):
+    """A growth function raised, or its answer is not a number of rows. The message names the epoch and the batch size."""
+
+
+class DoesNotFitError(AdaptiveBatchError, RuntimeError):
+    """Not even one row fits in memory. The message carries the numbers and the remedies."""
+
+
+class CheckpointError(AdaptiveBatchError, RuntimeError):
+    """A checkpoint cannot be used. The message names the file and says what would do."""
