@@ -1,0 +1,178 @@
+"""Runs trials until a search ends: the result, its file, its table."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import distributed
+from .memory import GIB
+from .search import Search, Trial
+
+log = logging.getLogger("adaptive_batch")
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a search found.
+
+    Attributes:
+        max_batch_size: the largest size that was tried and fits; 0 when none did.
+        batch_size: the size to train with: `max_batch_size`, or the power of two below it, which was tried too.
+        trials: every trial, in the order in which they were run.
+        seconds: how long each took.
+        sequence_length: tokens in the longest row of each trial; 0 where the caller did not say.
+        resident_bytes: alive before any trial.
+        budget_bytes: what a trial was allowed.
+        from_cache: the bound was known, and was tried once more.
+    """
+
+    max_batch_size: int
+    batch_size: int
+    trials: tuple[Trial, ...]
+    seconds: tuple[float, ...]
+    sequence_length: int = 0
+    resident_bytes: int = 0
+    budget_bytes: int = 0
+    from_cache: bool = False
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """Trials that did not fit."""
+        return sum(not trial.fits for trial in self.trials)
+
+    def peak_bytes(self) -> int | None:
+        """Peak of the bound's own trial, the optimizer's phase included."""
+        peaks = [p for t in self.trials if t.fits and t.batch_size == self.max_batch_size for p in _peaks(t)]
+        return max(peaks, default=None)
+
+    def bytes_per_row(self) -> float | None:
+        """Slope of the peak between the two largest sizes that fit; None where fewer than two were measured."""
+        measured = sorted({t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None}.items())
+        if len(measured) < 2:
+            return None
+        (smaller, below), (larger, above) = measured[-2:]
+        return (above - below) / (larger - smaller)
+
+    def table(self) -> str:
+        """Aligned text: a line for each trial, then what is fixed, what a row costs, what is left free, and the bound."""
+        lines = [f"{'rows':>6} {'length':>7} {'peak GiB':>9} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
+        for trial, seconds in zip(self.trials, self.seconds, strict=True):
+            peak = "-" if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
+            rate = f"{trial.batch_size / seconds:.1f}" if seconds and trial.fits else "-"
+            lines.append(
+                f"{trial.batch_size:>6} {self.sequence_length:>7} {peak:>9} {'yes' if trial.fits else 'no':>5} "
+                f"{seconds:>8.2f} {rate:>8}"
+            )
+        lines.append(f"fixed: {self.resident_bytes / GIB:.3f} GiB (weights, buffers, optimizer state, gradients that stay)")
+        optimizer_peak = max((t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None), default=None)
+        if optimizer_peak is not None:
+            lines.append(f"optimizer's step: {optimizer_peak / GIB:.3f} GiB at its peak, whatever the batch")
+        if (slope := self.bytes_per_row()) is not None:
+            lines.append(f"each row: {slope / GIB:.4f} GiB more, between the two largest sizes that fit")
+        if (peak := self.peak_bytes()) is not None:
+            free = (self.budget_bytes - peak) / GIB
+            lines.append(f"free at the bound: {free:.3f} GiB of the {self.budget_bytes / GIB:.3f} GiB allowed")
+        cached = ", known from before and tried again" if self.from_cache else ""
+        rounded = "" if self.batch_size == self.max_batch_size else f"; rounded down to a power of two: {self.batch_size}"
+        lines.append(f"max_batch_size: {self.max_batch_size}{cached}{rounded}")
+        return "\n".join(lines)
+
+
+def find_max_batch_size(
+    run_trial: Callable[[int], Trial],
+    *,
+    search: Search,
+    round_to_power_of_two: bool = False,
+    sequence_length: int = 0,
+    resident_bytes: int = 0,
+    budget_bytes: int = 0,
+) -> ProbeResult:
+    """Find the largest batch whose whole training step fits.
+
+    Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the largest.
+
+    Args:
+        run_trial: runs one trial of that many rows; see :class:`adaptive_batch.trial.Rehearsal`.
+        search: decides which size is tried next.
+        round_to_power_of_two: also find the size to train with by rounding the bound down; it is tried if it was not.
+        sequence_length, resident_bytes, budget_bytes: what the result should say of the trials.
+
+    Returns:
+        The result; `max_batch_size` is 0 when no size fits. Only sizes that were tried and fit are ever in it.
+    """
+    trials: list[Trial] = []
+    seconds: list[float] = []
+
+    def run(size: int) -> Trial:
+        start = time.perf_counter()
+        trial = _agree(run_trial(size))
+        seconds.append(time.perf_counter() - start)
+        trials.append(trial)
+        peak = "" if trial.peak_bytes is None else f", peak {trial.peak_bytes / GIB:.3f} GiB"
+        log.info("trial %d: %d rows %s%s", len(trials), size, "fit" if trial.fits else "do not fit", peak)
+        return trial
+
+    while (size := search.candidate) is not None:
+        search.record(run(size))
+    bound = batch_size = search.best
+    if round_to_power_of_two and bound:
+        fitting = {trial.batch_size for trial in trials if trial.fits}
+        batch_size = 1 << (bound.bit_length() - 1)
+        while batch_size > 1 and batch_size not in fitting and not run(batch_size).fits:
+            batch_size //= 2
+        if batch_size not in {trial.batch_size for trial in trials if trial.fits}:
+            run(batch_size)
+    return ProbeResult(
+        bound, batch_size, tuple(trials), tuple(seconds), sequence_length, resident_bytes, budget_bytes, from_cache=False
+    )
+
+
+def save_result(result: ProbeResult, path: Path, *, fingerprint: str) -> None:
+    """Write a result as JSON, aside and renamed, with the fingerprint of everything it depends on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"format": _FORMAT, "fingerprint": fingerprint, **asdict(result), "bytes_per_row": result.bytes_per_row()}
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with aside.open("w") as file:
+        json.dump(record, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
+    """Read a result that :func:`save_result` wrote; None where there is none, it is torn, or it depends on something else."""
+    try:
+        record = json.loads(path.read_text())
+        if record["format"] != _FORMAT or record["fingerprint"] != fingerprint:
+            return None
+        names = [name for name in ProbeResult.__dataclass_fields__ if name not in ("trials", "seconds")]
+        values: dict[str, Any] = {name: record[name] for name in names}
+        trials = tuple(Trial(**trial) for trial in record["trials"])
+        return ProbeResult(trials=trials, seconds=tuple(record["seconds"]), **values)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read (%s); probing again", path, error)
+        return None
+
+
+def _agree(trial: Trial) -> Trial:
+    """One trial for all ranks: fits where it fits everywhere, the largest peaks."""
+    if distributed.world_size() == 1:
+        return trial
+    fits = not distributed.any_rank(not trial.fits)
+    peaks = [distributed.maximum(-1 if peak is None else peak) for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)]
+    return Trial(trial.batch_size, fits, *(None if peak < 0 else peak for peak in peaks))
+
+
+def _peaks(trial: Trial) -> list[int]:
+    return [peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes) if peak is not None]

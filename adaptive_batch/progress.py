@@ -1,0 +1,83 @@
+"""How far training has come. Every rule reads it; nothing else keeps time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What training has consumed so far, over all ranks.
+
+    Attributes:
+        epoch: epochs that are done.
+        epoch_rows: rows of the current epoch that have been stepped.
+        steps: optimizer steps.
+        samples: rows.
+        tokens: real tokens, padding not counted.
+    """
+
+    epoch: int = 0
+    epoch_rows: int = 0
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def after_step(self, *, rows: int, tokens: int) -> Progress:
+        """After one optimizer step of that many rows and real tokens, over all ranks."""
+        return replace(
+            self,
+            epoch_rows=self.epoch_rows + rows,
+            steps=self.steps + 1,
+            samples=self.samples + rows,
+            tokens=self.tokens + tokens,
+        )
+
+    def after_epoch(self) -> Progress:
+        """At the start of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, epoch_rows=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ints, which ``torch.load(weights_only=True)`` reads; ``Progress(**state)`` takes it back."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """How an epoch divides into optimizer steps while its batch stays as it is.
+
+    Attributes:
+        rows: rows that the epoch has, over all ranks.
+        step_rows: rows of one full optimizer step: the global batch.
+        steps: optimizer steps that the epoch has.
+    """
+
+    rows: int
+    step_rows: int
+    steps: int
+
+    @classmethod
+    def of(cls, rows: int, *, step_rows: int, drop_last: bool, max_steps: int | None = None) -> EpochPlan:
+        """Divide `rows` into steps; the last, short one is dropped or trained; `max_steps` cuts the epoch."""
+        steps = rows // step_rows if drop_last else -(-rows // step_rows)
+        return cls(rows, step_rows, steps if max_steps is None else min(steps, max_steps))
+
+    def rows_of_step(self, step: int) -> int:
+        """Rows of step number `step` of the epoch, counted from 0."""
+        return min(self.step_rows, self.rows - step * self.step_rows)
+
+
+def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan) -> float:
+    """The step that a constant batch would be at: epochs done plus the part of this one, in that batch's steps per epoch.
+
+    Growing the batch then neither stretches nor cuts a schedule, and with a constant batch the clock is the number of
+    optimizer steps, exactly.
+
+    Args:
+        progress: where training is.
+        plan: the current epoch, divided by the current batch.
+        reference: an epoch, divided by the batch that training began with.
+    """
+    slots = plan.steps * plan.step_rows
+    return progress.epoch * reference.steps + progress.epoch_rows * reference.steps / slots

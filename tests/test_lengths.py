@@ -1,0 +1,449 @@
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import random
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batch import lengths as lengths_module
+from adaptive_batch.errors import SettingError
+from adaptive_batch.lengths import file_signature, fingerprint, longest_rows, row_lengths
+
+
+class Rows:
+    """Rows of given lengths that count how often, and in which process, they are read."""
+
+    def __init__(self, lengths):
+        self.lengths = list(lengths)
+        self.reads = []
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, row):
+        self.reads.append((row, os.getpid()))
+        return {"tokens": [0] * self.lengths[row], "labels": [0]}
+
+
+class Broken(Rows):
+    """Row `at` does `what` instead of being read."""
+
+    def __init__(self, lengths, at, what):
+        super().__init__(lengths)
+        self.at = at
+        self.what = what
+
+    def __getitem__(self, row):
+        return self.what() if row == self.at else super().__getitem__(row)
+
+
+def some_lengths(count, seed=0):
+    generator = random.Random(seed)
+    return [generator.randint(0, 40) for _ in range(count)]
+
+
+def measure(dataset, cache_dir=None, **settings):
+    settings = {"fingerprint": "f", "show_progress": False, "num_workers": 0} | settings
+    return row_lengths(dataset, cache_dir=cache_dir, **settings)
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# counting
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[1, 2, 3], (1, 2, 3), torch.zeros(3, dtype=torch.long), np.zeros(3)],
+    ids=["list", "tuple", "torch", "numpy"],
+)
+def test_a_row_is_as_long_as_its_tokens(tokens):
+    measured = measure([{"tokens": tokens}, {"tokens": []}])
+    assert measured.dtype == torch.int64
+    assert measured.tolist() == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"ids": [1], "attention": [1]}, "keys ['attention', 'ids']"),
+        ({"tokens": "text"}, "'tokens' is a str"),
+        ({"tokens": None}, "'tokens' is a NoneType"),
+        ({"tokens": torch.zeros(1, 3)}, "'tokens' is a Tensor"),
+        ([1, 2], "a list"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_row_without_a_list_of_tokens_is_refused_by_dataset_and_number(row, found, num_workers, caplog):
+    with pytest.raises(SettingError) as caught:
+        measure(Broken(some_lengths(20), 13, lambda: row), num_workers=num_workers)
+    assert str(caught.value) == (
+        f"dataset='Broken': row 13 must be a mapping with a list or 1-D tensor 'tokens', not {found}"
+    )
+    assert warnings_of(caplog) == []
+
+
+def test_a_dataset_without_rows_or_length_is_refused(tmp_path):
+    with pytest.raises(SettingError, match="dataset='list': it has no rows; check its source, split and filter"):
+        measure([], tmp_path)
+    with pytest.raises(SettingError, match="dataset='count': a map-style dataset with a length is needed"):
+        measure(itertools.count(), tmp_path)
+
+
+def test_the_random_state_is_left_as_it_was(tmp_path):
+    class Drawing(Rows):
+        def __getitem__(self, row):
+            random.random(), np.random.rand(), torch.rand(1)
+            return super().__getitem__(row)
+
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    dataset = Drawing(some_lengths(20))
+    for num_workers in (0, 2, 0):  # the last reads the cache
+        measure(dataset, tmp_path / str(num_workers), num_workers=num_workers)
+        assert states() == before
+
+
+def test_a_hundred_thousand_rows_take_little_time(tmp_path):
+    lengths = some_lengths(100_000)
+    dataset = Rows(lengths)
+    start = time.monotonic()
+    assert measure(dataset, tmp_path, num_workers=None).tolist() == lengths
+    counted = time.monotonic()
+    assert measure(dataset, tmp_path).tolist() == lengths
+    assert counted - start < 5
+    assert time.monotonic() - counted < 1
+
+
+def test_progress_ends_with_the_number_of_rows(capsys):
+    measure(Rows(some_lengths(30)), show_progress=True)
+    assert capsys.readouterr().err.startswith("counting tokens: 30/30 rows (100%), ")
+    measure(Rows(some_lengths(30)))
+    assert capsys.readouterr().err == ""
+
+
+# worker processes
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 57])
+def test_workers_measure_what_one_process_measures(num_workers, num_rows, caplog):
+    dataset = Rows(some_lengths(num_rows))
+    assert measure(dataset, num_workers=num_workers).tolist() == dataset.lengths
+    assert [row for row, _ in dataset.reads] == [0]  # the others were read in workers
+    assert warnings_of(caplog) == []
+
+
+def test_workers_read_datasets_that_cannot_be_pickled():
+    dataset = Rows(some_lengths(40))
+    dataset.lock = threading.Lock()
+    dataset.function = lambda: None
+    assert measure(dataset, num_workers=2).tolist() == dataset.lengths
+    assert len(dataset.reads) == 1
+
+
+def test_workers_start_only_where_the_rest_takes_long():
+    assert lengths_module._worthwhile_workers(4.0) == 0
+    num_cpus = len(os.sched_getaffinity(0))
+    assert lengths_module._worthwhile_workers(60.0) == (min(num_cpus, 16) if num_cpus > 1 else 0)
+
+
+@pytest.mark.parametrize("at", [1, 30, 56])
+def test_where_a_worker_dies_the_rest_is_counted_here_and_said(at, caplog):
+    here = os.getpid()
+    dataset = Broken(some_lengths(57), at, lambda: {"tokens": [0] * 7} if os.getpid() == here else os._exit(1))
+    expected = [*dataset.lengths[:at], 7, *dataset.lengths[at + 1 :]]
+    assert measure(dataset, num_workers=2).tolist() == expected
+    assert len(warnings_of(caplog)) == 1
+    assert "exited unexpectedly" in warnings_of(caplog)[0]
+    assert "counting the other rows in this process" in warnings_of(caplog)[0]
+
+
+def test_a_row_that_fails_in_workers_alone_is_counted_here_and_said(caplog):
+    here = os.getpid()
+
+    def only_here():
+        if os.getpid() != here:
+            raise RuntimeError("no such handle")
+        return {"tokens": [0] * 7}
+
+    dataset = Broken(some_lengths(57), 30, only_here)
+    assert measure(dataset, num_workers=2).tolist() == [*dataset.lengths[:30], 7, *dataset.lengths[31:]]
+    assert warnings_of(caplog) == [
+        "worker processes failed at row 30 (RuntimeError: no such handle); counting the other rows in this process"
+    ]
+
+
+def test_a_mistake_of_the_dataset_is_raised_as_itself(caplog):
+    error = ValueError("row 30 holds no text")
+
+    def fail():
+        raise error
+
+    with pytest.raises(ValueError, match="row 30 holds no text") as caught:
+        measure(Broken(some_lengths(57), 30, fail), num_workers=2)
+    assert caught.value is error
+    assert warnings_of(caplog) == []
+
+
+# the cache
+
+
+def test_rows_are_counted_once_and_then_read_from_the_cache(tmp_path, caplog):
+    dataset = Rows(some_lengths(1000))
+    first = measure(dataset, tmp_path / "a" / "b")
+    assert len(dataset.reads) == 1000
+    dataset.reads.clear()
+    second = measure(dataset, tmp_path / "a" / "b")
+    assert torch.equal(first, second)
+    assert first.dtype == second.dtype
+    assert len(dataset.reads) <= 8
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["lengths-f.bin"]
+    assert warnings_of(caplog) == []
+
+
+@given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40))
+def test_what_is_read_back_is_what_was_counted(tmp_path_factory, lengths):
+    folder = tmp_path_factory.mktemp("cache")
+    assert measure(Rows(lengths), folder).tolist() == measure(Rows(lengths), folder).tolist() == lengths
+
+
+def test_another_fingerprint_is_another_file(tmp_path):
+    measure(Rows([1, 2]), tmp_path, fingerprint="a")
+    assert measure(Rows([3, 4]), tmp_path, fingerprint="b").tolist() == [3, 4]
+    assert measure(Rows([1, 2]), tmp_path, fingerprint="a").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["", "../a", "a/b", "a b", "a\n"])
+def test_a_fingerprint_that_names_no_file_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match="fingerprint="):
+        measure(Rows([1]), tmp_path, fingerprint=name)
+
+
+def assert_rebuilt(dataset, folder, caplog):
+    caplog.clear()
+    assert measure(dataset, folder).tolist() == dataset.lengths
+    assert len(warnings_of(caplog)) == 1
+    assert "lengths-f.bin" in warnings_of(caplog)[0]
+    caplog.clear()
+    assert measure(dataset, folder).tolist() == dataset.lengths
+    assert warnings_of(caplog) == []
+
+
+def test_a_file_torn_at_any_byte_is_counted_again_and_said(tmp_path, caplog):
+    dataset = Rows(some_lengths(10))
+    measure(dataset, tmp_path)
+    path = tmp_path / "lengths-f.bin"
+    whole = path.read_bytes()
+    for kept in range(len(whole)):
+        path.write_bytes(whole[:kept])
+        assert_rebuilt(dataset, tmp_path, caplog)
+    assert path.read_bytes() == whole
+
+
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path, caplog):
+    dataset = Rows(some_lengths(10))
+    measure(dataset, tmp_path)
+    path = tmp_path / "lengths-f.bin"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert_rebuilt(dataset, tmp_path, caplog)
+
+
+@pytest.mark.parametrize("content", [b"\n", b"{}\n", b"\x80\x04N.", b"\xff" * 300, b"PK\x03\x04" + bytes(500)])
+def test_a_foreign_file_is_counted_again_and_said(content, tmp_path, caplog):
+    (tmp_path / "lengths-f.bin").write_bytes(content)
+    assert_rebuilt(Rows(some_lengths(10)), tmp_path, caplog)
+
+
+def test_a_whole_file_of_another_fingerprint_or_of_more_zeros_is_foreign(tmp_path, caplog):
+    dataset = Rows(some_lengths(10))
+    measure(dataset, tmp_path, fingerprint="other")
+    content = (tmp_path / "lengths-other.bin").read_bytes()
+    (tmp_path / "lengths-f.bin").write_bytes(content)
+    assert_rebuilt(dataset, tmp_path, caplog)
+    with (tmp_path / "lengths-f.bin").open("ab") as file:
+        file.write(bytes(8))
+    assert_rebuilt(dataset, tmp_path, caplog)
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_dataset_with_another_number_of_rows_is_counted_again_and_said(change, tmp_path, caplog):
+    measure(Rows([5] * 10), tmp_path)
+    assert_rebuilt(Rows([5] * (10 + change)), tmp_path, caplog)
+
+
+@pytest.mark.parametrize("changed", [0, 700, 999])
+def test_a_first_last_or_longest_row_of_another_length_is_noticed(changed, tmp_path, caplog):
+    lengths = some_lengths(1000)
+    lengths[700] = 90
+    measure(Rows(lengths), tmp_path)
+    lengths[changed] += 1
+    dataset = Rows(lengths)
+    assert measure(dataset, tmp_path).tolist() == lengths
+    assert warnings_of(caplog) == [
+        f"{tmp_path / 'lengths-f.bin'}: row {changed} no longer has that length; counting all rows again"
+    ]
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    dataset = Rows(some_lengths(10))
+    assert measure(dataset, tmp_path / "file").tolist() == dataset.lengths
+    assert len(warnings_of(caplog)) == 2  # neither readable nor writable
+    (tmp_path / "lengths-f.bin").mkdir()
+    assert measure(dataset, tmp_path).tolist() == dataset.lengths
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "lengths-f.bin"]  # nothing left aside
+
+
+def measured_in_another_process(folder: Path):
+    dataset = Rows(some_lengths(5000))
+    return [measure(dataset, folder).tolist() == dataset.lengths for _ in range(20) if not remove_cache(folder)]
+
+
+def remove_cache(folder: Path) -> None:
+    (folder / "lengths-f.bin").unlink(missing_ok=True)
+
+
+def test_two_processes_write_the_same_cache_safely(tmp_path, caplog):
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        for right in pool.map(measured_in_another_process, [tmp_path, tmp_path]):
+            assert right == [True] * 20
+    dataset = Rows(some_lengths(5000))
+    assert measure(dataset, tmp_path).tolist() == dataset.lengths
+    assert len(dataset.reads) <= 8
+    assert warnings_of(caplog) == []
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# longest_rows
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1), data=st.data())
+def test_longest_rows_are_those_of_a_stable_sort(lengths, data):
+    count = data.draw(st.integers(1, len(lengths)))
+    expected = sorted(range(len(lengths)), key=lambda row: -lengths[row])[:count]
+    assert longest_rows(torch.tensor(lengths), count) == expected
+
+
+@pytest.mark.parametrize("count", [-1, 0, 4])
+def test_more_rows_than_there_are_is_refused(count):
+    with pytest.raises(ValueError, match=f"count={count}: must be 1 to 3, the number of rows"):
+        longest_rows(torch.tensor([3, 1, 2]), count)
+
+
+# fingerprint
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def typed(value):
+    """A value as text that tells types apart and does not know the order of keys."""
+    if isinstance(value, dict):
+        return "{" + ",".join(sorted(f"{typed(key)}:{typed(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(typed, value)) + "]"
+    return f"{type(value).__name__}({value!r})"
+
+
+@given(left=plain, right=plain)
+def test_fingerprints_are_equal_exactly_when_the_parts_are(left, right):
+    assert (fingerprint(left) == fingerprint(right)) == (typed(left) == typed(right))
+
+
+@given(mapping=st.dictionaries(st.text(), plain), seed=st.integers())
+def test_the_order_of_keys_makes_no_difference(mapping, seed):
+    items = list(mapping.items())
+    random.Random(seed).shuffle(items)
+    assert fingerprint(dict(items)) == fingerprint(mapping)
+
+
+def test_types_nesting_and_order_of_parts_make_a_difference():
+    different = [
+        (1,), ("1",), (1.0,), (True,), ("true",), (None,), ("",), (), ([],), ({},), ([[]],),
+        (1, 2), (2, 1), ([1, 2],), ("a", "b"), ("ab",), ({"a": 1},), ({"a": "1"},), ([["a", 1]],),
+        ({1: "a"},), ({"1": "a"},), ({None: "a"},), ({"null": "a"},),
+    ]  # fmt: skip
+    assert len({fingerprint(*parts) for parts in different}) == len(different)
+
+
+def test_a_fingerprint_is_the_same_on_every_machine():
+    assert fingerprint({"b": Path("x/y"), "a": (1, 2.5)}, None) == fingerprint({"a": [1, 2.5], "b": "x/y"}, None)
+    assert fingerprint("alpaca", {"max_seq_len": 512}, 1, True, None) == "abbdd2a794ef4e175ce464e3"
+
+
+@pytest.mark.parametrize("part", [torch.tensor(1), np.int64(1), b"a", {1, 2}, object(), len, torch.float32, 1j])
+def test_what_has_no_lasting_text_is_refused(part):
+    for nested in (part, [part], {"a": [part]}):
+        with pytest.raises(TypeError, match=f"cannot fingerprint a {type(part).__name__}: use None, bool, int"):
+            fingerprint(nested)
+
+
+# file_signature
+
+
+def test_a_small_file_is_known_by_its_content(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"abc")
+    before = file_signature(file)
+    os.utime(file, (1, 1))
+    assert file_signature(str(file)) == before
+    file.write_bytes(b"abd")
+    os.utime(file, (1, 1))
+    assert file_signature(file) != before
+
+
+def test_a_large_file_is_known_by_size_and_time(tmp_path):
+    file = tmp_path / "file"
+    with file.open("wb") as handle:
+        handle.truncate(64 * 2**20 + 1)  # sparse
+    os.utime(file, ns=(5, 5))
+    assert file_signature(file) == ["file", 64 * 2**20 + 1, 5]
+
+
+def test_a_folder_is_known_by_the_names_sizes_and_times_of_its_files(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    signatures = [file_signature(folder)]
+    (folder / "inner" / "a").write_text("a")
+    signatures.append(file_signature(folder))
+    os.utime(folder / "inner" / "a", (1, 1))
+    signatures.append(file_signature(folder))
+    (folder / "inner" / "a").rename(folder / "inner" / "b")
+    signatures.append(file_signature(folder))
+    (folder / "dangling").symlink_to("nowhere")
+    signatures.append(file_signature(folder))
+    assert len({json.dumps(signature) for signature in signatures}) == len(signatures)
+    assert file_signature(folder) == signatures[-1]
+    assert signatures[3][:3] == ["folder", 1, 1]
+
+
+def test_what_is_missing_or_no_file_has_a_signature_too(tmp_path):
+    assert file_signature(tmp_path / "absent") == file_signature("no\0name") == ["missing"]
+    os.mkfifo(tmp_path / "pipe")
+    assert file_signature(tmp_path / "pipe") == ["other"]
+
+
+def test_every_signature_is_a_part_of_a_fingerprint(tmp_path):
+    (tmp_path / "file").write_text("a")
+    for path in (tmp_path, tmp_path / "file", tmp_path / "absent"):
+        fingerprint(file_signature(path))
