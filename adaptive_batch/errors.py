@@ -28,7 +28,11 @@ class SettingError(AdaptiveBatchError, ValueError):
     def __init__(self, key: str, value: object, remedy: str) -> None:
         self.key = key
         self.value = value
+        self.remedy = remedy
         super().__init__(f"{key}={value!r}: {remedy}")
+
+    def __reduce__(self) -> tuple[type[SettingError], tuple[str, object, str]]:
+        return type(self), (self.key, self.value, self.remedy)  # it crosses processes
 
 
 class GrowthFunctionError(AdaptiveBatchError, ValueError):

@@ -17,13 +17,12 @@ import multiprocessing
 import os
 import random
 import re
-import stat
 import sys
 import time
 import uuid
 from array import array
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +37,6 @@ WORTHWHILE_SECONDS = 5.0  # workers start in well under a second each, but every
 MAX_WORKERS = 16
 CHUNK_SECONDS = 0.25  # work of one message of a worker: the bar moves, and messages cost nothing beside it
 STALLED_SECONDS = 60.0  # a forked worker can inherit a lock that nobody releases; a chunk is due after CHUNK_SECONDS
-HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
 RECHECKED_ROWS = 8
 
 
@@ -114,78 +112,6 @@ def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
         raise ValueError(f"count={count}: must be 1 to {len(lengths)}, the number of rows")
     order: list[int] = torch.sort(lengths, descending=True, stable=True).indices[:count].tolist()
     return order
-
-
-def fingerprint(*parts: object) -> str:
-    """Hashes settings to a short name that is the same in every process and on every machine.
-
-    The order of a mapping's keys makes no difference; types do (``1``, ``"1"``, ``1.0`` and ``True`` all differ). A
-    path counts as its text and a tuple as a list.
-
-    Args:
-        parts: None, bool, int, float, str, path, and lists and mappings of these.
-
-    Returns:
-        24 hexadecimal digits of a SHA-256.
-
-    Raises:
-        TypeError: a part is something else, a tensor for instance.
-    """
-    text = json.dumps([_plain(part) for part in parts], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def file_signature(path: str | Path) -> list[str | int]:
-    """Describes what is at a path, as a part for `fingerprint`: another signature means another content.
-
-    Args:
-        path: a file, a folder or nothing. The path itself is not part of the signature.
-
-    Returns:
-        ``["file", bytes, sha256]`` of a file up to 64 MiB, ``["file", bytes, mtime_ns]`` of a larger one,
-        ``["folder", files, bytes, sha256 of the files' relative names, sizes and mtime_ns]``, ``["missing"]``, or
-        ``["other"]`` for what is neither a file nor a folder.
-    """
-    path = Path(path)
-    try:
-        status = path.stat()
-    except (OSError, ValueError):  # ValueError: a NUL in the name
-        return ["missing"]
-    if stat.S_ISREG(status.st_mode):
-        if status.st_size > HASHED_BYTES:
-            return ["file", status.st_size, status.st_mtime_ns]
-        return ["file", status.st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
-    if not stat.S_ISDIR(status.st_mode):
-        return ["other"]
-    listing = sorted(_listing(path))
-    digest = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    return ["folder", len(listing), sum(size for _, size, _ in listing), digest]
-
-
-def _listing(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yields name, bytes and mtime_ns of each file below a folder."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            file = Path(parent, name)
-            try:
-                status = file.stat()
-            except OSError:  # a link that leads nowhere
-                status = file.lstat()
-            yield file.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns
-
-
-def _plain(part: object) -> object:
-    """Returns what JSON can hold, keeping apart what JSON would merge: the keys ``1`` and ``"1"``."""
-    if part is None or isinstance(part, bool | int | float | str):
-        return part
-    if isinstance(part, PurePath):
-        return str(part)
-    if isinstance(part, list | tuple):
-        return [_plain(item) for item in part]
-    if isinstance(part, Mapping):
-        return {json.dumps(_plain(key), sort_keys=True): _plain(value) for key, value in part.items()}
-    remedy = "use None, bool, int, float, str, a path, or lists and mappings of these"
-    raise TypeError(f"cannot fingerprint a {type(part).__name__}: {remedy}")
 
 
 def _num_rows(dataset: RowDataset) -> int:

@@ -18,6 +18,7 @@ from .search import Search, Trial
 log = logging.getLogger("adaptive_batch")
 
 _FORMAT = 1
+_KEPT = 31  # results of other lengths, devices or settings that a file keeps
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,16 @@ def find_max_batch_size(
 
 
 def save_result(result: ProbeResult, path: Path, *, fingerprint: str) -> None:
-    """Write a result as JSON, aside and renamed, with the fingerprint of everything it depends on."""
+    """Write a result as JSON, aside and renamed, with the fingerprint of everything it depends on.
+
+    Results of other fingerprints that the file holds, such as those of other lengths, are kept under ``earlier``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
     record = {"format": _FORMAT, "fingerprint": fingerprint, **asdict(result), "bytes_per_row": result.bytes_per_row()}
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with aside.open("w") as file:
-        json.dump(record, file, indent=2)
+        json.dump({**record, "earlier": earlier[-_KEPT:]}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
@@ -150,19 +155,27 @@ def save_result(result: ProbeResult, path: Path, *, fingerprint: str) -> None:
 
 def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
     """Read a result that :func:`save_result` wrote; None where there is none, it is torn, or it depends on something else."""
+    for record in _read_records(path):
+        if record["fingerprint"] == fingerprint:
+            names = [name for name in ProbeResult.__dataclass_fields__ if name not in ("trials", "seconds")]
+            values: dict[str, Any] = {name: record[name] for name in names}
+            trials = tuple(Trial(**trial) for trial in record["trials"])
+            return ProbeResult(trials=trials, seconds=tuple(record["seconds"]), **values)
+    return None
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """The results in a file, oldest first; none where it is not there, torn, or of another format."""
     try:
-        record = json.loads(path.read_text())
-        if record["format"] != _FORMAT or record["fingerprint"] != fingerprint:
-            return None
-        names = [name for name in ProbeResult.__dataclass_fields__ if name not in ("trials", "seconds")]
-        values: dict[str, Any] = {name: record[name] for name in names}
-        trials = tuple(Trial(**trial) for trial in record["trials"])
-        return ProbeResult(trials=trials, seconds=tuple(record["seconds"]), **values)
+        latest = json.loads(path.read_text())
+        records = [*latest.pop("earlier"), latest]
+        known = {"format", "fingerprint", *ProbeResult.__dataclass_fields__}
+        return [record for record in records if record["format"] == _FORMAT and known <= set(record)]
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("%s cannot be read (%s); probing again", path, error)
-        return None
+        return []
 
 
 def _agree(trial: Trial) -> Trial:

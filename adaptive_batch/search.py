@@ -144,8 +144,8 @@ class Predictive(_Recorded):
     Args:
         budget_bytes: most bytes that a trial may hold.
         maximum: most rows that are of use.
-        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not grow,
-            so the search is shorter, and rarer mistaken, when it knows them.
+        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not
+            grow, so the search is shorter, and more rarely mistaken, when it knows them.
 
     Raises:
         ValueError: `budget_bytes` or `maximum` is below 1, or `resident_bytes` below 0.
@@ -180,10 +180,9 @@ class Predictive(_Recorded):
         return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
 
     def _points(self) -> list[_Point]:
-        measured = [
-            (t.batch_size, t.peak_bytes - self._resident_bytes) for t in self._trials if t.fits and t.peak_bytes
-        ]
-        return [_Point(rows, peak / self._free_bytes) for rows, peak in measured if peak > 0]
+        peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]
+        shares = [(rows, (peak - self._resident_bytes) / self._free_bytes) for rows, peak in peaks]
+        return [_Point(rows, share) for rows, share in shares if share > 0]
 
 
 class _Point(NamedTuple):
@@ -196,10 +195,10 @@ class _Point(NamedTuple):
 def _next_rows(points: Sequence[_Point], rounding: float) -> float | None:
     """Rows to try after these trials, which are in growing order; None when not one row more fits.
 
-    The peak is a maximum of straight lines in the rows, one for each op, none of them below 0 at 0 rows: convex, and often
-    flat at first. Two things follow. Growing rows as budget / peak always fits. And beyond two trials the peak lies on or
-    above the line through them: where that line leaves the budget nothing fits any more, but before it does a steeper line
-    may have taken over. So:
+    The peak is a maximum of straight lines in the rows, one for each op, none of them below 0 at 0 rows: convex, and
+    often flat at first. Two things follow. Growing rows as budget / peak always fits. And beyond two trials the peak
+    lies on or above the line through them: where that line leaves the budget nothing fits any more, but before it does
+    a steeper line may have taken over. So:
 
     1. Grow safely: a little less than budget / peak, since real peaks bend upwards here and there.
     2. A line is a guess until a third trial lies on it, a curve ``fixed + c * rows ** power`` until a fourth does. Then
@@ -241,7 +240,7 @@ def _follow(before: _Point, last: _Point, power: float, safe: float) -> float:
 
 
 def _next_rows_in_noise(points: Sequence[_Point], safe: float) -> float:
-    """Follow the line from the nearest trial that noise cannot explain, held back by noise; in small steps near the end."""
+    """Follow the line from the nearest trial clear of noise, held back by noise; near the end in small steps."""
     last = points[-1]
     first = next((point for point in reversed(points[:-1]) if last.share - point.share > 0.1), points[0])
     low, high = _Point(first.rows, first.share * (1 - NOISE)), _Point(last.rows, last.share * (1 + NOISE))
@@ -252,7 +251,7 @@ def _next_rows_in_noise(points: Sequence[_Point], safe: float) -> float:
 
 
 def _noisy(points: Sequence[_Point], rounding: float) -> bool:
-    """Whether some peak dips below the line through two earlier ones, or below the first, as a maximum of lines never does."""
+    """Whether a peak dips below the first, or the line through two before it, as a maximum of lines never does."""
     dips = (
         _above(*triple) < -max(10 * EXACT * abs(triple[2].share - triple[0].share), rounding)
         for triple in zip(points, points[1:], points[2:], strict=False)
@@ -272,7 +271,7 @@ def _at(first: _Point, second: _Point, power: float, rows: float) -> float:
 
 
 def _reach(first: _Point, second: _Point, power: float, share: float) -> float:
-    """Rows at which the curve ``fixed + c * rows ** power`` through two points reaches `share`; the last rows if flat."""
+    """Rows at which ``fixed + c * rows ** power`` through two points reaches `share`; the last rows if flat."""
     if second.share <= first.share:
         return second.rows
     start, end = math.pow(first.rows, power), math.pow(second.rows, power)

@@ -26,7 +26,7 @@ from adaptive_batch import distributed
 from adaptive_batch.accumulation import StepResult
 from adaptive_batch.errors import SettingError
 from adaptive_batch.growth import next_batch_size
-from adaptive_batch.learning_rate import LearningRate
+from adaptive_batch.learning_rate import LearningRate, describe_unscaled
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.progress import EpochPlan, Progress, schedule_clock
@@ -220,6 +220,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 batch_size=self.batch_size,
                 steps=self.plan.steps,
             )
+            configured = self.settings.batch_size * self.settings.gradient_accumulation_steps * distributed.world_size()
+            rate = float(self.cfg.optimizer.get("lr", 0.0))
+            if rate and self.plan.step_rows != configured:
+                message = describe_unscaled(rate, batch=self.plan.step_rows, reference=configured)
+                self.record.decision("lr", message, lr=rate, global_batch=self.plan.step_rows, reference=configured)
 
     def _setup_learning_rate(self) -> None:
         block = self.cfg.get("lr_scheduler", None)

@@ -27,7 +27,7 @@ from adaptive_batch import __version__, distributed
 from adaptive_batch.accumulation import Accumulator
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.in_backward import OptimizerInBackward
-from adaptive_batch.lengths import file_signature, fingerprint, longest_rows, row_lengths
+from adaptive_batch.fingerprint import file_signature, fingerprint, longest_rows, row_lengths
 from adaptive_batch.memory import GIB, device_memory
 from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search

@@ -1,5 +1,4 @@
 import itertools
-import json
 import logging
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from adaptive_batch import lengths as lengths_module
 from adaptive_batch.errors import SettingError
-from adaptive_batch.lengths import file_signature, fingerprint, longest_rows, row_lengths
+from adaptive_batch.lengths import longest_rows, row_lengths
 
 
 class Rows:
@@ -345,105 +344,3 @@ def test_longest_rows_are_those_of_a_stable_sort(lengths, data):
 def test_more_rows_than_there_are_is_refused(count):
     with pytest.raises(ValueError, match=f"count={count}: must be 1 to 3, the number of rows"):
         longest_rows(torch.tensor([3, 1, 2]), count)
-
-
-# fingerprint
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-def typed(value):
-    """A value as text that tells types apart and does not know the order of keys."""
-    if isinstance(value, dict):
-        return "{" + ",".join(sorted(f"{typed(key)}:{typed(item)}" for key, item in value.items())) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(typed, value)) + "]"
-    return f"{type(value).__name__}({value!r})"
-
-
-@given(left=plain, right=plain)
-def test_fingerprints_are_equal_exactly_when_the_parts_are(left, right):
-    assert (fingerprint(left) == fingerprint(right)) == (typed(left) == typed(right))
-
-
-@given(mapping=st.dictionaries(st.text(), plain), seed=st.integers())
-def test_the_order_of_keys_makes_no_difference(mapping, seed):
-    items = list(mapping.items())
-    random.Random(seed).shuffle(items)
-    assert fingerprint(dict(items)) == fingerprint(mapping)
-
-
-def test_types_nesting_and_order_of_parts_make_a_difference():
-    different = [
-        (1,), ("1",), (1.0,), (True,), ("true",), (None,), ("",), (), ([],), ({},), ([[]],),
-        (1, 2), (2, 1), ([1, 2],), ("a", "b"), ("ab",), ({"a": 1},), ({"a": "1"},), ([["a", 1]],),
-        ({1: "a"},), ({"1": "a"},), ({None: "a"},), ({"null": "a"},),
-    ]  # fmt: skip
-    assert len({fingerprint(*parts) for parts in different}) == len(different)
-
-
-def test_a_fingerprint_is_the_same_on_every_machine():
-    assert fingerprint({"b": Path("x/y"), "a": (1, 2.5)}, None) == fingerprint({"a": [1, 2.5], "b": "x/y"}, None)
-    assert fingerprint("alpaca", {"max_seq_len": 512}, 1, True, None) == "abbdd2a794ef4e175ce464e3"
-
-
-@pytest.mark.parametrize("part", [torch.tensor(1), np.int64(1), b"a", {1, 2}, object(), len, torch.float32, 1j])
-def test_what_has_no_lasting_text_is_refused(part):
-    for nested in (part, [part], {"a": [part]}):
-        with pytest.raises(TypeError, match=f"cannot fingerprint a {type(part).__name__}: use None, bool, int"):
-            fingerprint(nested)
-
-
-# file_signature
-
-
-def test_a_small_file_is_known_by_its_content(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(b"abc")
-    before = file_signature(file)
-    os.utime(file, (1, 1))
-    assert file_signature(str(file)) == before
-    file.write_bytes(b"abd")
-    os.utime(file, (1, 1))
-    assert file_signature(file) != before
-
-
-def test_a_large_file_is_known_by_size_and_time(tmp_path):
-    file = tmp_path / "file"
-    with file.open("wb") as handle:
-        handle.truncate(64 * 2**20 + 1)  # sparse
-    os.utime(file, ns=(5, 5))
-    assert file_signature(file) == ["file", 64 * 2**20 + 1, 5]
-
-
-def test_a_folder_is_known_by_the_names_sizes_and_times_of_its_files(tmp_path):
-    folder = tmp_path / "folder"
-    (folder / "inner").mkdir(parents=True)
-    signatures = [file_signature(folder)]
-    (folder / "inner" / "a").write_text("a")
-    signatures.append(file_signature(folder))
-    os.utime(folder / "inner" / "a", (1, 1))
-    signatures.append(file_signature(folder))
-    (folder / "inner" / "a").rename(folder / "inner" / "b")
-    signatures.append(file_signature(folder))
-    (folder / "dangling").symlink_to("nowhere")
-    signatures.append(file_signature(folder))
-    assert len({json.dumps(signature) for signature in signatures}) == len(signatures)
-    assert file_signature(folder) == signatures[-1]
-    assert signatures[3][:3] == ["folder", 1, 1]
-
-
-def test_what_is_missing_or_no_file_has_a_signature_too(tmp_path):
-    assert file_signature(tmp_path / "absent") == file_signature("no\0name") == ["missing"]
-    os.mkfifo(tmp_path / "pipe")
-    assert file_signature(tmp_path / "pipe") == ["other"]
-
-
-def test_every_signature_is_a_part_of_a_fingerprint(tmp_path):
-    (tmp_path / "file").write_text("a")
-    for path in (tmp_path, tmp_path / "file", tmp_path / "absent"):
-        fingerprint(file_signature(path))

@@ -1,0 +1,439 @@
+"""Trials, OOMs and time that searches for the largest batch take: ours beside Lightning's and accelerate's.
+
+    python benchmarks/search.py [--quick] [--output DIR]
+
+Part (a) runs every search, the peers' through their own packages, on an ideal device whose memory follows a known curve.
+Part (b) searches for the largest batch of a small transformer under a counted CPU budget, and measures the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from accelerate.utils import find_executable_batch_size
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from adaptive_batch.memory import CountedMemory
+from adaptive_batch.probe import find_max_batch_size
+from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
+from adaptive_batch.trial import Rehearsal
+
+BUDGET = 16 * 1024**3
+MAXIMUM = 4096  # the default of probe.maximum
+TRUE_MAXIMA = (1, 2, 37, 700, 3000)
+FIXED = 0.2  # share of the budget that is there before the first row
+
+Peak = Callable[[int], float]
+CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB."
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one search did: sizes in the order in which they were tried, whether each fitted, and what it returned."""
+
+    found: int
+    sizes: tuple[int, ...]
+    fitted: tuple[bool, ...]
+
+    @property
+    def tried(self) -> bool:
+        return any(fits and size == self.found for size, fits in zip(self.sizes, self.fitted, strict=True))
+
+
+class Device:
+    """An ideal device: a size fits exactly when its peak is within the budget. Remembers what was tried."""
+
+    def __init__(self, peak: Peak, *, noise: float = 0.0, seed: int = 0) -> None:
+        self._peak, self._noise, self._random = peak, noise, random.Random(seed)
+        self.sizes: list[int] = []
+        self.fitted: list[bool] = []
+
+    def trial(self, rows: int) -> Trial:
+        fits = self._peak(rows) <= BUDGET
+        self.sizes.append(rows)
+        self.fitted.append(fits)
+        reported = self._peak(rows) * (1 + self._random.uniform(-self._noise, self._noise))
+        return Trial(rows, fits, round(reported) if fits else None)
+
+    def step(self, rows: int) -> None:
+        if not self.trial(rows).fits:
+            raise torch.OutOfMemoryError(CUDA_MESSAGE)
+
+    def run(self, found: int) -> Run:
+        return Run(found, tuple(self.sizes), tuple(self.fitted))
+
+
+def curves(true_maximum: int) -> dict[str, Peak]:
+    """Peaks in bytes; each leaves the budget half-way between the true maximum and the next row."""
+    end = true_maximum + 0.5
+
+    def power(exponent: float) -> Peak:
+        return lambda rows: BUDGET * (FIXED + (1 - FIXED) * (rows / end) ** exponent)
+
+    steep = 0.9 / end
+    return {
+        "linear": power(1),
+        "b^0.9": power(0.9),
+        "b^1.1": power(1.1),
+        "b^1.3": power(1.3),
+        "flat to 3/8, then linear": lambda rows: BUDGET * max(3 / 8, 0.1 + steep * rows),
+    }
+
+
+# --- the searches ----------------------------------------------------------------------------------------------------
+
+
+def ours(make: Callable[[], Search]) -> Callable[[Device], Run]:
+    def search(device: Device) -> Run:
+        machine = make()
+        while (rows := machine.candidate) is not None:
+            machine.record(device.trial(rows))
+        return device.run(machine.best)
+
+    return search
+
+
+def accelerate_search(device: Device) -> Run:
+    @find_executable_batch_size  # starts at 128
+    def train(batch_size: int) -> int:
+        device.step(batch_size)
+        return batch_size
+
+    try:
+        return device.run(train())
+    except RuntimeError as error:  # "No executable batch size found, reached zero."
+        if "reached zero" not in str(error):
+            raise
+        return device.run(0)
+
+
+class IdealModule(pl.LightningModule):
+    """A model that weighs nothing, on an ideal device: the first step of a fit is a trial."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.batch_size = 2
+        self._ideal = device
+        self._weight = nn.Parameter(torch.zeros(1))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows = torch.zeros(3 * 8192, 1)
+        return DataLoader(
+            TensorDataset(rows),
+            batch_size=self.batch_size,
+            sampler=range(len(rows)),
+            collate_fn=lambda batch: len(batch),
+        )
+
+    def training_step(self, batch: int, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 0:
+            self._ideal.step(batch)
+        return self._weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def lightning_search(mode: str) -> Callable[[Device], Run]:
+    def search(device: Device) -> Run:
+        with quiet(), tempfile.TemporaryDirectory() as folder:
+            return device.run(scale(IdealModule(device), mode=mode, folder=folder))
+
+    return search
+
+
+def scale(module: pl.LightningModule, *, mode: str, folder: str, **options: Any) -> int:
+    """Run Lightning's batch size finder with its own defaults."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    return int(Tuner(trainer).scale_batch_size(module, mode=mode, **options) or 0)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+OURS: dict[str, Callable[[Device], Run]] = {
+    "ours: predict": ours(lambda: Predictive(budget_bytes=BUDGET, maximum=MAXIMUM)),
+    "ours: binary": ours(lambda: BinarySearch(maximum=MAXIMUM)),
+    "ours: halve": ours(lambda: Halving(start=MAXIMUM)),
+}
+PEERS: dict[str, Callable[[Device], Run]] = {
+    "Lightning binsearch": lightning_search("binsearch"),
+    "Lightning power": lightning_search("power"),
+    "accelerate x0.9": accelerate_search,
+}
+
+
+def measure_curves(*, seeds: int, true_maxima: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Part (a). Only `ours: predict` reads peaks, so what the others do depends on the true maximum alone: run once."""
+    rows = []
+    for true_maximum in true_maxima:
+        blind = {name: search(Device(curves(true_maximum)["linear"])) for name, search in PEERS.items()}
+        for curve, peak in curves(true_maximum).items():
+            for noise in (0.0, 0.01):
+                runs = {
+                    name: [search(Device(peak, noise=noise, seed=seed)) for seed in range(seeds if noise else 1)]
+                    for name, search in OURS.items()
+                }
+                runs |= {name: [run] for name, run in blind.items()}
+                for name, results in runs.items():
+                    rows.append(
+                        {"true": true_maximum, "curve": curve, "noise": noise, "search": name, **summary(results)}
+                    )
+    return rows
+
+
+def summary(runs: list[Run]) -> dict[str, Any]:
+    trials, ooms = [len(run.sizes) for run in runs], [run.fitted.count(False) for run in runs]
+    return {
+        "found": round(statistics.median(run.found for run in runs)),
+        "found_worst": min(run.found for run in runs),
+        "tried": all(run.tried for run in runs),
+        "trials": statistics.median(trials),
+        "trials_worst": max(trials),
+        "ooms": statistics.median(ooms),
+        "ooms_worst": max(ooms),
+    }
+
+
+# --- part (b): a real model ------------------------------------------------------------------------------------------
+
+LENGTH, VOCABULARY = 32, 1024
+
+
+class Transformer(nn.Module):
+    """A causal transformer of about three million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(192, 4, 768, dropout=0.0, batch_first=True, norm_first=True)
+        self.embed = nn.Embedding(VOCABULARY, 192)
+        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(192, VOCABULARY)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of predicting each token, ``[batch, sequence]``, from those before it."""
+        logits = self.head(self.layers(self.embed(tokens), mask=self.mask, is_causal=True))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class CountedModule(pl.LightningModule):
+    """The transformer in Lightning, each step under the counted budget: forward, backward and the optimizer's step."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.batch_size = 2
+        self.model = Transformer()
+        self.sizes: list[int] = []
+        self.fitted: list[bool] = []
+        self._budget_bytes = budget_bytes
+        self._memory = CountedMemory(torch.device("cpu"))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        tokens = torch.randint(VOCABULARY, (2048, LENGTH))
+        return DataLoader(TensorDataset(tokens), batch_size=self.batch_size, drop_last=True)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        if batch_idx == 0:
+            self.sizes.append(len(batch[0]))
+            self.fitted.append(True)
+        states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        try:
+            with self._memory.measure([*self.model.parameters(), *states], budget_bytes=self._budget_bytes):
+                optimizer.zero_grad()
+                self.model(batch[0]).backward()
+                optimizer.step()
+        except torch.OutOfMemoryError as error:
+            self.fitted[-1] = False
+            raise torch.OutOfMemoryError(CUDA_MESSAGE) from error  # the words that Lightning looks for
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def search_ours(make: Callable[[Rehearsal], Search], budget_bytes: int) -> Run:
+    """Our whole probe: snapshot, rehearsal of a step, trials, restoring."""
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(VOCABULARY, (2048, LENGTH))
+    rehearsal = Rehearsal(
+        model=model,
+        optimizer=optimizer,
+        forward_backward=lambda rows: model(tokens[:rows]).backward(),
+        step=lambda: optimizer.step() and None,
+        accumulates=False,
+        memory=CountedMemory(torch.device("cpu")),
+        budget_bytes=budget_bytes,
+    )
+    with rehearsal:
+        result = find_max_batch_size(rehearsal, search=make(rehearsal))
+    return Run(result.max_batch_size, *zip(*((t.batch_size, t.fits) for t in result.trials), strict=True))
+
+
+def search_lightning(mode: str, budget_bytes: int, **options: Any) -> Run:
+    module = CountedModule(budget_bytes)
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        found = scale(module, mode=mode, folder=folder, **options)
+    return Run(found, tuple(module.sizes), tuple(module.fitted))
+
+
+def search_accelerate(budget_bytes: int) -> Run:
+    """accelerate's decorator around the same steps as Lightning's, one step a trial."""
+    module = CountedModule(budget_bytes)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    module.optimizers = lambda use_pl_optimizer=False: optimizer  # type: ignore[method-assign]
+    tokens = torch.randint(VOCABULARY, (2048, LENGTH))
+
+    @find_executable_batch_size
+    def train(batch_size: int) -> int:
+        module.training_step([tokens[:batch_size]], 0)
+        return batch_size
+
+    return Run(train(), tuple(module.sizes), tuple(module.fitted))
+
+
+def measure_real_model(*, budget_mib: int, repeats: int) -> list[dict[str, Any]]:
+    """Part (b): the same model, optimizer, rows and counted budget for all; the true maximum by bisection."""
+    budget = budget_mib * 2**20
+    maximum = 512
+    searches: dict[str, Callable[[], Run]] = {
+        "ours: predict": lambda: search_ours(
+            lambda r: Predictive(budget_bytes=r.budget_bytes, maximum=maximum, resident_bytes=r.resident_bytes), budget
+        ),
+        "ours: binary": lambda: search_ours(lambda _: BinarySearch(maximum=maximum), budget),
+        "ours: halve": lambda: search_ours(lambda _: Halving(start=maximum), budget),
+        "Lightning binsearch": lambda: search_lightning("binsearch", budget),
+        "Lightning binsearch, 1 step": lambda: search_lightning("binsearch", budget, steps_per_trial=1),
+        "Lightning power": lambda: search_lightning("power", budget),
+        "accelerate x0.9": lambda: search_accelerate(budget),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in searches}
+    runs: dict[str, Run] = {}
+    for _ in range(repeats):  # in turns, so that a busy machine slows all alike
+        for name, search in searches.items():
+            start = time.perf_counter()
+            runs[name] = search()
+            seconds[name].append(time.perf_counter() - start)
+    true_maximum = runs["ours: binary"].found
+    reference = statistics.median(seconds["ours: predict"])
+    return [
+        {
+            "true": true_maximum,
+            "budget_mib": budget_mib,
+            "search": name,
+            **summary([run]),
+            "sizes": run.sizes,
+            "seconds": statistics.median(seconds[name]),
+            "seconds_all": seconds[name],
+            "times_ours": statistics.median(seconds[name]) / reference,
+        }
+        for name, run in runs.items()
+    ]
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def print_curves(rows: list[dict[str, Any]]) -> None:
+    print("(a) ideal device; median, and the worst in brackets where noise makes runs differ")
+    print(
+        f"{'true':>5}  {'curve':<25} {'noise':>5}  {'search':<20} {'found':>13} {'tried':>5} {'trials':>9} {'OOMs':>8}"
+    )
+    group = None
+    for row in rows:
+        if group not in (None, (row["true"], row["curve"])):
+            print()
+        group = (row["true"], row["curve"])
+        cells = {name: cell(row[name], row[f"{name}_worst"]) for name in ("found", "trials", "ooms")}
+        print(
+            f"{row['true']:>5}  {row['curve']:<25} {'1%' if row['noise'] else '-':>5}  {row['search']:<20} "
+            f"{cells['found']:>13} {'yes' if row['tried'] else 'NO':>5} {cells['trials']:>9} {cells['ooms']:>8}"
+        )
+
+
+def cell(value: float, worst: float) -> str:
+    return f"{value:g}" if value == worst else f"{value:g} ({worst:g})"
+
+
+def print_real_model(rows: list[dict[str, Any]]) -> None:
+    print(f"\n(b) transformer of 3 million parameters, AdamW, {rows[0]['budget_mib']} MiB counted on the CPU")
+    print(
+        f"{'search':<28} {'found':>6} {'true':>5} {'tried':>5} {'trials':>6} {'OOMs':>5} {'seconds':>8} {'/ predict':>9}"
+    )
+    for row in rows:
+        print(
+            f"{row['search']:<28} {row['found']:>6} {row['true']:>5} {'yes' if row['tried'] else 'NO':>5} "
+            f"{row['trials']:>6g} {row['ooms']:>5g} {row['seconds']:>8.2f} {row['times_ours']:>9.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer seeds, sizes and repeats")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    true_maxima = (2, 37) if arguments.quick else TRUE_MAXIMA
+    on_curves = measure_curves(seeds=5 if arguments.quick else 30, true_maxima=true_maxima)
+    print_curves(on_curves)
+    on_model = measure_real_model(budget_mib=150 if arguments.quick else 300, repeats=1 if arguments.quick else 3)
+    print_real_model(on_model)
+
+    record = {
+        "date": date.today().isoformat(),
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "threads": torch.get_num_threads()},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "lightning", "accelerate", "adaptive-batch")},
+        "settings": {"maximum": MAXIMUM, "fixed_share": FIXED, "budget_bytes": BUDGET},
+        "curves": on_curves,
+        "real_model": on_model,
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / f"search-{date.today().isoformat()}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()

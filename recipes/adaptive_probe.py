@@ -1,0 +1,84 @@
+"""The search for the largest batch alone: no training, a table and ``probe.json``.
+
+    tune run adaptive_probe --config NAME [probe.search=binary] [probe.sequence_lengths=[512,1024,2048]]
+
+Any config of `adaptive_full_finetune` works, so the bound is that of the training it describes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from adaptive_checkpoint import EpochCheckpoints
+from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config, training
+from torchtune.training import OPT_KEY
+
+from adaptive_batch.memory import GIB
+from adaptive_batch.probe import ProbeResult
+from adaptive_batch.settings import Settings
+
+
+def probe(cfg: DictConfig) -> list[ProbeResult]:
+    """Build what training would build, and search once for each length.
+
+    Args:
+        cfg: the configuration: YAML and key=value.
+
+    Returns:
+        A result for each of ``probe.sequence_lengths``, or one for ``probe.sequence_length``.
+
+    Raises:
+        SettingError: a setting cannot be used; no weights have been loaded yet.
+        DoesNotFitError: not even one row fits at the shortest length.
+    """
+    settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
+    parts = TrainingParts(cfg, settings)
+    training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
+    parts.build_data()
+    checkpoints = EpochCheckpoints(cfg.checkpointer, resume=cfg.resume_from_checkpoint)
+    parts.check_model()
+    parts.build_model(checkpoints.load_weights)
+    parts.build_optimizer((checkpoints.recipe_state or {}).get(OPT_KEY))
+    results = []
+    for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
+        result = parts.find_bound(
+            length=length,
+            accumulates=settings.gradient_accumulation_steps > 1,
+            path=Path(cfg.output_dir) / "adaptive_batch" / "probe.json",
+        )
+        print(f"\n{result.table()}\n")
+        results.append(result)
+    if len(results) > 1:
+        print(summary(results))
+    return results
+
+
+def summary(results: list[ProbeResult]) -> str:
+    """One aligned line for each length."""
+    lines = [f"{'length':>7} {'max_batch_size':>15} {'tokens':>8} {'peak GiB':>9}"]
+    for result in results:
+        tokens = result.max_batch_size * result.sequence_length
+        peak = (result.peak_bytes() or 0) / GIB
+        lines.append(f"{result.sequence_length:>7} {result.max_batch_size:>15} {tokens:>8} {peak:>9.3f}")
+    return "\n".join(lines)
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Run the search: YAML first, then key=value from the command line over it."""
+    config.log_config(recipe_name="AdaptiveProbe", cfg=cfg)
+    probe(cfg)
+
+
+def main() -> None:
+    """The command line: shipped configs are found by name, and our own errors are shown plainly."""
+    set_up_terminal()
+    use_shipped_config(sys.argv)
+    recipe_main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Which size to try next: facts that hold for any answers, and the trials spent on the curves that memory follows."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from math import ceil, log2
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
+
+BUDGET = 16 * 1024**3
+FIXED_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
+MAXIMUM = {1: 4096, 2: 4096, 37: 4096, 700: 4096, 3000: 100_000}
+
+Peak = Callable[[int], float]
+
+
+def run(search: Search, answer: Callable[[int], Trial], *, at_most: int = 400) -> list[Trial]:
+    """Run a search to its end."""
+    trials: list[Trial] = []
+    while (rows := search.candidate) is not None:
+        assert len(trials) < at_most, "the search does not end"
+        trials.append(answer(rows))
+        search.record(trials[-1])
+    return trials
+
+
+def ideal(peak: Peak, *, budget: float = BUDGET, noise: float = 0.0, seed: int = 0) -> Callable[[int], Trial]:
+    """A device on which a size fits when its true peak is within the budget; reported peaks may be off by `noise`."""
+    source = random.Random(seed)
+
+    def answer(rows: int) -> Trial:
+        fits = peak(rows) <= budget
+        return Trial(rows, fits, round(peak(rows) * (1 + source.uniform(-noise, noise))) if fits else None)
+
+    return answer
+
+
+def power(true_maximum: int, fixed: float, exponent: float, budget: float = BUDGET) -> Peak:
+    """``fixed + c * rows ** exponent``, which leaves the budget half-way between the true maximum and the next row."""
+    slope = (1 - fixed) * budget / (true_maximum + 0.5) ** exponent
+    return lambda rows: fixed * budget + slope * rows**exponent
+
+
+def kinked(true_maximum: int, fixed: float, knee: float, intercept: float) -> Peak:
+    """Gentle from `fixed` to `knee`, then a line from `intercept` to the budget; all in shares of the budget."""
+    steep = (1 - intercept) / (true_maximum + 0.5)
+    gentle = (knee - fixed) * steep / (knee - intercept)
+    return lambda rows: BUDGET * max(fixed + gentle * rows, intercept + steep * rows)
+
+
+def out_of_memory(trials: list[Trial]) -> int:
+    return sum(not trial.fits for trial in trials)
+
+
+searches = st.one_of(
+    st.integers(1, 5000).map(lambda start: (Halving(start=start), start)),
+    st.integers(1, 5000).map(lambda maximum: (BinarySearch(maximum=maximum), maximum)),
+    st.builds(
+        lambda maximum, resident: (Predictive(budget_bytes=1000, maximum=maximum, resident_bytes=resident), maximum),
+        st.integers(1, 5000),
+        st.integers(0, 1100),
+    ),
+)
+
+
+@given(searches, st.data())
+def test_any_search_ends_on_any_answers_and_only_tries_new_sizes_within_its_range(
+    search_and_maximum: tuple[Search, int], data: st.DataObject
+) -> None:
+    search, maximum = search_and_maximum
+    peaks = st.none() | st.integers(0, 2000)
+
+    trials = run(search, lambda rows: Trial(rows, data.draw(st.booleans()), data.draw(peaks), data.draw(peaks)))
+
+    sizes = [trial.batch_size for trial in trials]
+    assert len(set(sizes)) == len(sizes)
+    assert all(1 <= size <= maximum for size in sizes)
+    assert search.best == max((trial.batch_size for trial in trials if trial.fits), default=0)
+
+
+@given(searches)
+def test_only_the_candidate_can_be_recorded(search_and_maximum: tuple[Search, int]) -> None:
+    search, _ = search_and_maximum
+    rows = search.candidate
+    assert rows is not None
+    with pytest.raises(ValueError, match=re.escape(f"batch_size={rows + 1}: the size to try next is {rows}")):
+        search.record(Trial(rows + 1, True))
+    assert search.candidate == rows
+
+
+def test_nothing_can_be_recorded_once_the_search_is_over() -> None:
+    search = Halving(start=8)
+    search.record(Trial(8, True))
+    with pytest.raises(ValueError, match=re.escape("batch_size=4: the search is over, its best is 8")):
+        search.record(Trial(4, True))
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 2.5, True, "8", None])
+def test_a_size_that_is_no_number_of_rows_is_refused(wrong: object) -> None:
+    message = re.escape(f"={wrong!r}: give a whole number of rows, at least 1")
+    with pytest.raises(ValueError, match="start" + message):
+        Halving(start=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="maximum" + message):
+        BinarySearch(maximum=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="maximum" + message):
+        Predictive(budget_bytes=1, maximum=wrong)  # type: ignore[arg-type]
+
+
+def test_a_budget_of_nothing_and_negative_residents_are_refused() -> None:
+    with pytest.raises(ValueError, match="budget_bytes=0: give a number of bytes, at least 1"):
+        Predictive(budget_bytes=0, maximum=8)
+    with pytest.raises(ValueError, match="resident_bytes=-1: give a number of bytes, 0 or more"):
+        Predictive(budget_bytes=8, maximum=8, resident_bytes=-1)
+
+
+def test_halving_tries_its_start_first_and_halves_until_one_fits() -> None:
+    search = Halving(start=100)
+    assert [t.batch_size for t in run(search, lambda rows: Trial(rows, rows <= 13))] == [100, 50, 25, 12]
+    assert search.best == 12
+
+
+def test_halving_ends_at_one_row() -> None:
+    search = Halving(start=5)
+    assert [t.batch_size for t in run(search, lambda rows: Trial(rows, False))] == [5, 2, 1]
+    assert search.best == 0
+
+
+@given(st.integers(1, 100_000), st.data())
+def test_binary_search_finds_the_true_maximum_in_log2_trials(maximum: int, data: st.DataObject) -> None:
+    true_maximum = data.draw(st.integers(0, maximum))
+    search = BinarySearch(maximum=maximum)
+
+    trials = run(search, lambda rows: Trial(rows, rows <= true_maximum))
+
+    assert search.best == true_maximum
+    assert len(trials) <= ceil(log2(maximum + 1))
+
+
+def test_predictive_ends_after_one_trial_when_one_row_does_not_fit() -> None:
+    search = Predictive(budget_bytes=BUDGET, maximum=4096)
+    assert run(search, lambda rows: Trial(rows, False)) == [Trial(1, False)]
+    assert search.best == 0
+
+
+@given(st.integers(1, 5000), st.data())
+def test_predictive_without_peaks_doubles_and_bisects_to_within_its_last_percent(
+    maximum: int, data: st.DataObject
+) -> None:
+    true_maximum = data.draw(st.integers(0, maximum))
+    search = Predictive(budget_bytes=BUDGET, maximum=maximum)
+
+    trials = run(search, lambda rows: Trial(rows, rows <= true_maximum))
+
+    assert true_maximum / 1.012 - 1 <= search.best <= true_maximum
+    assert true_maximum >= 80 or search.best == true_maximum
+    assert len(trials) <= 2 * log2(maximum) + 2
+
+
+@pytest.mark.parametrize("true_maximum", [37, 700, 3000])
+@pytest.mark.parametrize("fixed", FIXED_SHARES)
+def test_linear_memory_takes_five_trials_and_no_out_of_memory(true_maximum: int, fixed: float) -> None:
+    search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
+    trials = run(search, ideal(power(true_maximum, fixed, 1)))
+    assert search.best == true_maximum
+    assert len(trials) <= 5
+    assert out_of_memory(trials) == 0
+
+
+@pytest.mark.parametrize("true_maximum", [1, 2])
+@pytest.mark.parametrize("fixed", FIXED_SHARES)
+def test_a_true_maximum_of_one_or_two_rows_costs_one_trial_more(true_maximum: int, fixed: float) -> None:
+    search = Predictive(budget_bytes=BUDGET, maximum=4096)
+    trials = run(search, ideal(power(true_maximum, fixed, 1)))
+    assert search.best == true_maximum
+    assert len(trials) <= true_maximum + 1
+
+
+@pytest.mark.parametrize("true_maximum", [37, 700, 3000])
+@pytest.mark.parametrize("exponent", [0.9, 1.1, 1.3])
+@pytest.mark.parametrize("fixed", FIXED_SHARES)
+def test_memory_that_bends_takes_eight_trials_and_at_most_one_out_of_memory(
+    true_maximum: int, exponent: float, fixed: float
+) -> None:
+    search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
+    trials = run(search, ideal(power(true_maximum, fixed, exponent)))
+    assert search.best == true_maximum
+    assert len(trials) <= 8
+    assert out_of_memory(trials) <= 1
+
+
+@pytest.mark.parametrize("exponent", [0.9, 1.0])
+@pytest.mark.parametrize("fixed", [share for share in FIXED_SHARES if share <= 0.3])
+def test_one_percent_of_noise_leaves_a_small_maximum_exact_in_eight_trials(exponent: float, fixed: float) -> None:
+    for seed in range(30):
+        search = Predictive(budget_bytes=BUDGET, maximum=4096)
+        trials = run(search, ideal(power(37, fixed, exponent), noise=0.01, seed=seed))
+        assert search.best == 37
+        assert len(trials) <= 8
+        assert out_of_memory(trials) <= 1
+
+
+@pytest.mark.parametrize("exponent", [0.9, 1.0, 1.1, 1.3])
+@pytest.mark.parametrize("fixed", FIXED_SHARES)
+def test_one_percent_of_noise_costs_a_large_maximum_little(exponent: float, fixed: float) -> None:
+    for seed in range(30):
+        search = Predictive(budget_bytes=BUDGET, maximum=100_000)
+        trials = run(search, ideal(power(3000, fixed, exponent), noise=0.01, seed=seed))
+        assert 3000 / 1.013 <= search.best <= 3000
+        assert len(trials) <= 13
+        assert out_of_memory(trials) <= 4
+
+
+@pytest.mark.parametrize("true_maximum", [37, 700, 3000])
+@pytest.mark.parametrize(
+    ("fixed", "intercept"),
+    [(f, i) for f in (0.0, 0.1, 0.2, 0.3, 0.36, 0.374, 0.375) for i in (0.0, 0.1, 0.2, 0.3) if i <= f],
+)
+def test_memory_flat_or_gentle_up_to_three_eighths_never_runs_out(
+    true_maximum: int, fixed: float, intercept: float
+) -> None:
+    search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
+    trials = run(search, ideal(kinked(true_maximum, fixed, 3 / 8, intercept)))
+    assert search.best == true_maximum
+    assert len(trials) <= 13
+    assert out_of_memory(trials) == 0
+
+
+@pytest.mark.parametrize("budget_mib", [36, 44, 50, 68, 76, 100, 128, 500, 3000])
+def test_the_measured_shape_with_tied_embeddings_never_runs_out(budget_mib: int) -> None:
+    """31.95 MiB at 1 to 4 rows, 44 at 16, 68 at 32, as PEERS section 7 has it."""
+    search = Predictive(budget_bytes=budget_mib * 2**20, maximum=4096)
+    trials = run(search, ideal(lambda rows: max(31.95, 20 + 1.5 * rows) * 2**20, budget=budget_mib * 2**20))
+    assert search.best == int((budget_mib - 20) / 1.5)
+    assert out_of_memory(trials) == 0
+
+
+@st.composite
+def maxima_of_lines(draw: st.DrawFn) -> tuple[int, Peak, int]:
+    """A resident part, and a peak that is the highest of some lines, each from the resident part or above it."""
+    resident = draw(st.integers(0, BUDGET // 2))
+    free = BUDGET - resident
+    lines = [
+        (resident + draw(st.floats(0, 0.9)) * free, free / draw(st.floats(1, 3000)))
+        for _ in range(draw(st.integers(1, 5)))
+    ]
+    return resident, lambda rows: max(start + slope * rows for start, slope in lines), BUDGET
+
+
+@settings(max_examples=300)
+@given(maxima_of_lines())
+def test_on_any_maximum_of_lines_the_result_is_the_true_maximum_or_a_percent_below_it(
+    curve: tuple[int, Peak, int],
+) -> None:
+    resident, peak, budget = curve
+    search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
+
+    trials = run(search, ideal(peak, budget=budget))
+
+    true_maximum = max((rows for rows in range(1, 3002) if peak(rows) <= budget), default=0)
+    if out_of_memory(trials) == 0 or true_maximum < 80:
+        assert search.best == true_maximum
+    assert true_maximum / 1.012 - 1 <= search.best <= true_maximum
+
+
+@pytest.mark.parametrize("resident_share", [0.2, 0.5, 0.9])
+def test_known_residents_leave_linear_memory_two_trials(resident_share: float) -> None:
+    search = Predictive(budget_bytes=BUDGET, maximum=4096, resident_bytes=round(resident_share * BUDGET))
+    trials = run(search, ideal(power(37, resident_share, 1)))
+    assert search.best == 37
+    assert len(trials) <= 3
+    assert out_of_memory(trials) == 0
+
+
+def test_the_maximum_is_tried_when_memory_would_allow_more() -> None:
+    search = Predictive(budget_bytes=BUDGET, maximum=100)
+    trials = run(search, ideal(power(3000, 0.2, 1)))
+    assert search.best == 100
+    assert all(a.batch_size < b.batch_size for a, b in pairwise(trials))
+    assert out_of_memory(trials) == 0
+
+
+def test_a_size_that_the_optimizer_alone_made_too_large_counts_as_too_large() -> None:
+    search = Predictive(budget_bytes=1000, maximum=64)
+    run(search, lambda rows: Trial(rows, rows <= 5, 10 * rows, optimizer_peak_bytes=900 if rows <= 5 else 1100))
+    assert search.best == 5
