@@ -78,7 +78,9 @@ class Accumulator:
             if not self._has_labels(batch):  # its mean would be 0/0, and it adds nothing
                 continue
             token_loss, count = self.forward_backward(batch)
-            loss_sum, label_tokens = (loss_sum + token_loss, label_tokens + count) if micro_batches else (token_loss, count)
+            loss_sum, label_tokens = (
+                (loss_sum + token_loss, label_tokens + count) if micro_batches else (token_loss, count)
+            )
             micro_batches += 1
         if self._scale_gradients and micro_batches:
             self._divide_gradients_by(label_tokens)

@@ -59,7 +59,9 @@ class LearningRate:
         batch_can_change: warn where the scheduler cannot follow.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], scheduler: LRScheduler | None, *, batch_can_change: bool) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], scheduler: LRScheduler | None, *, batch_can_change: bool
+    ) -> None:
         self._optimizers = list(optimizers)
         self._scheduler = scheduler
         self._last_clock: float | None = None
@@ -86,7 +88,9 @@ class LearningRate:
     def _apply(self, rates: list[float]) -> None:
         for optimizer in self._optimizers:
             groups = optimizer.param_groups
-            for group, rate in zip(groups, rates if len(rates) == len(groups) else rates[:1] * len(groups), strict=True):
+            for group, rate in zip(
+                groups, rates if len(rates) == len(groups) else rates[:1] * len(groups), strict=True
+            ):
                 if hasattr(group["lr"], "fill_"):  # a tensor, as torchao's optimizers keep it
                     group["lr"].fill_(rate)
                 else:

@@ -88,7 +88,12 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages under some tensors; a storage that several share counts once."""
     return sum(
-        {storage._cdata: storage.nbytes() for t in tensors for p in plain_tensors(t) if (storage := p.untyped_storage())}.values()
+        {
+            storage._cdata: storage.nbytes()
+            for t in tensors
+            for p in plain_tensors(t)
+            if (storage := p.untyped_storage())
+        }.values()
     )
 
 

@@ -57,7 +57,9 @@ class ProbeResult:
 
     def bytes_per_row(self) -> float | None:
         """Slope of the peak between the two largest sizes that fit; None where fewer than two were measured."""
-        measured = sorted({t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None}.items())
+        measured = sorted(
+            {t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None}.items()
+        )
         if len(measured) < 2:
             return None
         (smaller, below), (larger, above) = measured[-2:]
@@ -73,8 +75,12 @@ class ProbeResult:
                 f"{trial.batch_size:>6} {self.sequence_length:>7} {peak:>9} {'yes' if trial.fits else 'no':>5} "
                 f"{seconds:>8.2f} {rate:>8}"
             )
-        lines.append(f"fixed: {self.resident_bytes / GIB:.3f} GiB (weights, buffers, optimizer state, gradients that stay)")
-        optimizer_peak = max((t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None), default=None)
+        lines.append(
+            f"fixed: {self.resident_bytes / GIB:.3f} GiB (weights, buffers, optimizer state, gradients that stay)"
+        )
+        optimizer_peak = max(
+            (t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None), default=None
+        )
         if optimizer_peak is not None:
             lines.append(f"optimizer's step: {optimizer_peak / GIB:.3f} GiB at its peak, whatever the batch")
         if (slope := self.bytes_per_row()) is not None:
@@ -83,7 +89,9 @@ class ProbeResult:
             free = (self.budget_bytes - peak) / GIB
             lines.append(f"free at the bound: {free:.3f} GiB of the {self.budget_bytes / GIB:.3f} GiB allowed")
         cached = ", known from before and tried again" if self.from_cache else ""
-        rounded = "" if self.batch_size == self.max_batch_size else f"; rounded down to a power of two: {self.batch_size}"
+        rounded = (
+            "" if self.batch_size == self.max_batch_size else f"; rounded down to a power of two: {self.batch_size}"
+        )
         lines.append(f"max_batch_size: {self.max_batch_size}{cached}{rounded}")
         return "\n".join(lines)
 
@@ -133,7 +141,14 @@ def find_max_batch_size(
         if batch_size not in {trial.batch_size for trial in trials if trial.fits}:
             run(batch_size)
     return ProbeResult(
-        bound, batch_size, tuple(trials), tuple(seconds), sequence_length, resident_bytes, budget_bytes, from_cache=False
+        bound,
+        batch_size,
+        tuple(trials),
+        tuple(seconds),
+        sequence_length,
+        resident_bytes,
+        budget_bytes,
+        from_cache=False,
     )
 
 
@@ -183,7 +198,9 @@ def _agree(trial: Trial) -> Trial:
     if distributed.world_size() == 1:
         return trial
     fits = not distributed.any_rank(not trial.fits)
-    peaks = [distributed.maximum(-1 if peak is None else peak) for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)]
+    peaks = [
+        distributed.maximum(-1 if peak is None else peak) for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)
+    ]
     return Trial(trial.batch_size, fits, *(None if peak < 0 else peak for peak in peaks))
 
 

@@ -46,10 +46,36 @@ OURS = ("use_maximum_batch_size", "batch_increase_function", "drop_last", "probe
 
 # Keys of torchtune's full fine-tune configs. One that looks like ours is still torchtune's.
 TORCHTUNE_KEYS = frozenset(
-    "batch_size checkpointer clip_grad_norm collate_fn compile cudnn_deterministic_mode dataset device dtype "
-    "enable_activation_checkpointing enable_activation_offloading epochs gradient_accumulation_steps "
-    "log_every_n_steps log_peak_memory_stats loss lr_scheduler max_steps_per_epoch metric_logger model optimizer "
-    "optimizer_in_bwd output_dir profiler resume_from_checkpoint seed shuffle tokenizer".split()
+    [
+        "batch_size",
+        "checkpointer",
+        "clip_grad_norm",
+        "collate_fn",
+        "compile",
+        "cudnn_deterministic_mode",
+        "dataset",
+        "device",
+        "dtype",
+        "enable_activation_checkpointing",
+        "enable_activation_offloading",
+        "epochs",
+        "gradient_accumulation_steps",
+        "log_every_n_steps",
+        "log_peak_memory_stats",
+        "loss",
+        "lr_scheduler",
+        "max_steps_per_epoch",
+        "metric_logger",
+        "model",
+        "optimizer",
+        "optimizer_in_bwd",
+        "output_dir",
+        "profiler",
+        "resume_from_checkpoint",
+        "seed",
+        "shuffle",
+        "tokenizer",
+    ]
 )
 
 
@@ -97,7 +123,9 @@ class ProbeSettings:
         if "sequence_lengths" in values:
             lengths = values["sequence_lengths"]
             if not isinstance(lengths, list | tuple) or not lengths:
-                raise SettingError("probe.sequence_lengths", lengths, "give a list of lengths, such as [512, 1024, 2048]")
+                raise SettingError(
+                    "probe.sequence_lengths", lengths, "give a list of lengths, such as [512, 1024, 2048]"
+                )
             values["sequence_lengths"] = tuple(lengths)
         settings = cls(**values)
         settings._check()
@@ -113,7 +141,11 @@ class ProbeSettings:
                 raise SettingError("probe.device_memory", self.device_memory, str(error)) from None
         _check_share("probe.headroom", self.headroom)
         for length in (self.sequence_length, *self.sequence_lengths):
-            key = "probe.sequence_lengths" if self.sequence_lengths and length != self.sequence_length else "probe.sequence_length"
+            key = (
+                "probe.sequence_lengths"
+                if self.sequence_lengths and length != self.sequence_length
+                else "probe.sequence_length"
+            )
             if isinstance(length, str):
                 if length not in ("longest", "max_seq_len"):
                     raise SettingError(key, length, "give longest, max_seq_len or a number of tokens")
@@ -231,7 +263,9 @@ class Settings:
             )
         if "left_pad_sequence" in str(config.get("collate_fn") or ""):
             raise SettingError(
-                "collate_fn", config["collate_fn"], "left padding is for inference; torchtune.data.padded_collate_sft would do"
+                "collate_fn",
+                config["collate_fn"],
+                "left padding is for inference; torchtune.data.padded_collate_sft would do",
             )
 
 
@@ -274,7 +308,9 @@ def load_function(path: str, *, key: str) -> Any:
             found = getattr(found, part)
         return found
     raise SettingError(
-        key, path, f"no module {parts[0]} can be imported; run from the folder that holds it, or put that folder on PYTHONPATH"
+        key,
+        path,
+        f"no module {parts[0]} can be imported; run from the folder that holds it, or put that folder on PYTHONPATH",
     )
 
 
@@ -298,7 +334,9 @@ def _increase_function(value: object, *, key: str = "batch_increase_function") -
                 f"for a function itself write {key}: {value['_component_']}",
             ) from error
     else:
-        raise SettingError(key, value, "give the dotted path of a function, or a block with _component_ that builds one")
+        raise SettingError(
+            key, value, "give the dotted path of a function, or a block with _component_ that builds one"
+        )
     check_increment(function, key=key)
     return function  # type: ignore[no-any-return]
 

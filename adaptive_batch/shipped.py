@@ -10,7 +10,7 @@ import difflib
 import shutil
 from pathlib import Path
 
-from adaptive_batch.errors import SettingError
+from .errors import SettingError
 
 _PACKAGE = Path(__file__).resolve().parent
 

@@ -46,7 +46,9 @@ class OptimizerSnapshot:
         self._optimizer = optimizer
         self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
         self._values = TensorSnapshot(_tensors_in(self._state.values()))
-        self._others = {p: {k: copy.deepcopy(v) for k, v in s.items() if not _holds_tensor(v)} for p, s in self._state.items()}
+        self._others = {
+            p: {k: copy.deepcopy(v) for k, v in s.items() if not _holds_tensor(v)} for p, s in self._state.items()
+        }
         self._groups = [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in optimizer.param_groups]
         self._group_values = TensorSnapshot(
             v for group in optimizer.param_groups for v in group.values() if isinstance(v, torch.Tensor)

@@ -140,7 +140,9 @@ class EpochCheckpoints:
         identity = state.get(STATE_KEY, {}).get("weights")
         folder = self._output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not there; the recipe state in {self._output_dir} was saved with these weights")
+            raise CheckpointError(
+                f"{folder} is not there; the recipe state in {self._output_dir} was saved with these weights"
+            )
         files = cfg.get("checkpoint_files")
         for name in files if not isinstance(files, DictConfig) and files else ():
             typed = self._output_dir / str(name)
@@ -153,7 +155,9 @@ class EpochCheckpoints:
             try:
                 saved = json.loads((folder / _IDENTITY).read_text())
             except (OSError, ValueError) as error:
-                raise CheckpointError(f"{folder / _IDENTITY} cannot be read ({error}); {folder} is not whole") from error
+                raise CheckpointError(
+                    f"{folder / _IDENTITY} cannot be read ({error}); {folder} is not whole"
+                ) from error
             if saved["id"] != identity["id"]:
                 raise CheckpointError(
                     f"the weights in {folder} are of another save than the recipe state in {self._output_dir}; "
@@ -163,7 +167,9 @@ class EpochCheckpoints:
                 path = folder / name
                 if not path.exists() or path.stat().st_size != size:
                     found = path.stat().st_size if path.exists() else "no file"
-                    raise CheckpointError(f"checkpoint file {path} is not whole: {size} bytes were saved, found {found}")
+                    raise CheckpointError(
+                        f"checkpoint file {path} is not whole: {size} bytes were saved, found {found}"
+                    )
         return folder
 
 

@@ -72,7 +72,14 @@ CHAT_TEMPLATE = (
 # Tests of the standard library, and packages that a distribution may leave out.
 SKIPPED_MODULES = {"ensurepip", "idlelib", "lib2to3", "test", "tests", "tkinter", "turtledemo"}
 DATA_FILES = ("train.jsonl", "held_out.jsonl")
-BASE_FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt")
+BASE_FILES = (
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 # ---------------------------------------------------------------------------- the data
@@ -97,7 +104,9 @@ def stdlib_sources() -> Iterator[tuple[str, str]]:
                 yield prefix + name, source
             if spec.submodule_search_locations:
                 locations = list(spec.submodule_search_locations)
-                yield from walk({module.name for module in pkgutil.iter_modules(locations)}, locations, f"{prefix}{name}.")
+                yield from walk(
+                    {module.name for module in pkgutil.iter_modules(locations)}, locations, f"{prefix}{name}."
+                )
 
     yield from walk(sys.stdlib_module_names, [sysconfig.get_path("stdlib")], "")
 
@@ -111,7 +120,9 @@ def docstring_rows(name: str, source: str) -> Iterator[dict[str, str]]:
 
     def walk(node: ast.Module | ast.ClassDef, prefix: str) -> Iterator[dict[str, str]]:
         for child in node.body:
-            if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or child.name.startswith("_"):
+            if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or child.name.startswith(
+                "_"
+            ):
                 continue
             dotted = f"{prefix}.{child.name}"
             if isinstance(child, ast.ClassDef):
@@ -395,8 +406,9 @@ def main() -> None:
 
 def _resolved(settings: list[str]) -> DictConfig:
     """demo_cpu.yaml as the command's settings make it."""
-    from adaptive_batch.shipped import config_path
     from omegaconf import OmegaConf
+
+    from adaptive_batch.shipped import config_path
 
     path = config_path("demo_cpu")
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
@@ -434,7 +446,9 @@ def compare(cfg: DictConfig, tuned: Path) -> None:
             text = sample(model, demo_tokenizer, prompt)
         print(f"\n{name} ({folder}):")
         print("\n".join(f"    {line}" for line in text.splitlines()))
-    print(f"\nmean loss per token on {len(rows)} held-out rows: " + ", ".join(f"{n} {v:.3f}" for n, v in losses.items()))
+    print(
+        f"\nmean loss per token on {len(rows)} held-out rows: " + ", ".join(f"{n} {v:.3f}" for n, v in losses.items())
+    )
 
 
 def load(folder: Path) -> TransformerDecoder:

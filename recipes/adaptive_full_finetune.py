@@ -76,7 +76,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             return
         for name, key in (("seed", training.SEED_KEY), ("max_steps_per_epoch", training.MAX_STEPS_KEY)):
             if getattr(self, name) != state[key]:
-                log.warning("%s=%s differs from the checkpoint's; going on with %s", name, getattr(self, name), state[key])
+                log.warning(
+                    "%s=%s differs from the checkpoint's; going on with %s", name, getattr(self, name), state[key]
+                )
                 setattr(self, name, state[key])
         ours: dict[str, Any] = state.get(STATE_KEY, {})
         self.progress = Progress(**ours["progress"]) if ours else Progress(epoch=state[training.EPOCHS_KEY])
@@ -118,7 +120,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.reference = self._plan(self.first_batch_size)
         if self.reference.steps == 0:
             raise SettingError(
-                "batch_size", self.batch_size, f"an epoch of {len(self.stream)} rows has no whole step; set drop_last=False"
+                "batch_size",
+                self.batch_size,
+                f"an epoch of {len(self.stream)} rows has no whole step; set drop_last=False",
             )
         if not resumed.get(STATE_KEY):
             self.progress = Progress(self.progress.epoch, steps=self.progress.epoch * self.reference.steps)
@@ -203,13 +207,20 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 lambda: next_batch_size(function, epoch=epoch, batch_size=self.batch_size, maximum=self.bound)
             )
             self.record.decision(
-                "batch_size", growth.describe(), epoch=epoch, before=growth.before, requested=growth.requested, after=growth.after
+                "batch_size",
+                growth.describe(),
+                epoch=epoch,
+                before=growth.before,
+                requested=growth.requested,
+                after=growth.after,
             )
             self.batch_size = growth.after
         self.micro_batch_size = min(self.batch_size, self.bound or self.batch_size)
         self.plan = self._plan(self.batch_size)
         if self.plan.steps == 0 and self.settings.adaptive and self.settings.drop_last:
-            raise SettingError("drop_last", True, f"a step of {self.plan.step_rows} rows is more than an epoch's {self.plan.rows}")
+            raise SettingError(
+                "drop_last", True, f"a step of {self.plan.step_rows} rows is more than an epoch's {self.plan.rows}"
+            )
         if self.settings.adaptive:
             self.record.decision(
                 "plan",
@@ -263,7 +274,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self._record_memory_history(step)
                     start = time.perf_counter()
                     rows = self.stream.take(self.plan.rows_of_step(step))
-                    rate = self.learning_rate.set(schedule_clock(self.progress, plan=self.plan, reference=self.reference))
+                    rate = self.learning_rate.set(
+                        schedule_clock(self.progress, plan=self.plan, reference=self.reference)
+                    )
                     result = self.parts.accumulator.run(rows, micro_batch_size=self.micro_batch_size)
                     norm = self.parts.step()
                     self.progress = self.progress.after_step(rows=result.rows, tokens=result.tokens)
@@ -298,7 +311,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _record_memory_history(self, step: int) -> None:
         """Record the CUDA allocator's history while the profiler is active in the first epoch, as torchtune does."""
         cfg = self.profiler_cfg
-        if self.progress.epoch or self.device.type != "cuda" or not (cfg["enabled"] and cfg.get("profile_memory", False)):
+        if (
+            self.progress.epoch
+            or self.device.type != "cuda"
+            or not (cfg["enabled"] and cfg.get("profile_memory", False))
+        ):
             return
         begin = cfg["wait_steps"] + cfg["warmup_steps"]
         if step == begin:

@@ -26,8 +26,9 @@ from torchtune.datasets import ConcatDataset
 from adaptive_batch import __version__, distributed
 from adaptive_batch.accumulation import Accumulator
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.fingerprint import file_signature, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
-from adaptive_batch.fingerprint import file_signature, fingerprint, longest_rows, row_lengths
+from adaptive_batch.lengths import longest_rows, row_lengths
 from adaptive_batch.memory import GIB, device_memory
 from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search
@@ -38,10 +39,18 @@ from adaptive_batch.trial import Rehearsal
 log = logging.getLogger("adaptive_batch")
 
 # What a trial's memory depends on, of the configuration; the fingerprint of a cached bound is made of it.
-_MEMORY_KEYS = (
-    "model optimizer loss collate_fn dtype compile clip_grad_norm optimizer_in_bwd enable_activation_checkpointing "
-    "enable_activation_offloading"
-).split()
+_MEMORY_KEYS = [
+    "model",
+    "optimizer",
+    "loss",
+    "collate_fn",
+    "dtype",
+    "compile",
+    "clip_grad_norm",
+    "optimizer_in_bwd",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+]
 
 
 def use_shipped_config(arguments: list[str]) -> None:
@@ -103,7 +112,9 @@ class TrainingParts:
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._checkpointing = bool(cfg.get("enable_activation_checkpointing", False))
         if self._offloading and self.device.type != "cuda":
-            raise SettingError("enable_activation_offloading", True, f"it needs CUDA, and device is {cfg.device}; set it to False")
+            raise SettingError(
+                "enable_activation_offloading", True, f"it needs CUDA, and device is {cfg.device}; set it to False"
+            )
         if self._offloading and not self._checkpointing:
             raise SettingError("enable_activation_offloading", True, "it needs enable_activation_checkpointing=True")
         if cfg.device == "npu" and cfg.compile:
@@ -147,8 +158,12 @@ class TrainingParts:
     def lengths(self) -> torch.Tensor:
         """Tokens of every row, counted once and cached on disk: int64, `[rows]`."""
         cfg = self.cfg
-        described = [_described_with_files(OmegaConf.to_container(block, resolve=True)) for block in (cfg.dataset, cfg.tokenizer)]
-        fingerprints = [getattr(d._data, "_fingerprint", None) for d in _leaf_datasets(self.dataset) if hasattr(d, "_data")]
+        described = [
+            _described_with_files(OmegaConf.to_container(block, resolve=True)) for block in (cfg.dataset, cfg.tokenizer)
+        ]
+        fingerprints = [
+            getattr(d._data, "_fingerprint", None) for d in _leaf_datasets(self.dataset) if hasattr(d, "_data")
+        ]
         return row_lengths(
             self.dataset,
             cache_dir=cache_directory(),
@@ -175,8 +190,13 @@ class TrainingParts:
         with torch.device("meta"), training.set_default_dtype(self.dtype):
             skeleton = config.instantiate(self.cfg.model)
         probe = self.settings.probe
-        longest = getattr(skeleton, "max_seq_len", None) or getattr(getattr(skeleton, "decoder", None), "max_seq_len", None)
-        for key, length in (("sequence_length", probe.sequence_length), *(("sequence_lengths", s) for s in probe.sequence_lengths)):
+        longest = getattr(skeleton, "max_seq_len", None) or getattr(
+            getattr(skeleton, "decoder", None), "max_seq_len", None
+        )
+        for key, length in (
+            ("sequence_length", probe.sequence_length),
+            *(("sequence_lengths", s) for s in probe.sequence_lengths),
+        ):
             if longest and isinstance(length, int) and length > longest:
                 raise SettingError(f"probe.{key}", length, f"the model takes {longest} tokens at most")
         memory = device_memory(self.device)
@@ -281,9 +301,14 @@ class TrainingParts:
         memory = device_memory(self.device)
         resident = [*self.model.parameters(), *self.model.buffers()]
         budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=memory.available_bytes(resident))
-        maximum = distributed.minimum(min(probe.maximum, max(1, len(self.dataset) // self.settings.gradient_accumulation_steps)))
+        maximum = distributed.minimum(
+            min(probe.maximum, max(1, len(self.dataset) // self.settings.gradient_accumulation_steps))
+        )
         depends_on = fingerprint(
-            {key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in _MEMORY_KEYS},
+            {
+                key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"]
+                for key in _MEMORY_KEYS
+            },
             [memory.describe(), torch.__version__, torchtune_version, __version__],
             [len(rows(1)[0]["tokens"]), tokens, maximum, accumulates, probe.round_to_power_of_two],
             # what is available moves a little from run to run; a bound is worth the same within a hundredth of the device
@@ -299,7 +324,13 @@ class TrainingParts:
             budget_bytes=budget,
             row=f"one row of {tokens} tokens",
         )
-        log.info("probing rows of %d tokens on %s, up to %d rows in %.2f GiB", tokens, memory.describe(), maximum, budget / GIB)
+        log.info(
+            "probing rows of %d tokens on %s, up to %d rows in %.2f GiB",
+            tokens,
+            memory.describe(),
+            maximum,
+            budget / GIB,
+        )
         try:
             with rehearsal:
                 known = load_result(path, fingerprint=depends_on) if probe.cache else None
@@ -353,11 +384,15 @@ class TrainingParts:
         if length == "max_seq_len":
             limit = getattr(self.tokenizer, "max_seq_len", None)
             if limit is None:
-                raise SettingError("probe.sequence_length", length, "the tokenizer has no max_seq_len; set it, or give a number")
+                raise SettingError(
+                    "probe.sequence_length", length, "the tokenizer has no max_seq_len; set it, or give a number"
+                )
             length = int(limit)
         target = longest if length == "longest" else int(length)
         if target < longest:
-            log.warning("rows of up to %d tokens exist, longer than the %d that are probed: they may not fit", longest, target)
+            log.warning(
+                "rows of up to %d tokens exist, longer than the %d that are probed: they may not fit", longest, target
+            )
         made: list[dict[str, Any]] = []
 
         def rows(count: int) -> list[dict[str, Any]]:
@@ -373,7 +408,9 @@ def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
     """A row of text cut or repeated to so many tokens."""
     if set(row) - {"tokens", "labels", "mask"}:
         others = ", ".join(sorted(set(row) - {"tokens", "labels", "mask"}))
-        raise SettingError("probe.sequence_length", length, f"rows with {others} have a length of their own; use longest")
+        raise SettingError(
+            "probe.sequence_length", length, f"rows with {others} have a length of their own; use longest"
+        )
     return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
 
 
