@@ -25,3 +25,7 @@ check: $(INSTALLED)  ## lint, format, types
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+measure: $(INSTALLED)  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,dev,bench]"
+	for benchmark in search bound traceless parity step_time; do $(BIN)/python benchmarks/$$benchmark.py || exit 1; done

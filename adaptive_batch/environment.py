@@ -33,13 +33,13 @@ class Requirement:
     Attributes:
         at_least: the first version that will do.
         below: the first version that will not do any more; None where none is known.
-        install: the version that was tried, which is what a mending command installs.
+        tried: the version that a mending command installs; None for the newest.
         optional: the recipes run without it.
     """
 
     at_least: str
     below: str | None
-    install: str
+    tried: str | None
     optional: bool = False
 
     def admits(self, version: str) -> bool:
@@ -61,7 +61,7 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     "tokenizers": Requirement("0.21", None, "0.23.3"),
     "safetensors": Requirement("0.5", None, "0.8.0"),
     "tqdm": Requirement("4.66", None, "4.70.1"),
-    "bitsandbytes": Requirement("0.43", None, "0.45.5", optional=True),
+    "bitsandbytes": Requirement("0.43", None, None, optional=True),
 }
 
 
@@ -132,8 +132,8 @@ def judge_versions(versions: Mapping[str, str | None]) -> list[Finding]:
 def judge_import(versions: Mapping[str, str | None], result: ImportResult) -> Finding:
     """Say whether torchtune can be imported, and if not, whose fault it is.
 
-    torchtune reports every ImportError inside torchao as "torchao not installed"; the error that Python printed first is
-    the one that happened.
+    torchtune reports every ImportError inside torchao as "torchao not installed"; what happened is the error that Python
+    printed first.
     """
     subject = "import torchtune"
     if result.succeeded:
@@ -147,10 +147,14 @@ def judge_import(versions: Mapping[str, str | None], result: ImportResult) -> Fi
     torchao = re.search(r"[/\\]torchao[/\\]|torchao not installed|['\"]torchao\b", result.output)
     missing = re.search(r"No module named '([A-Za-z0-9_]+)", result.output)
     if torchao:
-        return Finding(subject, f"fails in torchao {versions['torchao']}: {what}", _install("torchao"))
+        return Finding(
+            subject,
+            f"fails in torchao {versions['torchao']}: {what}",
+            _install("torchao", installed=versions["torchao"]),
+        )
     if missing and missing[1] in REQUIREMENTS:
         return Finding(subject, f"fails: {what}", _install(missing[1]))
-    return Finding(subject, f"fails: {what}", _install("torchtune", again=True))
+    return Finding(subject, f"fails: {what}", _install("torchtune", installed=versions["torchtune"]))
 
 
 def judge_commands(*, recipe_found: bool, tune_beside: str | None, tune_on_path: str | None) -> list[Finding]:
@@ -164,13 +168,17 @@ def judge_commands(*, recipe_found: bool, tune_beside: str | None, tune_on_path:
     recipe = Finding(
         "adaptive_full_finetune",
         "found" if recipe_found else "not found by this Python",
-        None if recipe_found else "pip install --force-reinstall --no-deps adaptive-batch",
+        None if recipe_found else "pip install --editable '.[recipes]', in the checkout",
     )
     if tune_beside is None:
         elsewhere = f"; the one on PATH, {tune_on_path}, is another Python's" if tune_on_path else ""
         return [
             recipe,
-            Finding("tune", f"not installed beside {sys.executable}{elsewhere}", _install("torchtune", again=True)),
+            Finding(
+                "tune",
+                f"not installed beside {sys.executable}{elsewhere}",
+                _install("torchtune", installed=REQUIREMENTS["torchtune"].tried),
+            ),
         ]
     if tune_on_path == tune_beside:
         return [recipe, Finding("tune", tune_beside)]
@@ -188,9 +196,13 @@ def as_lines(found: list[Finding]) -> list[str]:
     ]
 
 
-def _install(name: str, *, again: bool = False) -> str:
-    """The command that installs the version that was tried."""
-    return f"pip install {'--force-reinstall --no-deps ' if again else ''}'{name}=={REQUIREMENTS[name].install}'"
+def _install(name: str, *, installed: str | None = None) -> str:
+    """The command that installs the version that was tried, anew where that very version is installed and broken."""
+    tried = REQUIREMENTS[name].tried
+    if tried is None:
+        return f"pip install --upgrade '{name}>={REQUIREMENTS[name].at_least}'"
+    again = "--force-reinstall --no-deps " if installed == tried else ""
+    return f"pip install {again}'{name}=={tried}'"
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -258,7 +270,7 @@ def collect_devices() -> list[Finding]:
     found = [
         Finding("cpu", f"{cpu.total_bytes() / GIB:.1f} GiB, {host_available_bytes() / GIB:.1f} GiB of it available")
     ]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         kind = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         found.append(Finding("accelerator", f"none is seen by torch {torch.__version__}, {kind}"))

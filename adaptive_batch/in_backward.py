@@ -22,10 +22,10 @@ class OptimizerInBackward:
     def __init__(self, optimizers: Mapping[nn.Parameter, Optimizer]) -> None:
         self.optimizers = dict(optimizers)
         self._rehearsing = False
-        self._keep_state: set[nn.Parameter] = set()
+        self._fresh: set[nn.Parameter] = set()
         for parameter in self.optimizers:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._step)
+                parameter.register_post_accumulate_grad_hook(self._step)  # type: ignore[no-untyped-call]
 
     def _step(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -36,22 +36,27 @@ class OptimizerInBackward:
             return
         # One parameter at a time is copied, stepped and put back, so a rehearsal costs the host one parameter, not the model.
         weights = TensorSnapshot([parameter])
-        state = OptimizerSnapshot(optimizer) if parameter in self._keep_state else None
-        optimizer.step()
-        optimizer.zero_grad()
-        weights.restore()
-        if state:
-            state.restore()
+        fresh = parameter in self._fresh
+        before = OptimizerSnapshot(optimizer) if not fresh or not optimizer.state else None
+        try:
+            optimizer.step()
+            optimizer.zero_grad()
+            if fresh:
+                before = None  # the state that was made stays until the rehearsal ends
+        finally:
+            weights.restore()
+            if before:  # also what a step that ran out of memory left half made
+                before.restore()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Inside, a step is taken and undone; state that a fresh optimizer makes stays resident until the end, then goes."""
-        fresh = [OptimizerSnapshot(optimizer) for optimizer in self.optimizers.values() if not optimizer.state]
-        self._keep_state = {parameter for parameter, optimizer in self.optimizers.items() if optimizer.state}
+        self._fresh = {parameter for parameter, optimizer in self.optimizers.items() if not optimizer.state}
+        snapshots = [OptimizerSnapshot(self.optimizers[parameter]) for parameter in self._fresh]
         self._rehearsing = True
         try:
             yield
         finally:
             self._rehearsing = False
-            for snapshot in fresh:
+            for snapshot in snapshots:
                 snapshot.restore()

@@ -45,11 +45,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     driver's or a library's word for it; and any error raised *from* one of these. A ``ValueError`` that merely talks of
     memory does not.
     """
-    while error is not None:
+    seen: set[int] = set()  # an error can be its own cause
+    while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
             return True
+        seen.add(id(error))
         error = error.__cause__
     return False
 
@@ -163,6 +165,7 @@ class CountedMemory:
         counter.add(resident)
         usage = Usage(resident_bytes=counter.live_bytes)
         try:
+            counter.check()
             # A compiled region fails under a dispatch mode, and would hide its tensors from it.
             with torch.compiler.set_stance("force_eager"), counter:
                 yield usage
@@ -177,11 +180,15 @@ class AcceleratorMemory:
     """An accelerator's memory, as its caching allocator reports it through ``torch.accelerator`` or ``torch.cuda``.
 
     The peak is that of *reserved* memory, which is what the device has to give: fragmentation is part of the truth.
+
+    Args:
+        device: one that is not a CPU.
+        backend: what answers for it, by default ``torch.cuda`` or its like.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, backend: Any = None) -> None:
         self.device = device
-        self._backend: Any = getattr(torch, device.type)
+        self._backend = backend or getattr(torch, device.type)
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -246,46 +253,25 @@ class AcceleratorMemory:
         return int(self._backend.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live storages while it is active, through weak references to them."""
 
     def __init__(self, budget_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.budget_bytes = budget_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count what is alive before anything runs."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
-                self._add_storage(plain.untyped_storage())
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                self._see(plain.untyped_storage())
 
-    def _add_storage(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._storages or size == 0:
-            return
-
-        def forget(_: object) -> None:
-            del self._storages[key]
-            self.live_bytes -= size
-
-        self._storages[key] = weakref.ref(storage, forget)
-        self.live_bytes += size
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self._add_storage(result.untyped_storage())
-        elif isinstance(result, tuple | list):
-            for item in result:
-                if isinstance(item, torch.Tensor):
-                    self._add_storage(item.untyped_storage())
+    def check(self) -> None:
+        """Take in a new peak, and refuse one that passes the budget."""
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             if self.peak_bytes > self.budget_bytes:
@@ -293,6 +279,37 @@ class _LiveBytes(TorchDispatchMode):
                     f"CPU out of memory: {self.peak_bytes / GIB:.3f} GiB of tensors are alive, "
                     f"over the budget of {self.budget_bytes / GIB:.3f} GiB"
                 )
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        known = self._sizes.get(key)
+        if known is None:
+
+            def forget(_: object) -> None:
+                self.live_bytes -= self._sizes.pop(key)
+                del self._references[key]
+
+            self._references[key] = weakref.ref(storage, forget)
+            known = 0
+        if size != known or not known:  # new, or resized in place
+            self._sizes[key] = size
+            self.live_bytes += size - known
+
+    def _see_all(self, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self._see(result.untyped_storage())
+        elif isinstance(result, tuple | list):
+            for item in result:
+                self._see_all(item)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
+        result = func(*args, **(kwargs or {}))
+        self._see_all(result)
+        self.check()
         return result
 
 

@@ -85,8 +85,8 @@ class ProbeResult:
             lines.append(f"optimizer's step: {optimizer_peak / GIB:.3f} GiB at its peak, whatever the batch")
         if (slope := self.bytes_per_row()) is not None:
             lines.append(f"each row: {slope / GIB:.4f} GiB more, between the two largest sizes that fit")
-        if (peak := self.peak_bytes()) is not None:
-            free = (self.budget_bytes - peak) / GIB
+        if (bound_peak := self.peak_bytes()) is not None:
+            free = (self.budget_bytes - bound_peak) / GIB
             lines.append(f"free at the bound: {free:.3f} GiB of the {self.budget_bytes / GIB:.3f} GiB allowed")
         cached = ", known from before and tried again" if self.from_cache else ""
         rounded = (
@@ -135,11 +135,10 @@ def find_max_batch_size(
     bound = batch_size = search.best
     if round_to_power_of_two and bound:
         fitting = {trial.batch_size for trial in trials if trial.fits}
-        batch_size = 1 << (bound.bit_length() - 1)
-        while batch_size > 1 and batch_size not in fitting and not run(batch_size).fits:
-            batch_size //= 2
-        if batch_size not in {trial.batch_size for trial in trials if trial.fits}:
-            run(batch_size)
+        power = 1 << (bound.bit_length() - 1)
+        while power and power not in fitting and not run(power).fits:
+            power //= 2
+        batch_size = power or bound
     return ProbeResult(
         bound,
         batch_size,
@@ -175,7 +174,11 @@ def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
             names = [name for name in ProbeResult.__dataclass_fields__ if name not in ("trials", "seconds")]
             values: dict[str, Any] = {name: record[name] for name in names}
             trials = tuple(Trial(**trial) for trial in record["trials"])
-            return ProbeResult(trials=trials, seconds=tuple(record["seconds"]), **values)
+            result = ProbeResult(trials=trials, seconds=tuple(record["seconds"]), **values)
+        fitting = {trial.batch_size for trial in trials if trial.fits}
+        if not fitting.issuperset((result.max_batch_size, result.batch_size)):
+            raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
+        return result
     return None
 
 

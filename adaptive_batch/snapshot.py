@@ -49,7 +49,7 @@ class OptimizerSnapshot:
         self._others = {
             p: {k: copy.deepcopy(v) for k, v in s.items() if not _holds_tensor(v)} for p, s in self._state.items()
         }
-        self._groups = [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in optimizer.param_groups]
+        self._groups = [dict(group) for group in optimizer.param_groups]
         self._group_values = TensorSnapshot(
             v for group in optimizer.param_groups for v in group.values() if isinstance(v, torch.Tensor)
         )
@@ -67,8 +67,7 @@ class OptimizerSnapshot:
             current.update(copy.deepcopy(self._others[parameter]))
         self._values.restore()
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
-            for key in [k for k, v in group.items() if isinstance(v, _PLAIN) and k not in saved]:
-                del group[key]
+            group.clear()
             group.update(saved)
         self._group_values.restore()
         for name in [k for k, v in vars(optimizer).items() if isinstance(v, _PLAIN) and k not in self._counters]:
@@ -157,23 +156,29 @@ class TrainingSnapshot:
                 f"the probe copies {needed / GIB:.2f} GiB of weights and optimizer state to the host so that it leaves no trace, "
                 f"and the host has {available / GIB:.2f} GiB available; free host memory, or set batch_size without a probe"
             )
-        self._gradients = [(p, p.grad) for p in model.parameters()]
-        for parameter, _ in self._gradients:
-            parameter.grad = None
         self._tensors = TensorSnapshot(saved)
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
         self._random = RandomState(device)
-        self._training = {module: module.training for module in model.modules()}
+        # A forward may also put another tensor in a buffer's place.
+        self._modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+        self._gradients = [(p, p.grad) for p in model.parameters()]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
 
     def restore(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        for module, training in self._training.items():
+        for module, training, buffers in self._modules:
             module.training = training
+            module._buffers.update(buffers)
         self._tensors.restore()
+        self.restore_optimizers()
+        self._random.restore()
+
+    def restore_optimizers(self) -> None:
+        """Put back the optimizers alone: a step that ran out of memory leaves states half made."""
         for optimizer in self._optimizers:
             optimizer.restore()
-        self._random.restore()
 
 
 def _holds_tensor(value: Any) -> bool:

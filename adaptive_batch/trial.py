@@ -75,10 +75,10 @@ class Rehearsal:
     def __enter__(self) -> Rehearsal:
         with ExitStack() as stack:
             stack.callback(self._memory.release)
-            snapshot = TrainingSnapshot(
+            self._snapshot = TrainingSnapshot(
                 self._model, self._optimizers, device=self._memory.device, parameters_change=self._in_backward is None
             )
-            stack.callback(snapshot.restore)
+            stack.callback(self._snapshot.restore)
             stack.callback(self._drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.rehearsal())
@@ -98,32 +98,64 @@ class Rehearsal:
         Raises:
             RuntimeError: the trial failed for another reason than memory; that size is not "too large", it is broken.
         """
-        fits, peak_bytes = self._measure(lambda: self._forward_backward(batch_size), f"a trial of {batch_size} rows")
+        fits, peak_bytes = self._measure(
+            lambda: self._forward_backward(batch_size), f"a trial of {batch_size} rows", budget_bytes=self.budget_bytes
+        )
         return Trial(batch_size, fits, peak_bytes, self.optimizer_peak_bytes)
 
     def _rehearse_one_step(self) -> None:
-        fits, peak_bytes = self._measure(lambda: self._forward_backward(1), f"a trial of {self._row}")
-        if not fits:
-            raise self._does_not_fit(self._row, lambda: self._forward_backward(1))
-        if not self._in_backward:
-            fits, self.optimizer_peak_bytes = self._measure(self._step, "the optimizer's step", prepare=False)
+        """One row, so that the optimizer's state is there; an error with numbers if it does not fit."""
+        failed, _ = self._whole_step(self.budget_bytes)
+        if failed is None:
+            self._prepare_gradients()
+            with self._memory.measure(self._resident(), budget_bytes=self.budget_bytes) as usage:
+                pass
+            self.resident_bytes = usage.resident_bytes
+            return
+        needs = f"more than {self.budget_bytes / GIB:.2f} GiB"
+        self._snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
+        available = self._memory.available_bytes(self._resident())
+        if available > self.budget_bytes:  # where the device has more than the budget allows, it can be measured
+            again, peaks = self._whole_step(available)
+            if again is None and peaks:
+                needs = f"{max(peaks) / GIB:.2f} GiB"
+        raise DoesNotFitError(
+            f"{failed} needs {needs}, {self._memory.device} allows {self.budget_bytes / GIB:.2f} GiB; {REMEDIES}"
+        )
+
+    def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
+        """Forward and backward of one row, the optimizer's step, and the former again beside the state that the latter made.
+
+        Returns:
+            What did not fit, or None; and the peaks of what did.
+        """
+        phases = [(self._row, self._one_row), ("the optimizer's step", self._step), (self._row, self._one_row)]
+        peaks: list[int] = []
+        for what, run in phases:
+            is_step = run is self._step
+            if is_step and self._in_backward:
+                continue
+            fits, peak_bytes = self._measure(run, what, budget_bytes=budget_bytes, prepare=not is_step)
             if not fits:
-                self._measure(lambda: self._forward_backward(1), f"a trial of {self._row}")
-                raise self._does_not_fit("the optimizer's step", self._step, prepare=False)
-        self._prepare_gradients()
-        with self._memory.measure(self._resident(), budget_bytes=self.budget_bytes) as usage:
-            pass
-        self.resident_bytes = usage.resident_bytes
+                return what, peaks
+            if peak_bytes is not None:
+                peaks.append(peak_bytes)
+            if is_step:
+                self.optimizer_peak_bytes = peak_bytes
+        return None, peaks
+
+    def _one_row(self) -> None:
+        self._forward_backward(1)
 
     def _measure(
-        self, run: Callable[[], object], what: str, *, prepare: bool = True, budget_bytes: int | None = None
+        self, run: Callable[[], object], what: str, *, budget_bytes: int, prepare: bool = True
     ) -> tuple[bool, int | None]:
         """Run, and say whether it fits and what it peaked at. Memory is released after the except block has been left."""
         if prepare:
             self._prepare_gradients()
         fits, peak_bytes = False, None
         try:
-            with self._memory.measure(self._resident(), budget_bytes=budget_bytes or self.budget_bytes) as usage:
+            with self._memory.measure(self._resident(), budget_bytes=budget_bytes) as usage:
                 run()
             fits, peak_bytes = not usage.retried, usage.peak_bytes
         except Exception as error:
@@ -134,18 +166,6 @@ class Rehearsal:
             self._drop_gradients()
             self._memory.release()
         return fits, peak_bytes
-
-    def _does_not_fit(self, what: str, run: Callable[[], object], *, prepare: bool = True) -> DoesNotFitError:
-        """The error with numbers: what it would have needed, where the device has more than the budget allows."""
-        available = self._memory.available_bytes(self._resident())
-        needs = f"more than {self.budget_bytes / GIB:.2f} GiB"
-        if available > self.budget_bytes:
-            fits, peak_bytes = self._measure(run, what, prepare=prepare, budget_bytes=available)
-            if fits and peak_bytes:
-                needs = f"{peak_bytes / GIB:.2f} GiB"
-        return DoesNotFitError(
-            f"{what} needs {needs}, {self._memory.device} allows {self.budget_bytes / GIB:.2f} GiB; {REMEDIES}"
-        )
 
     def _resident(self) -> Iterator[torch.Tensor]:
         for tensor in (*self._model.parameters(), *self._model.buffers()):

@@ -306,14 +306,23 @@ def prepare(directory: str | Path, *, num_rows: int | None = None) -> None:
             yield row["signature"]
             yield row["docstring"]
 
-    _make_once(data, DATA_FILES, lambda folder: write_data(folder, num_rows=num_rows))
-    _make_once(directory / "base", BASE_FILES, lambda folder: write_base(folder, texts()))
+    make_once(data, DATA_FILES, lambda folder: write_data(folder, num_rows=num_rows))
+    make_once(directory / "base", BASE_FILES, lambda folder: write_base(folder, texts()))
     if json.loads((directory / "base" / "config.json").read_text(encoding="utf-8")) != _hf_config():
         raise RuntimeError(f"{directory / 'base'} was made for another version of the demo: remove it, and run again")
 
 
-def _make_once(folder: Path, names: tuple[str, ...], write: Callable[[Path], None]) -> None:
-    """Have ``write`` fill a folder beside ``folder`` and rename it, unless ``folder`` is there."""
+def make_once(folder: Path, names: tuple[str, ...], write: Callable[[Path], None]) -> None:
+    """Have ``write`` fill a folder aside and rename it to ``folder``, unless ``folder`` is there.
+
+    Args:
+        folder: what is made; whole or absent, whatever interrupts.
+        names: the files that it must hold.
+        write: fills the empty folder that it is given.
+
+    Raises:
+        RuntimeError: ``folder`` is there and lacks one of ``names``.
+    """
     if not folder.exists():
         started = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
