@@ -177,6 +177,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             budget_gib=round(result.budget_bytes / GIB, 3),
             trials=len(result.trials),
             out_of_memory=result.num_out_of_memory,
+            from_cache=result.from_cache,
             seconds=round(sum(result.seconds), 2),
         )
         return result

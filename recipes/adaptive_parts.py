@@ -345,7 +345,7 @@ class TrainingParts:
         finally:
             if cfg.compile:
                 torch._dynamo.reset()  # the sizes of trials must not use up the compiler's limit of variants
-        if distributed.is_rank_zero():
+        if distributed.is_rank_zero() and not result.from_cache:
             save_result(result, path, fingerprint=depends_on)
         return result
 

@@ -104,7 +104,9 @@ log_every_n_steps: 1
 log_peak_memory_stats: False
 """
 
-_HALF = "{_component_: torchtune.datasets.instruct_dataset, source: json, split: train, cache_dir: '${data_dir}/cache', "
+_HALF = (
+    "{_component_: torchtune.datasets.instruct_dataset, source: json, split: train, cache_dir: '${data_dir}/cache', "
+)
 _HALF += "column_map: {input: signature, output: docstring}, train_on_input: False, data_files: '${data_dir}/%s.jsonl'}"
 
 # What a run may have besides the defaults, each as the command line gives it. The rows divide into whole accumulations: an
@@ -116,8 +118,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "bf16": ("dtype=bf16",),
     "dropout": ("model.attn_dropout=0.2",),
     "packed": ("dataset.packed=True", "max_steps_per_epoch=2"),
-    "cosine": ("lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",)
-    + ("lr_scheduler.num_warmup_steps=3",),
+    "cosine": (
+        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "lr_scheduler.num_warmup_steps=3",
+    ),
     "clipping": ("clip_grad_norm=0.5",),
     "concatenated": (f"dataset=[{_HALF % 'first'}, {_HALF % 'second'}]",),
     "max_steps_per_epoch": ("max_steps_per_epoch=3",),
@@ -142,6 +146,9 @@ class Finished:
     @property
     def losses(self) -> list[str]:
         return losses(self.output_dir)
+
+    def figures(self, name: str) -> list[str]:
+        return losses(self.output_dir, name=name)
 
     def weights(self, epoch: int) -> dict[str, torch.Tensor]:
         return weights(self.output_dir / f"epoch_{epoch}")
@@ -188,9 +195,10 @@ class SmallSetup:
                     raise AssertionError(f"exit status {ended.code} of {arguments}") from ended
         return Finished(0, "", output_dir)
 
-    def parsed(self, *overrides: str) -> Any:
-        """The configuration that a recipe would get from these overrides."""
-        return OmegaConf.merge(OmegaConf.load(self.config), OmegaConf.from_dotlist(list(overrides)))
+    @property
+    def base(self) -> Path:
+        """The folder of the base checkpoint and the tokenizer."""
+        return self.folder / "base"
 
     def fresh_folder(self) -> Path:
         """A new, empty folder for a run's output."""
@@ -201,7 +209,14 @@ class SmallSetup:
         given = [value.partition("=")[2] for value in overrides if value.startswith("output_dir=")]
         output_dir = Path(given[-1]) if given else self.fresh_folder()
         own = () if given else (f"output_dir={output_dir}",)
-        return ["run", recipe, "--config", config or str(self.config), *own, *overrides], output_dir
+        lists = [value for value in overrides if value.startswith("dataset=[")]
+        if lists:  # over a block with a component, the command line takes a dotted path alone: so they go into the YAML
+            merged = OmegaConf.load(self.config)
+            merged.dataset = OmegaConf.from_dotlist(lists).dataset
+            config = f"{output_dir}.yaml"
+            OmegaConf.save(merged, config)
+        rest = [value for value in overrides if value not in lists]
+        return ["run", recipe, "--config", config or str(self.config), *own, *rest], output_dir
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -250,8 +265,8 @@ def fill(model: nn.Module) -> None:
     """Random weights, the same each time."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith(".bias"):
                 parameter.normal_(0, 0.1, generator=generator)
 
 
@@ -325,7 +340,8 @@ class PatchEncoder(nn.Module):
         self.patches = nn.Conv2d(3, embed_dim, _PATCH, stride=_PATCH)
 
     def forward(self, images: torch.Tensor, aspect_ratio: torch.Tensor) -> torch.Tensor:
-        patches = self.patches(images.flatten(0, 2)).flatten(2).transpose(1, 2)
+        pictures = images.flatten(0, 2).to(self.patches.weight.dtype)
+        patches = self.patches(pictures).flatten(2).transpose(1, 2)
         return patches.reshape(len(images), -1, patches.shape[-1])
 
 

@@ -53,7 +53,7 @@ async def wait(*things): "Wait for things."
         {"signature": "class boxes.Box(list)", "docstring": "A box of things."},
         {
             "signature": "def boxes.Box.put(self, thing: int=3, *, where='top')",
-            "docstring": "Put a thing\n    into the box.",
+            "docstring": "Put a thing\ninto the box.",
         },
         {"signature": "def boxes.wait(*things)", "docstring": "Wait for things."},
     ]

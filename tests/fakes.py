@@ -1,0 +1,75 @@
+"""Fakes of what stands behind the seams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from adaptive_batch.search import Trial
+
+
+class IdealDevice:
+    """A size fits exactly when its peak, a known function of the rows, is within the budget. Remembers what was tried."""
+
+    def __init__(self, peak: Callable[[int], int], *, budget_bytes: int, optimizer_peak_bytes: int | None = None) -> None:
+        self.peak = peak
+        self.budget_bytes = budget_bytes
+        self.optimizer_peak_bytes = optimizer_peak_bytes
+        self.tried: list[int] = []
+
+    def __call__(self, rows: int) -> Trial:
+        self.tried.append(rows)
+        fits = self.peak(rows) <= self.budget_bytes
+        return Trial(rows, fits, self.peak(rows) if fits else None, self.optimizer_peak_bytes if fits else None)
+
+
+class FakeBackend:
+    """What ``torch.cuda`` answers about an accelerator whose allocator holds what the test says."""
+
+    def __init__(self, *, total: int, used_by_others: int = 0) -> None:
+        self.total, self.used_by_others = total, used_by_others
+        self.allocated = self.reserved = self.peak_reserved = self.retries = 0
+        self.fraction, self.fractions = 1.0, [1.0]
+
+    def hold(self, allocated: int) -> None:
+        """Allocate up to so many bytes; refuse what passes the fraction, as the caching allocator does."""
+        if allocated > self.fraction * self.total:
+            self.retries += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        self.allocated, self.reserved = allocated, max(self.reserved, allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def mem_get_info(self, _: torch.device) -> tuple[int, int]:
+        return self.total - self.reserved - self.used_by_others, self.total
+
+    def memory_allocated(self, _: torch.device) -> int:
+        return self.allocated
+
+    def memory_reserved(self, _: torch.device) -> int:
+        return self.reserved
+
+    def max_memory_reserved(self, _: torch.device) -> int:
+        return self.peak_reserved
+
+    def memory_stats(self, _: torch.device) -> dict[str, int]:
+        return {"num_alloc_retries": self.retries}
+
+    def reset_peak_memory_stats(self, _: torch.device) -> None:
+        self.peak_reserved = self.reserved
+
+    def get_per_process_memory_fraction(self, _: torch.device) -> float:
+        return self.fraction
+
+    def set_per_process_memory_fraction(self, fraction: float, _: torch.device) -> None:
+        self.fraction = fraction
+        self.fractions.append(fraction)
+
+    def get_device_name(self, _: torch.device) -> str:
+        return "Fake 1000"
+
+    def synchronize(self, _: torch.device) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated

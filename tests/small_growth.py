@@ -1,0 +1,57 @@
+"""Growth functions that a user might write, good and bad, named by dotted paths in tests."""
+
+ASKED = []
+
+
+def four_more(epoch, batch_size):
+    ASKED.append((epoch, batch_size))
+    return 4 if epoch else 0
+
+
+def a_thousand_more(epoch, batch_size):
+    return 1000
+
+
+def raises(epoch, batch_size):
+    raise KeyError("no such stage")
+
+
+def returns_none(epoch, batch_size):
+    return None
+
+
+def returns_float(epoch, batch_size):
+    return 4.0
+
+
+def returns_bool(epoch, batch_size):
+    return True
+
+
+def returns_negative(epoch, batch_size):
+    return -1
+
+
+def returns_huge(epoch, batch_size):
+    return 10**12
+
+
+def raises_in_second_epoch(epoch, batch_size):
+    if epoch == 1:
+        raise KeyError("no such stage")
+    return 0
+
+
+def takes_one(epoch):
+    return 0
+
+
+def no_more(epoch, batch_size):
+    return 0
+
+
+NOT_CALLABLE = 3
+
+
+def empty_dataset(tokenizer, **_):
+    return []
