@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 KNEE = 3 / 8  # share of the budget up to which measured peaks stayed flat or gentle before they turned steep
 STEEPEST = 1.35  # no peak grows faster than rows ** 1.35: the targets go to 1.3, and a little more
+GENTLE = 1 / 4  # the rows' part of the peak below which the ops that will fill the budget have not shown yet
 LEAP = 32  # a line, however straight, is believed up to this many times the rows that were tried
 EXACT = 1e-4  # peaks that agree to this part of their rise carry no noise, which is rather 1e-2
 NOISE = 0.007  # what a noisy peak may be off by: the root mean square of +-1% is 0.006
@@ -171,7 +172,7 @@ class Predictive(_Recorded):
         points = self._points()
         if not points or points[-1].rows != best:  # the device could not say
             return (best + too_many) // 2 if failed else min(2 * best, self._limit)
-        target = _next_rows(points, rounding=2 / self._free_bytes)
+        target = _next_rows(points, rounding=2 / self._free_bytes, resident_known=self._resident_bytes > 0)
         if target is None:
             return None
         if failed:  # a prediction was too high once: keep part of the gap in reserve, less of it after a near miss
@@ -192,7 +193,7 @@ class _Point(NamedTuple):
     share: float
 
 
-def _next_rows(points: Sequence[_Point], rounding: float) -> float | None:
+def _next_rows(points: Sequence[_Point], rounding: float, resident_known: bool) -> float | None:
     """Rows to try after these trials, which are in growing order; None when not one row more fits.
 
     The peak is a maximum of straight lines in the rows, one for each op, none of them below 0 at 0 rows: convex, and
@@ -203,7 +204,8 @@ def _next_rows(points: Sequence[_Point], rounding: float) -> float | None:
     1. Grow safely: a little less than budget / peak, since real peaks bend upwards here and there.
     2. A line is a guess until a third trial lies on it, a curve ``fixed + c * rows ** power`` until a fourth does. Then
        follow it; from below the knee only to a little past it, where what takes over there shows.
-    3. Peaks that dip below a line are noisy, and no three will agree: follow the line through two far apart, held back.
+    3. Once the resident bytes are taken off, a line that hardly grows is not the one that fills the budget: do not follow.
+    4. Peaks that dip below a line are noisy, and no three will agree: follow the line through two far apart, held back.
     """
     last = points[-1]
     if len(points) == 1:
@@ -220,6 +222,8 @@ def _next_rows(points: Sequence[_Point], rounding: float) -> float | None:
         return None
     if proportional:  # nothing is fixed, so this is the steepest line there can be
         return min(_reach(before, last, 1, 1.0), LEAP * last.rows)
+    if resident_known and row * last.rows < GENTLE * last.share:
+        return max(safe, 1.25 * last.rows)  # or a peak that is flat close below the budget takes a trial for each row
     if len(points) >= 3 and last.share > before.share and _straight(points[-3], before, last, rounding):
         return _follow(before, last, 1, safe)
     if len(points) >= 4 and (power := _power(*points[-4:-1])):

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory, plain_tensors
-from adaptive_batch.snapshot import TrainingSnapshot
 from adaptive_batch.trial import Rehearsal
 
 VOCABULARY, WIDTH, LENGTH = 128, 64, 24

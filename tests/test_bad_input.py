@@ -34,7 +34,11 @@ REFUSED = {
         "factor",
         "",
     ),
-    "both ways to grow": ([f"{FUNCTION}=small_growth.four_more", "batch_size_schedule=x.y"], "batch_size_schedule", "remove one"),
+    "both ways to grow": (
+        [f"{FUNCTION}=small_growth.four_more", "batch_size_schedule=x.y"],
+        "batch_size_schedule",
+        "remove one",
+    ),
     # whole numbers
     **{
         f"{key}={value}": ([f"{key}={value}"], f"{key}=", "whole number, 1 or more")
@@ -49,25 +53,50 @@ REFUSED = {
     "an unknown search": (["probe.search=fast"], "probe.search='fast'", "predict, binary, halve"),
     "no size": (["probe.device_memory=12XiB"], "probe.device_memory='12XiB'", "12GiB"),
     "a negative size": (["probe.device_memory=-1"], "probe.device_memory=-1", "12GiB"),
-    "more than the device has": ([PROBE, "probe.device_memory=900TiB"], "probe.device_memory='900TiB'", "the device has"),
-    "less than the weights need": ([PROBE, "probe.device_memory=100KiB"], "probe.device_memory='100KiB'", "weights alone need"),
+    "more than the device has": (
+        [PROBE, "probe.device_memory=900TiB"],
+        "probe.device_memory='900TiB'",
+        "the device has",
+    ),
+    "less than the weights need": (
+        [PROBE, "probe.device_memory=100KiB"],
+        "probe.device_memory='100KiB'",
+        "weights alone need",
+    ),
     "headroom of one": (["probe.headroom=1"], "probe.headroom=1", "below 1"),
     "negative headroom": (["probe.headroom=-0.1"], "probe.headroom=-0.1", "at least 0"),
     "headroom that is not a number": (["probe.headroom=nan"], "probe.headroom=", "share"),
     "maximum of zero": (["probe.maximum=0"], "probe.maximum=0", "1 or more"),
     "an unknown key in probe": (["probe.serach=binary"], "probe.serach='binary'", "near it: search"),
     "probe that is no block": (["probe=binary"], "probe='binary'", "block"),
-    "a word for the length": (["probe.sequence_length=shortest"], "probe.sequence_length='shortest'", "longest, max_seq_len"),
-    "a length above the model's": ([PROBE, "probe.sequence_length=65"], "probe.sequence_length=65", "64 tokens at most"),
+    "a word for the length": (
+        ["probe.sequence_length=shortest"],
+        "probe.sequence_length='shortest'",
+        "longest, max_seq_len",
+    ),
+    "a length above the model's": (
+        [PROBE, "probe.sequence_length=65"],
+        "probe.sequence_length=65",
+        "64 tokens at most",
+    ),
     "no lengths": (["probe.sequence_lengths=[]"], "probe.sequence_lengths=", "list of lengths"),
     # keys
     "a key that is nearly ours": (["use_max_batch_size=True"], "use_max_batch_size=True", "use_maximum_batch_size"),
     **{
         f"{key} is for later": ([f"{key}={value}"], f"{key}=", "not supported yet")
         for key, value in {
-            "micro_batch_size": "auto", "micro_batch_tokens": 512, "batch_tokens": 4096, "grow_beyond_maximum": "True",
-            "lr_scaling": "linear", "lr_clock": "steps", "on_out_of_memory": "shrink", "save_every_n_steps": 10,
-            "sample_order": "seqlen", "batch_size_schedule": "a.b", "plan_only": "True", "pad_to_multiple_of": 8,
+            "micro_batch_size": "auto",
+            "micro_batch_tokens": 512,
+            "batch_tokens": 4096,
+            "grow_beyond_maximum": "True",
+            "lr_scaling": "linear",
+            "lr_clock": "steps",
+            "on_out_of_memory": "shrink",
+            "save_every_n_steps": 10,
+            "sample_order": "seqlen",
+            "batch_size_schedule": "a.b",
+            "plan_only": "True",
+            "pad_to_multiple_of": 8,
         }.items()
     },  # fmt: skip
     # what does not go together
@@ -81,7 +110,11 @@ REFUSED = {
         "clip_grad_norm=1.0",
         "optimizer_in_bwd=False",
     ),
-    "a collate function for inference": (["collate_fn=torchtune.data.left_pad_sequence"], "collate_fn=", "padded_collate_sft"),
+    "a collate function for inference": (
+        ["collate_fn=torchtune.data.left_pad_sequence"],
+        "collate_fn=",
+        "padded_collate_sft",
+    ),
     "half precision without scaling": (["dtype=fp16"], "dtype='fp16'", "bf16 or fp32"),
     "offloading without CUDA": (["enable_activation_offloading=True"], "enable_activation_offloading=True", "CUDA"),
     # the data
@@ -109,7 +142,9 @@ def test_it_is_refused_before_weights_load(small, overrides, names, remedy):
 def test_on_the_terminal_a_mistake_is_one_line(small):
     finished = small.run(OURS, "use_max_batch_size=True", expect=1)
     last = finished.output.strip().splitlines()[-1]
-    assert last == "SettingError: use_max_batch_size=True: there is no such key; use_maximum_batch_size is probably meant"
+    assert (
+        last == "SettingError: use_max_batch_size=True: there is no such key; use_maximum_batch_size is probably meant"
+    )
     assert "Traceback" not in finished.output
 
 

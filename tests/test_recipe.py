@@ -61,7 +61,9 @@ def test_each_row_is_trained_once_an_epoch_the_last_short_step_included(grown):
 
 def test_a_step_record_has_every_metric(grown):
     step = records(grown, "step")[-1]
-    names = "loss lr tokens_per_second_per_gpu batch_size micro_batches padding_fraction samples_seen tokens_seen oom_count"
+    names = (
+        "loss lr tokens_per_second_per_gpu batch_size micro_batches padding_fraction samples_seen tokens_seen oom_count"
+    )
     assert set(names.split()) <= set(step)
     assert 0 <= step["padding_fraction"] < 1
     assert step["tokens_seen"] > step["samples_seen"]
@@ -109,7 +111,9 @@ def test_resuming_on_a_smaller_device_keeps_the_batch_and_runs_it_as_more_micro_
     )  # fmt: skip
     bound = probe_file(rest)["max_batch_size"]
     assert bound < before[0]
-    last = [record for record in records(rest, "step") if record["epoch"] == 2 and record["batch_size"] == before[0]][-1]
+    last = [record for record in records(rest, "step") if record["epoch"] == 2 and record["batch_size"] == before[0]][
+        -1
+    ]
     assert last["micro_batches"] == -(-before[0] // bound)
 
 
@@ -148,7 +152,11 @@ def test_the_schedule_is_not_stretched_by_growth(small):
 def test_a_schedule_that_counts_steps_is_warned_about(small, caplog):
     with caplog.at_level("WARNING"):
         finished = small.run(
-            OURS, GROW, "probe.device_memory=1GiB", "epochs=1", "lr_scheduler._component_=small_growth_scheduler.step_lr"
+            OURS,
+            GROW,
+            "probe.device_memory=1GiB",
+            "epochs=1",
+            "lr_scheduler._component_=small_growth_scheduler.step_lr",
         )
     assert "cannot follow a batch that changes" in finished.output
 
@@ -174,7 +182,10 @@ def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whol
     output = small.fresh_folder()
     with pytest.raises(GrowthFunctionError, match="epoch=1, batch_size=4"):
         small.run_in_process(
-            OURS, "batch_increase_function=small_growth.raises_in_second_epoch", "probe.device_memory=1GiB", f"output_dir={output}"
+            OURS,
+            "batch_increase_function=small_growth.raises_in_second_epoch",
+            "probe.device_memory=1GiB",
+            f"output_dir={output}",
         )
     rest = small.run_in_process(OURS, f"output_dir={output}", "resume_from_checkpoint=True")
     assert len(rest.weights(1))
@@ -248,4 +259,6 @@ def test_a_save_that_fails_leaves_the_last_one_whole(small, interrupted):
 
 def test_nothing_is_left_aside(plain):
     assert not list(plain.output_dir.glob(".*"))
-    assert torch.load(plain.output_dir / "recipe_state" / "recipe_state.pt", weights_only=True)["adaptive_batch"]["weights"]
+    assert torch.load(plain.output_dir / "recipe_state" / "recipe_state.pt", weights_only=True)["adaptive_batch"][
+        "weights"
+    ]

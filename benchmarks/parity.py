@@ -1,0 +1,193 @@
+"""Losses and weights of our recipe beside torchtune's stock one, with everything adaptive off: identical to the bit?
+
+    python benchmarks/parity.py [--quick] [--output DIR]
+
+Every run is a real one of two epochs on a small model. Losses are compared as they stand in the logs, final weights as
+they were saved. A resumed run is also begun from the checkpoint that the other recipe wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from small_run import (
+    FEATURES,
+    OURS,
+    STOCK,
+    Finished,
+    SmallSetup,
+    interrupted_after_first_epoch,
+    make_setup,
+    resume,
+    same_weights,
+)
+
+Features = tuple[str, ...]
+
+# All combinations of these four, and with each combination one of the others.
+SWITCHES = ("accumulation", "activation checkpointing", "plain cross-entropy", "bf16")
+OTHERS = (None, *(name for name in FEATURES if name not in SWITCHES))
+RESUMED: tuple[Features, ...] = (
+    (),
+    ("bf16",),
+    ("dropout",),
+    ("packed",),
+    ("clipping",),
+    ("concatenated",),
+    ("cosine",),
+    ("cosine", "dropout"),
+    ("cosine", "clipping", "activation checkpointing"),
+    ("cosine", "max_steps_per_epoch", "plain cross-entropy"),
+    ("cosine", "SGD with momentum"),
+)
+QUICK = 8  # combinations of each kind
+
+
+def combinations() -> list[Features]:
+    """Every whole run to compare."""
+    found = []
+    for on in product((False, True), repeat=len(SWITCHES)):
+        switches = tuple(name for name, is_on in zip(SWITCHES, on, strict=True) if is_on)
+        found += [switches if other is None else (*switches, other) for other in OTHERS]
+    return found
+
+
+def compare_whole(setup: SmallSetup, features: Features) -> list[dict[str, Any]]:
+    """Two epochs with each recipe."""
+    overrides = [override for feature in features for override in FEATURES[feature]]
+    stock, ours = (setup.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
+    return [outcome("whole", features, stock, ours)]
+
+
+def compare_resumed(setup: SmallSetup, features: Features) -> list[dict[str, Any]]:
+    """The second epoch after a stop, ours from our own checkpoint and from the stock recipe's."""
+    overrides = [override for feature in features for override in FEATURES[feature]]
+    stock, ours = (setup.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
+    folders = [interrupted_after_first_epoch(begun, setup) for begun in (stock, ours, stock)]
+    expected = resume(setup, STOCK, folders[0], *overrides)
+    from_ours, from_stock = (resume(setup, OURS, folder, *overrides) for folder in folders[1:])
+    return [
+        outcome("resumed from our checkpoint", features, expected, from_ours),
+        outcome("resumed from the stock checkpoint", features, expected, from_stock),
+    ]
+
+
+def outcome(kind: str, features: Features, stock: Finished, ours: Finished) -> dict[str, Any]:
+    """What two runs have in common."""
+    pairs = list(zip(stock.losses, ours.losses, strict=False))
+    return {
+        "kind": kind,
+        "features": list(features),
+        "steps": len(stock.losses),
+        "steps_ours": len(ours.losses),
+        "identical_losses": sum(one == other for one, other in pairs),
+        "largest_difference": max(abs(float(one) - float(other)) for one, other in pairs),
+        "identical_grad_norms": ours.figures("grad_norm") == stock.figures("grad_norm"),
+        "identical_weights": same_weights(stock.weights(1), ours.weights(1)),
+        "last_loss": stock.losses[-1],
+    }
+
+
+def identical(row: dict[str, Any]) -> bool:
+    same_losses = row["steps"] == row["steps_ours"] == row["identical_losses"] > 0
+    return bool(same_losses and row["identical_grad_norms"] and row["identical_weights"])
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"{'runs':<34} {'with':<26} {'runs':>5} {'identical':>9} {'losses':>7} {'identical':>9} {'largest difference':>18}"
+    )
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        of_kind = [row for row in rows if row["kind"] == kind]
+        for feature in ("any", *FEATURES):
+            chosen = [row for row in of_kind if feature == "any" or feature in row["features"]]
+            if chosen:
+                print(
+                    f"{kind:<34} {feature:<26} {len(chosen):>5} {sum(map(identical, chosen)):>9} "
+                    f"{sum(row['steps'] for row in chosen):>7} {sum(row['identical_losses'] for row in chosen):>9} "
+                    f"{max(row['largest_difference'] for row in chosen):>18g}"
+                )
+        print()
+    for row in rows:
+        if not identical(row):
+            print(f"differs: {row['kind']}, {' + '.join(row['features']) or 'defaults'}: {row}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what the recipes print, by whatever way."""
+    sys.stdout.flush()
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    with open(os.devnull, "w") as nowhere:
+        for descriptor in (1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            for descriptor, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"about {QUICK} combinations of each kind")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    arguments = parser.parse_args()
+
+    start = time.perf_counter()
+    whole, resumed = (
+        combinations(),
+        [(*switch, *features) for switch in ((), ("accumulation",)) for features in RESUMED],
+    )
+    if arguments.quick:
+        whole, resumed = whole[:: len(whole) // QUICK], resumed[:: len(resumed) // QUICK]
+    tasks = [(compare_whole, features) for features in whole] + [(compare_resumed, features) for features in resumed]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
+        setup = make_setup(Path(folder))
+        for compare, features in tqdm(tasks, file=terminal, desc="comparisons"):
+            with quiet():
+                rows += compare(setup, features)
+    print_table(rows)
+    done = sum(map(identical, rows))
+    print(f"{done} of {len(rows)} comparisons identical in every loss, gradient norm and weight")
+
+    record = {
+        "date": date.today().isoformat(),
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "threads": 1},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "torchtune", "torchao", "torchdata", "adaptive-batch")},
+        "seconds": round(time.perf_counter() - start, 1),
+        "identical": done,
+        "comparisons": rows,
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / f"parity-{date.today().isoformat()}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\nwritten to {path}")
+    sys.exit(0 if done == len(rows) else 1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

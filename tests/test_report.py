@@ -1,0 +1,47 @@
+"""Records are one JSON object a line and outlive a kill."""
+
+import json
+
+from adaptive_batch.report import RunRecord, read_records
+
+
+def test_steps_and_decisions_are_read_back_in_order(tmp_path, caplog):
+    path = tmp_path / "deep" / "run.jsonl"
+    with caplog.at_level("INFO", logger="adaptive_batch"), RunRecord(path) as record:
+        record.decision("batch_size", "batch_size 4 -> 16", before=4, after=16)
+        record.step(step=1, loss=2.5)
+    first, second = read_records(path)
+    assert (first["kind"], first["before"], first["after"]) == ("batch_size", 4, 16)
+    assert (second["kind"], second["step"], second["loss"]) == ("step", 1, 2.5)
+    assert "batch_size 4 -> 16" in caplog.text
+
+
+def test_a_record_is_on_disk_before_the_run_ends(tmp_path):
+    path = tmp_path / "run.jsonl"
+    record = RunRecord(path)
+    record.step(step=1)
+    assert json.loads(path.read_text())["step"] == 1
+    record.close()
+
+
+def test_a_line_torn_by_a_kill_at_any_byte_costs_that_line_alone(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with RunRecord(path) as record:
+        record.step(step=1)
+        record.step(step=2)
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for size in range(first + 1, len(whole)):
+        path.write_bytes(whole[:size])
+        with RunRecord(path) as record:
+            record.step(step=3)
+        steps = [found["step"] for found in read_records(path)]
+        assert steps == ([1, 2, 3] if size == len(whole) - 1 else [1, 3])
+
+
+def test_other_ranks_write_nothing(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="adaptive_batch"), RunRecord(tmp_path / "run.jsonl", enabled=False) as record:
+        record.decision("batch_size", "said once")
+        record.step(step=1)
+    assert not list(tmp_path.iterdir())
+    assert not caplog.text

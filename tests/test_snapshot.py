@@ -1,0 +1,91 @@
+"""Snapshots put back the same bits into the same tensors; random state goes through a file."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import torchao.optim
+from torch import nn
+
+from adaptive_batch.memory import plain_tensors
+from adaptive_batch.snapshot import OptimizerSnapshot, RandomState, TensorSnapshot, TrainingSnapshot
+
+CPU = torch.device("cpu")
+
+
+def draw() -> list[float]:
+    return [float(torch.rand(())), random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.normal())]
+
+
+def test_tensors_are_put_back_in_place_and_bit_for_bit():
+    odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]).reshape(2, 2).t()
+    bits = odd.clone().view(torch.int32)
+    snapshot = TensorSnapshot([odd])
+    address = odd.data_ptr()
+    odd.fill_(1)
+    snapshot.restore()
+    assert torch.equal(odd.view(torch.int32), bits)
+    assert odd.data_ptr() == address
+
+
+def test_low_bit_states_are_put_back_by_their_inner_tensors():
+    parameter = nn.Parameter(torch.randn(128, 128))
+    optimizer = torchao.optim.AdamW4bit([parameter])
+    with torch.compiler.set_stance("force_eager"):
+        parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        state = optimizer.state[parameter]["exp_avg"]
+        before = [plain.clone() for plain in plain_tensors(state)]
+        snapshot = OptimizerSnapshot(optimizer)
+        parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        assert not all(map(torch.equal, plain_tensors(state), before))
+        snapshot.restore()
+    assert optimizer.state[parameter]["exp_avg"] is state
+    assert all(map(torch.equal, plain_tensors(state), before))
+
+
+def test_an_optimizer_without_state_is_without_state_again():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    groups, own = [dict(group) for group in optimizer.param_groups], dict(vars(optimizer))
+    snapshot = OptimizerSnapshot(optimizer)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0].update(lr=7.0, betas=(0.1, 0.2), added=1)
+    optimizer.counted = 1
+    snapshot.restore()
+    assert dict(optimizer.state) == {}
+    assert optimizer.param_groups == groups
+    assert {k: v for k, v in vars(optimizer).items() if k in own or k == "counted"} == own
+
+
+def test_a_buffer_that_a_forward_replaced_is_the_same_tensor_again():
+    model = nn.BatchNorm1d(2)
+    old, gradient = model.running_mean, torch.ones(2)
+    model.weight.grad = gradient
+    model.eval()
+    snapshot = TrainingSnapshot(model, [], device=CPU)
+    assert model.weight.grad is None
+    model.train()
+    model(torch.randn(4, 2))
+    model.running_mean = model.running_mean + 1
+    snapshot.restore()
+    assert model.running_mean is old
+    assert model.running_mean.tolist() == [0.0, 0.0]
+    assert model.num_batches_tracked == 0
+    assert model.weight.grad is gradient
+    assert not model.training
+
+
+def test_random_state_goes_on_after_a_file(tmp_path):
+    draw()  # leaves a second normal variate waiting in Python's and NumPy's generators
+    state = RandomState(CPU)
+    torch.save(state.state_dict(), tmp_path / "state.pt")
+    expected = [draw() for _ in range(3)]
+    RandomState.from_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), CPU).restore()
+    assert [draw() for _ in range(3)] == expected
+    state.restore()
+    assert [draw() for _ in range(3)] == expected

@@ -1,0 +1,248 @@
+"""A trial measures what a training step takes, and leaves no trace. All combinations: benchmarks/traceless.py."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from fakes import FakeBackend
+from small_training import CPU, OPTIMIZERS, PLENTY, Case, Mishap, Training, differences, traces
+from torch import nn
+
+from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.in_backward import OptimizerInBackward
+from adaptive_batch.memory import GIB, AcceleratorMemory, CountedMemory
+from adaptive_batch.snapshot import optimizer_state_tensors
+from adaptive_batch.trial import Rehearsal
+
+# Each optimizer in both places; dtype, checkpointing and a resumed optimizer take turns.
+SHORT_FORM = [
+    Case(
+        optimizer,
+        in_backward=in_backward,
+        dtype=torch.bfloat16 if (index + in_backward) % 2 else torch.float32,
+        checkpointing=bool(index // 2 % 2) != in_backward,
+        resumed=bool((index + 1) // 2 % 2) == in_backward,
+    )
+    for index, optimizer in enumerate(OPTIMIZERS)
+    for in_backward in (False, True)
+]
+
+
+@pytest.mark.parametrize("case", SHORT_FORM, ids=str)
+def test_a_probe_leaves_no_trace_however_it_ends(case):
+    assert {outcome: differing for outcome, differing in traces(case) if differing} == {}
+
+
+def test_the_comparison_sees_what_a_step_changes():
+    """Else the facts above could not fail."""
+    for case in (Case("counting", resumed=True), Case("AdamW8bit", resumed=True), Case("AdamW", in_backward=True)):
+        with torch.compiler.set_stance("force_eager"):
+            training = Training(case)
+            before = training.everything()
+            training.train(1)
+        differing = differences(before, training.everything())
+        for name in ("torch", "python", "numpy", "parameter embed.weight", "buffer seen", "buffer mean", "state 0"):
+            assert name in differing
+
+
+# the peak is that of training
+
+
+def resident(training):
+    gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+    return [*training.model.parameters(), *training.model.buffers(), *gradients, *optimizer_state_tensors(training.optimizers)]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum"])
+def test_a_trial_peaks_where_training_peaks(name, checkpointing, micro_batches):
+    training = Training(Case(name, checkpointing=checkpointing))
+    training.train(1)
+    with training.rehearsal(accumulates=micro_batches > 1) as trial:
+        predicted = {rows: trial(rows) for rows in (1, 2, 7, 40)}
+    for rows, tried in predicted.items():
+        with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
+            for _ in range(micro_batches):
+                training.forward_backward(rows)
+            training.step()
+        training.optimizer.zero_grad(set_to_none=True)
+        assert max(tried.peak_bytes, tried.optimizer_peak_bytes) == usage.peak_bytes
+    assert predicted[40].peak_bytes > predicted[7].peak_bytes > trial.resident_bytes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_a_trial_peaks_where_training_peaks_with_the_optimizer_in_backward(checkpointing):
+    training = Training(Case("AdamW", in_backward=True, checkpointing=checkpointing))
+    with training.rehearsal() as trial:
+        predicted = {rows: trial(rows) for rows in (1, 2, 7, 40)}
+    training.train(1)  # a fresh optimizer has no state yet, and its first step takes less
+    for rows, tried in predicted.items():
+        with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
+            training.forward_backward(rows)
+        assert tried.peak_bytes == usage.peak_bytes
+        assert tried.optimizer_peak_bytes is None
+
+
+def test_gradients_that_stay_add_one_copy_of_the_trained_parameters():
+    training = Training(Case("SGD momentum"))
+    gradients = sum(p.nbytes for p in training.model.parameters() if p.requires_grad)
+    with training.rehearsal() as trial:
+        without = trial.resident_bytes
+    with training.rehearsal(accumulates=True) as trial:
+        assert trial.resident_bytes == without + gradients
+
+
+# what does not fit
+
+
+def peaks(training):
+    with training.rehearsal() as trial:
+        return trial(1).peak_bytes, trial.optimizer_peak_bytes
+
+
+def refusal(training, budget_bytes):
+    with pytest.raises(DoesNotFitError) as caught, training.rehearsal(budget_bytes=budget_bytes):
+        pass
+    return str(caught.value)
+
+
+class BigStep(torch.optim.SGD):
+    """Takes 64 MiB while it steps."""
+
+    def step(self, closure=None):
+        torch.zeros(2**26, dtype=torch.uint8)
+        super().step(closure)
+
+
+def test_one_row_that_does_not_fit_is_told_with_numbers_and_remedies():
+    message = refusal(Training(Case("AdamW")), 2**10)
+    needs = re.match(r"one row of 24 tokens needs (\d+\.\d\d) GiB, cpu allows 0\.00 GiB; ", message)
+    assert needs, message
+    for remedy in ("tokenizer.max_seq_len", "enable_activation_checkpointing=True", "8-bit optimizer", "allow more memory"):
+        assert remedy in message
+
+
+def test_an_optimizer_step_that_does_not_fit_is_told_so():
+    training = Training(Case("big", resumed=True), optimizers={"big": lambda p: BigStep(p, lr=0.1, momentum=0.9)})
+    message = refusal(training, 2**26)
+    assert re.match(r"the optimizer's step needs 0\.06 GiB, cpu allows 0\.06 GiB; ", message), message
+
+
+def test_a_row_that_fits_only_before_the_optimizer_has_state_does_not_fit():
+    long = Training(Case("SGD momentum"))
+    with long.rehearsal(forward_backward=lambda rows: long.forward_backward(64 * rows)) as trial:
+        beside_state = trial(1).peak_bytes
+        assert trial.optimizer_peak_bytes < beside_state
+    with (
+        pytest.raises(DoesNotFitError, match="one row of 24 tokens needs"),
+        long.rehearsal(forward_backward=lambda rows: long.forward_backward(64 * rows), budget_bytes=beside_state - 1),
+    ):
+        pass
+    with long.rehearsal(forward_backward=lambda rows: long.forward_backward(64 * rows), budget_bytes=beside_state) as trial:
+        assert trial(1).fits
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_budget_that_one_row_needs_is_the_smallest_that_lets_it_in(in_backward):
+    training = Training(Case("AdamW", in_backward=in_backward))
+    needed = max(peak for peak in peaks(training) if peak)
+    refusal(training, needed - 1)
+    with training.rehearsal(budget_bytes=needed) as trial:
+        assert trial(1).fits
+        assert not trial(2).fits or trial(1).peak_bytes < needed
+
+
+@pytest.mark.parametrize("error", [Mishap("index out of range"), RuntimeError("CUDA error: device-side assert triggered")])
+def test_another_failure_names_the_size_and_is_not_called_too_large(error):
+    training = Training(Case("AdamW"))
+
+    def fail(rows):
+        training.forward_backward(rows)
+        if rows == 8:
+            raise error
+
+    expected = re.escape(f"a trial of 8 rows failed, and not for lack of memory: {error}")
+    with pytest.raises(RuntimeError, match=expected), training.rehearsal(forward_backward=fail) as trial:
+        trial(8)
+
+
+def test_an_interrupt_passes_through_and_leaves_no_trace():
+    training = Training(Case("AdamW", resumed=True))
+    before = training.everything()
+
+    def interrupted(rows):
+        training.forward_backward(rows)
+        if rows == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), training.rehearsal(forward_backward=interrupted) as trial:
+        trial(2)
+    assert differences(before, training.everything()) == []
+
+
+def test_a_size_that_made_the_allocator_retry_is_too_large():
+    training = Training(Case("SGD momentum"))
+    backend = FakeBackend(total=16 * GIB)
+
+    def forward_backward(rows):
+        training.forward_backward(rows)
+        backend.hold(rows * GIB)
+        backend.retries += rows == 4
+
+    memory = AcceleratorMemory(CPU, backend=backend)
+    with training.rehearsal(forward_backward=forward_backward, memory=memory, budget_bytes=8 * GIB) as trial:
+        assert [trial(rows).fits for rows in (2, 4, 3, 9, 8)] == [True, False, True, False, True]
+        assert trial(7).peak_bytes == 7 * GIB
+    assert backend.fraction == 1.0
+
+
+# the optimizer in backward
+
+
+def test_in_backward_each_parameter_is_stepped_and_its_gradient_freed_at_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    OptimizerInBackward({p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()})
+    model(torch.ones(3, 4)).sum().backward()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert not torch.equal(parameter, old)
+
+
+def test_in_backward_state_made_in_a_rehearsal_is_resident_in_its_trials_and_gone_after():
+    training = Training(Case("AdamW", in_backward=True))
+    trained = sum(p.nbytes for p in training.model.parameters() if p.requires_grad)
+    with training.rehearsal() as trial:
+        states = sum(t.nbytes for t in optimizer_state_tensors(training.optimizers))
+        assert states >= 2 * trained
+        assert trial.resident_bytes >= states + trained
+    assert list(optimizer_state_tensors(training.optimizers)) == []
+
+
+def test_the_host_must_have_room_for_the_copies():
+    class Vast(nn.Module):
+        """Says that it has a buffer of a pebibyte."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+            self.weight.grad = torch.ones(4)
+            self.register_buffer("vast", torch.empty(2**50, dtype=torch.uint8, device="meta"))
+
+    model = Vast()
+    gradient = model.weight.grad
+    rehearsal = Rehearsal(
+        model=model,
+        optimizer=torch.optim.SGD([model.weight], lr=0.1),
+        forward_backward=lambda rows: None,
+        step=lambda: None,
+        accumulates=False,
+        memory=CountedMemory(CPU),
+        budget_bytes=PLENTY,
+    )
+    with pytest.raises(DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host .* the host has \d+\.\d\d GiB"), rehearsal:
+        pass
+    assert model.weight.grad is gradient
