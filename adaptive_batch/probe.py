@@ -169,16 +169,23 @@ def save_result(result: ProbeResult, path: Path, *, fingerprint: str) -> None:
 
 def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
     """Read a result that :func:`save_result` wrote; None where there is none, it is torn, or it depends on something else."""
-    for record in _read_records(path):
-        if record["fingerprint"] == fingerprint:
-            names = [name for name in ProbeResult.__dataclass_fields__ if name not in ("trials", "seconds")]
-            values: dict[str, Any] = {name: record[name] for name in names}
-            trials = tuple(Trial(**trial) for trial in record["trials"])
-            result = ProbeResult(trials=trials, seconds=tuple(record["seconds"]), **values)
-            if {trial.batch_size for trial in trials if trial.fits} >= {result.max_batch_size, result.batch_size}:
-                return result
-            log.warning("%s: its bound of %d rows was never tried; probing again", path, result.max_batch_size)
-    return None
+    records = _read_records(path)
+    record = next((record for record in records if record["fingerprint"] == fingerprint), None)
+    if record is None:
+        if records:
+            log.info("%s is of other settings, other rows or another device; probing again", path)
+        return None
+    try:
+        names = [name for name in ProbeResult.__dataclass_fields__ if name not in ("trials", "seconds")]
+        values: dict[str, Any] = {name: record[name] for name in names}
+        trials = tuple(Trial(**trial) for trial in record["trials"])
+        result = ProbeResult(trials=trials, seconds=tuple(record["seconds"]), **values)
+        if not {trial.batch_size for trial in trials if trial.fits} >= {result.max_batch_size, result.batch_size}:
+            raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
+        return result
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be believed (%r); probing again", path, error)
+        return None
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
@@ -186,12 +193,13 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
     try:
         latest = json.loads(path.read_text())
         records = [*latest.pop("earlier"), latest]
-        known = {"format", "fingerprint", *ProbeResult.__dataclass_fields__}
-        return [record for record in records if record["format"] == _FORMAT and known <= set(record)]
+        if any(record["format"] != _FORMAT or "fingerprint" not in record for record in records):
+            raise ValueError("it was written by another version")
+        return records
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s cannot be read (%s); probing again", path, error)
+        log.warning("%s cannot be read (%r); probing again", path, error)
         return []
 
 

@@ -6,11 +6,10 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any
 
+from .components import load_increment, nearest
 from .errors import SettingError
-from .growth import check_increment
 from .memory import GIB, parse_size
 
 SEARCHES = ("predict", "binary", "halve")
@@ -118,7 +117,7 @@ class ProbeSettings:
         known = [field.name for field in fields(cls)]
         for key in config:
             if key not in known:
-                raise SettingError(f"probe.{key}", config[key], f"there is no such key; {_nearest(str(key), known)}")
+                raise SettingError(f"probe.{key}", config[key], f"there is no such key; {nearest(str(key), known)}")
         values = {key: value for key, value in config.items() if value is not None}
         if "sequence_lengths" in values:
             lengths = values["sequence_lengths"]
@@ -224,7 +223,9 @@ class Settings:
                 raise SettingError(key, value, "not supported yet; remove it or set it to null")
         use_maximum = config.get("use_maximum_batch_size") or False
         _check_bool("use_maximum_batch_size", use_maximum)
-        function = _increase_function(config.get("batch_increase_function"))
+        function = config.get("batch_increase_function")
+        if function is not None:
+            function = load_increment(function, key="batch_increase_function")
         drop_last = config.get("drop_last")
         if drop_last is None:
             drop_last = not (use_maximum or function)
@@ -278,67 +279,8 @@ def check_key_names(config: Mapping[str, Any]) -> None:
     for key in config:
         if key in OURS or key in TORCHTUNE_KEYS:
             continue
-        if nearest := difflib.get_close_matches(str(key), OURS, n=1, cutoff=0.8):
-            raise SettingError(str(key), config[key], f"there is no such key; {nearest[0]} is probably meant")
-
-
-def load_function(path: str, *, key: str) -> Any:
-    """Import what a dotted path names.
-
-    Raises:
-        SettingError: naming `key`, the path and what is missing.
-    """
-    parts = path.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise SettingError(key, path, "give the dotted path of a function, such as my_module.my_function")
-    for split in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:split])
-        try:
-            found: Any = import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name and (module == error.name or module.startswith(error.name + ".")):
-                continue
-            raise SettingError(key, path, f"importing {module} failed: {error}") from error
-        except Exception as error:
-            raise SettingError(key, path, f"importing {module} failed: {type(error).__name__}: {error}") from error
-        for part in parts[split:]:
-            if not hasattr(found, part):
-                names = [name for name in dir(found) if not name.startswith("_")]
-                raise SettingError(key, path, f"{module} has no {part}; {_nearest(part, names)}")
-            found = getattr(found, part)
-        return found
-    raise SettingError(
-        key,
-        path,
-        f"no module {parts[0]} can be imported; run from the folder that holds it, or put that folder on PYTHONPATH",
-    )
-
-
-def _increase_function(value: object, *, key: str = "batch_increase_function") -> Callable[[int, int], int] | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        function = load_function(value, key=key)
-    elif isinstance(value, Mapping) and isinstance(value.get("_component_"), str):
-        build = load_function(value["_component_"], key=f"{key}._component_")
-        arguments = {str(k): v for k, v in value.items() if k != "_component_"}
-        try:
-            function = build(**arguments)
-        except SettingError:
-            raise
-        except Exception as error:
-            raise SettingError(
-                f"{key}._component_",
-                value["_component_"],
-                f"it is called with {arguments} to build the function, and failed: {error}; "
-                f"for a function itself write {key}: {value['_component_']}",
-            ) from error
-    else:
-        raise SettingError(
-            key, value, "give the dotted path of a function, or a block with _component_ that builds one"
-        )
-    check_increment(function, key=key)
-    return function  # type: ignore[no-any-return]
+        if meant := difflib.get_close_matches(str(key), OURS, n=1, cutoff=0.8):
+            raise SettingError(str(key), config[key], f"there is no such key; {meant[0]} is probably meant")
 
 
 def _check_whole(key: str, value: object) -> None:
@@ -354,8 +296,3 @@ def _check_bool(key: str, value: object) -> None:
 def _check_share(key: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1:
         raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"near it: {', '.join(nearest)}" if nearest else f"there are: {', '.join(names)}"

@@ -75,15 +75,15 @@ class Rehearsal:
     def __enter__(self) -> Rehearsal:
         with ExitStack() as stack:
             stack.callback(self._memory.release)
-            self._snapshot = TrainingSnapshot(
+            snapshot = TrainingSnapshot(
                 self._model, self._optimizers, device=self._memory.device, parameters_change=self._in_backward is None
             )
-            stack.callback(self._snapshot.restore)
+            stack.callback(snapshot.restore)
             stack.callback(self._drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.rehearsal())
             self._model.train()
-            self._rehearse_one_step()
+            self._rehearse_one_step(snapshot)
             self._exit = stack.pop_all()
         return self
 
@@ -103,7 +103,7 @@ class Rehearsal:
         )
         return Trial(batch_size, fits, peak_bytes, self.optimizer_peak_bytes)
 
-    def _rehearse_one_step(self) -> None:
+    def _rehearse_one_step(self, snapshot: TrainingSnapshot) -> None:
         """One row, so that the optimizer's state is there; an error with numbers if it does not fit."""
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:
@@ -113,7 +113,7 @@ class Rehearsal:
             self.resident_bytes = usage.resident_bytes
             return
         needs = f"more than {self.budget_bytes / GIB:.2f} GiB"
-        self._snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
+        snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
         available = self._memory.available_bytes(self._resident())
         if available > self.budget_bytes:  # where the device has more than the budget allows, it can be measured
             again, peaks = self._whole_step(available)

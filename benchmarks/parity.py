@@ -159,7 +159,7 @@ def main() -> None:
         [(*switch, *features) for switch in ((), ("accumulation",)) for features in RESUMED],
     )
     if arguments.quick:
-        whole, resumed = whole[:: len(whole) // QUICK], resumed[:: len(resumed) // QUICK]
+        whole, resumed = whole[:: len(whole) // QUICK + 1], resumed[:: len(resumed) // QUICK + 1]
     tasks = [(compare_whole, features) for features in whole] + [(compare_resumed, features) for features in resumed]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:

@@ -400,8 +400,8 @@ def main() -> None:
         *arguments.overrides,
     ]
     started = time.perf_counter()
-    prepare(arguments.directory)
     cfg = _resolved(settings)
+    prepare(cfg.demo_dir)
 
     command = ["tune", "run", "adaptive_full_finetune", "--config", "demo_cpu", *settings]
     print(f"$ {shlex.join(command)}", flush=True)
@@ -409,8 +409,9 @@ def main() -> None:
     if finished.returncode:
         sys.exit(finished.returncode)
 
+    print_epochs(Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl")
     compare(cfg, Path(cfg.output_dir) / f"epoch_{cfg.epochs - 1}")
-    print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {arguments.directory}.")
+    print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {cfg.demo_dir}.")
 
 
 def _resolved(settings: list[str]) -> DictConfig:
@@ -432,6 +433,22 @@ def _beside_python(command: str) -> str:
     if found is None:
         sys.exit(f"{command} is not installed: python -m adaptive_batch check says what is wrong")
     return found
+
+
+def print_epochs(record: Path) -> None:
+    """Print batch size, steps and mean loss of each epoch of the latest run in a run.jsonl."""
+    from adaptive_batch.report import read_records
+
+    epochs: dict[int, list[dict[str, Any]]] = {}
+    for entry in read_records(record):
+        if entry["kind"] == "start":
+            epochs.clear()
+        elif entry["kind"] == "step":
+            epochs.setdefault(entry["epoch"], []).append(entry)
+    print("\nepoch  batch size  steps  mean loss")
+    for epoch, steps in epochs.items():
+        mean_loss = sum(step["loss"] for step in steps) / len(steps)
+        print(f"{epoch:>5}  {steps[0]['batch_size']:>10}  {len(steps):>5}  {mean_loss:>9.3f}")
 
 
 def compare(cfg: DictConfig, tuned: Path) -> None:

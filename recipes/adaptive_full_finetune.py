@@ -266,6 +266,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             log.info("the model is compiled in its first forward: expect a slow first step")
         self.profiler.start()
         first_epoch = self.progress.epoch
+        if first_epoch >= self.settings.epochs:
+            log.info("nothing to train: %d epochs are done and epochs=%d", first_epoch, self.settings.epochs)
         for epoch in range(first_epoch, self.settings.epochs):
             if epoch > first_epoch:
                 self._grow()

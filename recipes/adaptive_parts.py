@@ -25,6 +25,7 @@ from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import __version__, distributed
 from adaptive_batch.accumulation import Accumulator
+from adaptive_batch.components import load_function
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.fingerprint import file_signature, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
@@ -32,7 +33,7 @@ from adaptive_batch.lengths import longest_rows, row_lengths
 from adaptive_batch.memory import GIB, device_memory
 from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search
-from adaptive_batch.settings import Settings, load_function
+from adaptive_batch.settings import Settings
 from adaptive_batch.shipped import config_path, shipped_configs
 from adaptive_batch.trial import Rehearsal
 

@@ -27,7 +27,7 @@ from adaptive_batch.trial import Rehearsal
 
 VOCABULARY, WIDTH, LENGTH = 128, 64, 24
 PLENTY = 2**40
-MIB = 2**20
+gc.freeze()  # each probe collects garbage; what is imported need not be looked through every time
 CPU = torch.device("cpu")
 
 
@@ -359,7 +359,6 @@ def traces(case: Case, *, steps: int = 2) -> Iterator[tuple[str, list[str]]]:
     Yields:
         The outcome, and the names of what differs after it; last, what differs from training that was never probed.
     """
-    gc.freeze()  # each probe collects garbage; what is imported need not be looked through every time
     with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile for minutes
         training = Training(case)
         for name, probe in OUTCOMES.items():

@@ -14,7 +14,7 @@ FLOORS = (
     {"errors", "progress"},
     {"memory", "distributed"},
     {"search", "growth", "batching", "learning_rate", "fingerprint", "lengths"},
-    {"snapshot", "stream", "probe", "accumulation"},
+    {"snapshot", "stream", "probe", "accumulation", "components"},
     {"in_backward"},
     {"trial"},
     {"settings", "report", "shipped", "environment"},

@@ -233,6 +233,16 @@ def test_growth_starts_in_epoch_1_and_asks_for_more_in_epoch_2():
     assert [adaptive_demo.grow(epoch, 20) for epoch in range(4)] == [0, 4, 10, 10]
 
 
+def test_the_epochs_of_the_latest_run_are_shown_and_no_earlier_ones(tmp_path, capsys):
+    step = {"kind": "step", "epoch": 0, "batch_size": 4, "loss": 9.0}
+    later = [{**step, "loss": 3.0}, {**step, "loss": 2.0}, {**step, "epoch": 1, "batch_size": 8, "loss": 1.0}]
+    records = [{"kind": "start"}, step, {"kind": "start"}, {"kind": "bound"}, *later]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    adaptive_demo.print_epochs(tmp_path / "run.jsonl")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[1:] == [["0", "4", "2", "2.500"], ["1", "8", "1", "1.000"]]
+
+
 def test_a_directory_that_tune_could_not_pass_on_is_refused(tmp_path):
     command = [sys.executable, "-m", "adaptive_demo", "--directory", "a=b"]
     finished = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)

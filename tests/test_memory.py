@@ -215,9 +215,9 @@ def test_what_is_no_size_is_refused(value):
 
 
 def resident(training):
-    gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
-    states = optimizer_state_tensors(training.optimizers)
-    return [*training.model.parameters(), *training.model.buffers(), *gradients, *states]
+    yield from (*training.model.parameters(), *training.model.buffers())
+    yield from (p.grad for p in training.model.parameters() if p.grad is not None)
+    yield from optimizer_state_tensors(training.optimizers)
 
 
 def peak_by_profiler(training, run):

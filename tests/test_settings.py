@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
-from adaptive_batch.settings import NOT_SUPPORTED_YET, OURS, ProbeSettings, Settings, load_function
+from adaptive_batch.settings import NOT_SUPPORTED_YET, OURS, ProbeSettings, Settings
 
 GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
