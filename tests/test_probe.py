@@ -214,7 +214,6 @@ def test_saving_is_whole_or_not_at_all(result, tmp_path):
     assert load_result(path, fingerprint="f") == result
     save_result(result, path, fingerprint="g")
     assert load_result(path, fingerprint="g") == result
-    assert path in tmp_path.iterdir()
 
 
 # two ranks: the smaller device decides; each rank writes what it found, and the facts below read that

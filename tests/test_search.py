@@ -278,6 +278,20 @@ def test_known_residents_leave_linear_memory_two_trials(resident_share: float) -
     assert out_of_memory(trials) == 0
 
 
+@pytest.mark.parametrize("budget", [60_000_000, 70 * 2**20, 90 * 2**20, 400 * 2**20])
+def test_a_line_that_hardly_grows_is_not_followed_once_residents_are_known(budget: int) -> None:
+    """Measured with a small transformer: 24 KB a row up to 4 rows, which three trials confirm, then two megabytes a row."""
+
+    def peak(rows: int) -> int:
+        return max(49_543_476 + 24_576 * rows, 37_281_000 + 2_185_716 * rows)
+
+    search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=36_765_484)
+    trials = run(search, ideal(peak, budget=budget))
+    assert search.best == (budget - 37_281_000) // 2_185_716
+    assert out_of_memory(trials) == 0
+    assert len(trials) <= 13
+
+
 def test_the_maximum_is_tried_when_memory_would_allow_more() -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=100)
     trials = run(search, ideal(power(3000, 0.2, 1)))
