@@ -115,9 +115,15 @@ class Usage:
 
 
 class DeviceMemory(Protocol):
-    """One device, asked about its memory. Sizes are in bytes."""
+    """One device, asked about its memory. Sizes are in bytes.
+
+    Attributes:
+        device: the device.
+        granularity_bytes: peaks are known to this many bytes.
+    """
 
     device: torch.device
+    granularity_bytes: int
 
     def describe(self) -> str:
         """Name of the device, which the cache of a bound depends on."""
@@ -146,6 +152,8 @@ class CountedMemory:
     Counting agrees with the profiler's allocator total within 0.03%, costs about 40 microseconds an operation, and sees the
     eager program, also where ``torch.compile`` would fuse it.
     """
+
+    granularity_bytes = 1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -185,6 +193,8 @@ class AcceleratorMemory:
         device: one that is not a CPU.
         backend: what answers for it, by default ``torch.cuda`` or its like.
     """
+
+    granularity_bytes = 20 * 1024**2  # the block that PyTorch's caching allocator takes for 1 to 10 MiB
 
     def __init__(self, device: torch.device, *, backend: Any = None) -> None:
         self.device = device

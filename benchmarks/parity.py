@@ -9,20 +9,17 @@ they were saved. A resumed run is also begun from the checkpoint that the other 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from tqdm import tqdm
 
@@ -150,7 +147,7 @@ def quiet() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"about {QUICK} combinations of each kind")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
 
     start = time.perf_counter()
@@ -171,20 +168,13 @@ def main() -> None:
     done = sum(map(identical, rows))
     print(f"{done} of {len(rows)} comparisons identical in every loss, gradient norm and weight")
 
-    record = {
-        "date": date.today().isoformat(),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "threads": 1},
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("torch", "torchtune", "torchao", "torchdata", "adaptive-batch")},
-        "seconds": round(time.perf_counter() - start, 1),
-        "identical": done,
-        "comparisons": rows,
-    }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"parity-{date.today().isoformat()}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\nwritten to {path}")
+    records.write(
+        "parity",
+        arguments.output,
+        seconds=round(time.perf_counter() - start, 1),
+        identical=done,
+        comparisons=rows,
+    )
     sys.exit(0 if done == len(rows) else 1)
 
 

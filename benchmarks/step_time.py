@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -21,12 +19,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import adaptive_demo
+import records
 import torch
 import torchtune
 from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
@@ -217,7 +214,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=300, help="steps of each recipe (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="30 pairs")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the demo's configuration, for both")
     arguments = parser.parse_args()
     pairs = 30 if arguments.quick else arguments.pairs
@@ -247,32 +244,20 @@ def main() -> None:
     )
     print(f"of the processor's time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}")
 
-    record = {
-        "date": date.today().isoformat(),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "platform": platform.platform(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else arguments.device,
-        },
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("torch", "torchtune", "torchdata", "adaptive-batch")},
-        "pairs": len(on_clock[OURS]),
-        "step_rows": step_rows,
-        "overrides": arguments.overrides,
-        "ratio_median": ratio,
-        "ratio_interval_95": [low, high],
-        "target": TARGET,
-        "processor_ratio_median": ratio_cpu,
-        "processor_ratio_interval_95": [low_cpu, high_cpu],
-        "seconds": on_clock,
-        "processor_seconds": of_processor,
-    }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"step_time-{date.today().isoformat()}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\nwritten to {path}")
+    records.write(
+        "step_time",
+        arguments.output,
+        pairs=len(on_clock[OURS]),
+        step_rows=step_rows,
+        overrides=arguments.overrides,
+        ratio_median=ratio,
+        ratio_interval_95=[low, high],
+        target=TARGET,
+        processor_ratio_median=ratio_cpu,
+        processor_ratio_interval_95=[low_cpu, high_cpu],
+        seconds=on_clock,
+        processor_seconds=of_processor,
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.fingerprint import file_signature, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.lengths import longest_rows, row_lengths
-from adaptive_batch.memory import GIB, device_memory
+from adaptive_batch.memory import GIB, DeviceMemory, device_memory
 from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search
 from adaptive_batch.settings import Settings
@@ -337,7 +337,9 @@ class TrainingParts:
                 known = load_result(path, fingerprint=depends_on) if probe.cache else None
                 result = self._tried_again(known, rehearsal) or find_max_batch_size(
                     rehearsal,
-                    search=self._search(budget_bytes=budget, maximum=maximum, resident_bytes=rehearsal.resident_bytes),
+                    search=self._search(
+                        memory, budget_bytes=budget, maximum=maximum, resident_bytes=rehearsal.resident_bytes
+                    ),
                     round_to_power_of_two=probe.round_to_power_of_two,
                     sequence_length=tokens,
                     resident_bytes=rehearsal.resident_bytes,
@@ -360,14 +362,19 @@ class TrainingParts:
             return None
         return replace(known, trials=again.trials, seconds=again.seconds, from_cache=True)
 
-    def _search(self, *, budget_bytes: int, maximum: int, resident_bytes: int) -> Search:
+    def _search(self, memory: DeviceMemory, *, budget_bytes: int, maximum: int, resident_bytes: int) -> Search:
         match self.settings.probe.search:
             case "binary":
                 return BinarySearch(maximum=maximum)
             case "halve":
                 return Halving(start=maximum)
             case _:
-                return Predictive(budget_bytes=budget_bytes, maximum=maximum, resident_bytes=resident_bytes)
+                return Predictive(
+                    budget_bytes=budget_bytes,
+                    maximum=maximum,
+                    resident_bytes=resident_bytes,
+                    granularity_bytes=memory.granularity_bytes,
+                )
 
     def _rehearse(self, rows: Sequence[dict[str, Any]]) -> None:
         try:

@@ -54,31 +54,32 @@ MODEL: dict[str, Any] = {
     "max_seq_len": 64,
 }
 
-_CONFIG = f"""
-data_dir: {{folder}}
-output_dir: {{folder}}/output
-model: {{model}}
+_CONFIG = """
+data_dir: ???
+output_dir: ${data_dir}/output
+model:
+  _component_: torchtune.models.qwen2.qwen2
 tokenizer:
   _component_: torchtune.models.qwen2.qwen2_tokenizer
-  path: ${{{{data_dir}}}}/base/vocab.json
-  merges_file: ${{{{data_dir}}}}/base/merges.txt
-  special_tokens_path: ${{{{data_dir}}}}/base/tokenizer.json
-  max_seq_len: {MODEL["max_seq_len"]}
+  path: ${data_dir}/base/vocab.json
+  merges_file: ${data_dir}/base/merges.txt
+  special_tokens_path: ${data_dir}/base/tokenizer.json
+  max_seq_len: ${model.max_seq_len}
 checkpointer:
   _component_: torchtune.training.FullModelHFCheckpointer
-  checkpoint_dir: ${{{{data_dir}}}}/base
+  checkpoint_dir: ${data_dir}/base
   checkpoint_files: [model.safetensors]
   recipe_checkpoint: null
-  output_dir: ${{{{output_dir}}}}
+  output_dir: ${output_dir}
   model_type: QWEN2
 resume_from_checkpoint: False
 dataset:
   _component_: torchtune.datasets.instruct_dataset
   source: json
-  data_files: ${{{{data_dir}}}}/train.jsonl
-  cache_dir: ${{{{data_dir}}}}/cache
+  data_files: ${data_dir}/train.jsonl
+  cache_dir: ${data_dir}/cache
   split: train
-  column_map: {{{{input: signature, output: docstring}}}}
+  column_map: {input: signature, output: docstring}
   train_on_input: False
   packed: False
 seed: 7
@@ -87,9 +88,9 @@ epochs: 2
 max_steps_per_epoch: null
 batch_size: 4
 gradient_accumulation_steps: 1
-optimizer: {{{{_component_: torch.optim.AdamW, fused: True, lr: 1e-2}}}}
+optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 1e-2}
 optimizer_in_bwd: False
-loss: {{{{_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}}}}
+loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
 device: cpu
 enable_activation_checkpointing: False
 enable_activation_offloading: False
@@ -98,16 +99,17 @@ clip_grad_norm: null
 compile: False
 metric_logger:
   _component_: torchtune.training.metric_logging.DiskLogger
-  log_dir: ${{{{output_dir}}}}/logs
-  filename: {LOG}
+  log_dir: ${output_dir}/logs
+  filename: log.txt
 log_every_n_steps: 1
 log_peak_memory_stats: False
 """
 
+# Over a block with a component the command line takes a dotted path alone, so a list of datasets goes into the YAML.
 _HALF = (
-    "{_component_: torchtune.datasets.instruct_dataset, source: json, split: train, cache_dir: '${data_dir}/cache', "
+    "{_component_: torchtune.datasets.instruct_dataset, source: json, data_files: '${data_dir}/%s.jsonl', split: train, "
+    "cache_dir: '${data_dir}/cache', column_map: {input: signature, output: docstring}, train_on_input: False}"
 )
-_HALF += "column_map: {input: signature, output: docstring}, train_on_input: False, data_files: '${data_dir}/%s.jsonl'}"
 
 # What a run may have besides the defaults, each as the command line gives it. The rows divide into whole accumulations: an
 # unfinished one is where the stock recipe leaks.
@@ -179,7 +181,8 @@ class SmallSetup:
         paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, **self._environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         command = [str(TUNE), *arguments]
-        done = subprocess.run(command, env=environment, stdout=-1, stderr=-2, text=True, check=False)  # both in one
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, env=environment, text=True, check=False, **both)
         if done.returncode != expect:
             raise AssertionError(f"exit status {done.returncode}, not {expect}, of {command}:\n{done.stdout[-6000:]}")
         return Finished(done.returncode, done.stdout, output_dir)
@@ -210,7 +213,7 @@ class SmallSetup:
         output_dir = Path(given[-1]) if given else self.fresh_folder()
         own = () if given else (f"output_dir={output_dir}",)
         lists = [value for value in overrides if value.startswith("dataset=[")]
-        if lists:  # over a block with a component, the command line takes a dotted path alone: so they go into the YAML
+        if lists:
             merged = OmegaConf.load(self.config)
             merged.dataset = OmegaConf.from_dotlist(lists).dataset
             config = f"{output_dir}.yaml"
@@ -245,8 +248,7 @@ def make_setup(folder: Path) -> SmallSetup:
     fill(model)
     save_file(qwen2_tune_to_hf(model.state_dict()), base / "model.safetensors", metadata={"format": "pt"})
     config = folder / "small.yaml"
-    block = json.dumps({"_component_": "torchtune.models.qwen2.qwen2", **MODEL})
-    config.write_text(_CONFIG.format(folder=folder, model=block), encoding="utf-8")
+    OmegaConf.save(OmegaConf.merge(OmegaConf.create(_CONFIG), {"data_dir": str(folder), "model": MODEL}), config)
     return SmallSetup(folder, config)
 
 

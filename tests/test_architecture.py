@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "adaptive_batch"
 
 FLOORS = (
-    {"errors", "progress"},
+    {"errors", "progress", "extrapolation"},
     {"memory", "distributed"},
     {"search", "growth", "batching", "learning_rate", "fingerprint", "lengths"},
     {"snapshot", "stream", "probe", "accumulation", "components"},

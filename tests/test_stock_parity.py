@@ -48,6 +48,10 @@ def overrides_of(features):
     return [override for feature in features for override in FEATURES[feature]]
 
 
+def floats(finished):
+    return [float(loss) for loss in finished.losses]
+
+
 def largest_relative_difference(one, other):
     assert one.keys() == other.keys()
     return max(((one[name] - other[name]).norm() / other[name].norm().clamp_min(1e-12)).item() for name in one)
@@ -143,10 +147,6 @@ def test_in_backward_the_optimizer_sees_the_mean_and_not_its_multiple(small):
     assert floats(in_backward) == pytest.approx(floats(apart), rel=1e-4)
     assert floats(stock)[0] == floats(apart)[0]
     assert floats(stock)[1:] != pytest.approx(floats(apart)[1:], rel=1e-2, nan_ok=True)
-
-
-def floats(finished):
-    return [float(loss) for loss in finished.losses]
 
 
 # --- every stock configuration, by its name ----------------------------------------------------------------------------

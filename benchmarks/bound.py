@@ -1,0 +1,408 @@
+"""The bound that each search finds, beside brute force under the same budget and the same rule for a trial.
+
+    python benchmarks/bound.py [--quick] [--threads N] [--output DIR]
+    python benchmarks/bound.py --device cuda [--memory 24GiB] [--quick] [--output DIR]
+
+On a CPU, tensor bytes are counted: small models of torchtune's qwen2 builder, every size from one row up until three in a
+row do not fit, then the three searches. The peaks that brute force saw are also replayed to `predict` under budgets for every
+true maximum that they cover. On CUDA: random weights of real size in bf16; the true maximum is bisected and checked upward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import records
+import torch
+import torchao.optim
+from torch import nn
+from torchtune import modules, training
+from torchtune.data import padded_collate_sft
+from torchtune.models.llama3_2 import llama3_2_1b
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2_5 import qwen2_5_0_5b
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.utils import batch_to_device
+
+from adaptive_batch.accumulation import Accumulator
+from adaptive_batch.in_backward import OptimizerInBackward
+from adaptive_batch.memory import GIB, device_memory, parse_size
+from adaptive_batch.probe import ProbeResult, find_max_batch_size
+from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
+from adaptive_batch.trial import Rehearsal
+
+MIB = 2**20
+PLENTY = 2**50
+MAXIMUM = 128  # rows of the epoch, on a CPU
+IGNORED = -100
+SEED = 0
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "narrow": partial(qwen2, 1000, 3, 4, 2, 64, 192, 1024, tie_word_embeddings=True),
+    "wide": partial(qwen2, 2000, 2, 4, 2, 128, 512, 1024),
+    "vocabulary": partial(qwen2, 16000, 2, 4, 2, 64, 256, 1024, tie_word_embeddings=True),
+    "deep": partial(qwen2, 500, 8, 4, 4, 64, 256, 1024),
+    "qwen2_5_0_5b": qwen2_5_0_5b,
+    "llama3_2_1b": llama3_2_1b,
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "AdamW8bit": lambda p: torchao.optim.AdamW8bit(p, lr=1e-4),
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One way of training; on a CPU `about` is the true maximum that the budget is chosen for."""
+
+    model: str
+    length: int
+    optimizer: str
+    in_backward: bool = False
+    checkpointing: bool = False
+    loss: str = "plain"
+    dtype: str = "float32"
+    accumulates: bool = False
+    about: int = 0
+
+    def __str__(self) -> str:
+        marks = [self.model, str(self.length), self.optimizer + (" in backward" if self.in_backward else ""), self.loss]
+        marks += ["checkpointing"] * self.checkpointing + ["bf16"] * (self.dtype == "bfloat16")
+        return ", ".join(marks + ["accumulating"] * self.accumulates)
+
+
+ON_CPU = [
+    Combination("narrow", 32, "AdamW", about=60),
+    Combination("narrow", 32, "AdamW", loss="chunked", about=37),
+    Combination("narrow", 64, "AdamW", checkpointing=True, about=60),
+    Combination("narrow", 64, "AdamW fused", checkpointing=True, loss="chunked", about=23),
+    Combination("narrow", 128, "AdamW fused", dtype="bfloat16", about=7),
+    Combination("wide", 32, "AdamW fused", about=2),
+    Combination("wide", 64, "SGD", about=1),
+    Combination("wide", 64, "SGD momentum", checkpointing=True, accumulates=True, about=48),
+    Combination("wide", 32, "AdamW8bit", about=12),
+    Combination("wide", 64, "AdamW8bit", checkpointing=True, loss="chunked", dtype="bfloat16", about=30),
+    Combination("wide", 32, "AdamW", in_backward=True, about=9),
+    Combination("deep", 32, "AdamW fused", in_backward=True, checkpointing=True, about=31),
+    Combination("deep", 64, "AdamW8bit", in_backward=True, checkpointing=True, loss="chunked", about=16),
+    Combination("deep", 32, "SGD", in_backward=True, loss="chunked", about=3),
+    Combination("deep", 32, "AdamW", accumulates=True, about=19),
+    Combination("vocabulary", 32, "AdamW", checkpointing=True, loss="chunked", dtype="bfloat16", about=60),
+    Combination("vocabulary", 16, "AdamW fused", in_backward=True, checkpointing=True, about=40),
+    Combination("vocabulary", 64, "SGD momentum", loss="chunked", about=5),
+]
+ON_CUDA = [
+    Combination(model, length, "AdamW fused", checkpointing=checkpointing, loss="chunked", dtype="bfloat16")
+    for model in ("qwen2_5_0_5b", "llama3_2_1b")
+    for length in (512, 2048)
+    for checkpointing in (False, True)
+]
+
+
+class Bench:
+    """A model in training, and rehearsals of it."""
+
+    def __init__(self, combination: Combination, device: torch.device) -> None:
+        torch.manual_seed(SEED)
+        self.combination, self.device, self.memory = combination, device, device_memory(device)
+        with training.set_default_dtype(getattr(torch, combination.dtype)), device:
+            self.model = MODELS[combination.model]()
+        if combination.checkpointing:
+            layer = {modules.TransformerSelfAttentionLayer}
+            training.set_activation_checkpointing(self.model, auto_wrap_policy=layer)
+        self._chunked = CEWithChunkedOutputLoss(ignore_index=IGNORED) if combination.loss == "chunked" else None
+        if self._chunked:
+            self.model.set_num_output_chunks(self._chunked.num_output_chunks)
+        make = OPTIMIZERS[combination.optimizer]
+        self._optimizer: torch.optim.Optimizer | OptimizerInBackward
+        if combination.in_backward:
+            self._optimizer = OptimizerInBackward({p: make([p]) for p in self.model.parameters()})
+        else:
+            self._optimizer = make(self.model.parameters())
+        self._accumulator = Accumulator(
+            self.model,
+            collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=IGNORED),
+            to_device=partial(batch_to_device, device=device),
+            mean_loss=self._mean_loss,
+            num_real_tokens=lambda row: len(row["tokens"]),
+            ignore_index=IGNORED,
+            scale_gradients=not combination.in_backward,
+        )
+        tokens = torch.randint(1, 500, (combination.length,)).tolist()
+        self._row = {"tokens": tokens, "labels": [IGNORED, *tokens[1:]]}
+
+    def _mean_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch.pop("labels")
+        logits = self.model(**batch)
+        labels = torch.hstack((labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)))
+        if self._chunked:
+            return self._chunked(logits, labels)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    def _step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        assert isinstance(self._optimizer, torch.optim.Optimizer)
+        self._optimizer.step()
+
+    def rehearsal(self, budget_bytes: int) -> Rehearsal:
+        return Rehearsal(
+            model=self.model,
+            optimizer=self._optimizer,
+            forward_backward=lambda rows: self._accumulator.rehearse([self._row] * rows),
+            step=self._step,
+            accumulates=self.combination.accumulates,
+            memory=self.memory,
+            budget_bytes=budget_bytes,
+            row=f"one row of {self.combination.length} tokens",
+        )
+
+    def search(self, name: str, *, budget_bytes: int, maximum: int) -> tuple[ProbeResult, float]:
+        """The whole probe: snapshot, rehearsal of a step, trials, restoring."""
+        start = time.perf_counter()
+        with self.rehearsal(budget_bytes) as rehearsal:
+            search: Search
+            if name == "predict":
+                search = Predictive(budget_bytes=budget_bytes, maximum=maximum, resident_bytes=rehearsal.resident_bytes)
+            else:
+                search = BinarySearch(maximum=maximum) if name == "binary" else Halving(start=maximum)
+            result = find_max_batch_size(rehearsal, search=search, resident_bytes=rehearsal.resident_bytes)
+        return result, time.perf_counter() - start
+
+
+def found(result: ProbeResult, seconds: float) -> dict[str, Any]:
+    """What a search did, for the record."""
+    return {
+        "found": result.max_batch_size,
+        "trials": len(result.trials),
+        "ooms": result.num_out_of_memory,
+        "seconds": round(seconds, 3),
+        "tried": [(t.batch_size, t.fits, t.peak_bytes) for t in result.trials],
+    }
+
+
+# --- on a CPU ---------------------------------------------------------------------------------------------------------
+
+
+def choose_budget(bench: Bench) -> int:
+    """Half-way between the peaks of the wanted true maximum and the next row, or what the optimizer's step needs."""
+    with bench.rehearsal(PLENTY) as trial:
+        peaks = [trial(bench.combination.about + more).peak_bytes or 0 for more in (0, 1)]
+        return max(sum(peaks) // 2, trial.optimizer_peak_bytes or 0)
+
+
+def brute_force(bench: Bench, budget_bytes: int) -> tuple[int, dict[int, int], float]:
+    """Every size from one row up until three in a row do not fit: the largest that fits, the peaks, the seconds."""
+    peaks: dict[int, int] = {}
+    start = time.perf_counter()
+    with bench.rehearsal(budget_bytes) as trial:
+        rows = failed = 0
+        while failed < 3 and rows < MAXIMUM:
+            rows += 1
+            tried = trial(rows)
+            failed = 0 if tried.fits else failed + 1
+            if tried.fits:
+                peaks[rows] = tried.peak_bytes or 0
+    return max(peaks), peaks, time.perf_counter() - start
+
+
+def replay(peaks: dict[int, int], resident_bytes: int) -> dict[str, Any]:
+    """`predict` on the peaks that were seen, under budgets for every true maximum that they cover."""
+    cases, misses = 0, []
+    trials: list[int] = []
+    for true_maximum in range(1, max(peaks)):
+        here, above = peaks[true_maximum], peaks[true_maximum + 1]
+        if true_maximum > 1 and max(peaks[rows] for rows in range(1, true_maximum + 1)) > here:
+            continue  # a dip: the largest that fits under this budget is not this one
+        for part in (0.0, 0.25, 0.5, 0.75, 0.999):
+            budget = int(here + part * (above - here))
+            if above <= budget:
+                continue
+            cases += 1
+            search = Predictive(budget_bytes=budget, maximum=max(peaks), resident_bytes=resident_bytes)
+            tried: list[tuple[int, bool]] = []
+            while (rows := search.candidate) is not None:
+                fits = peaks[rows] <= budget
+                tried.append((rows, fits))
+                search.record(Trial(rows, fits, peaks[rows] if fits else None))
+            trials.append(len(tried))
+            if search.best != true_maximum or not all(fits for _, fits in tried):
+                misses.append({"true": true_maximum, "budget_bytes": budget, "found": search.best, "tried": tried})
+    return {
+        "cases": cases,
+        "equal": cases - sum(miss["found"] != miss["true"] for miss in misses),
+        "ooms": sum(not fits for miss in misses for _, fits in miss["tried"]),
+        "trials_mean": sum(trials) / max(1, len(trials)),
+        "trials_worst": max(trials, default=0),
+        "misses": misses,
+    }
+
+
+def measure_on_cpu(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
+    rows = []
+    print(
+        f"{'combination':<78} {'MiB':>6} {'true':>4}  "
+        + "".join(f"{name + ': found trials OOMs s':>32}" for name in ("predict", "binary", "halve"))
+        + f"{'brute s':>9}"
+    )
+    for combination in combinations:
+        bench = Bench(combination, torch.device("cpu"))
+        budget = choose_budget(bench)
+        true_maximum, peaks, seconds = brute_force(bench, budget)
+        searches = {
+            name: found(*bench.search(name, budget_bytes=budget, maximum=MAXIMUM))
+            for name in ("predict", "binary", "halve")
+        }
+        with bench.rehearsal(budget) as trial:
+            resident = trial.resident_bytes
+        rows.append(
+            {
+                **asdict(combination),
+                "budget_bytes": budget,
+                "resident_bytes": resident,
+                "true": true_maximum,
+                "peaks": peaks,
+                "brute_force_seconds": round(seconds, 3),
+                "searches": searches,
+                "replayed": replay(peaks, resident),
+            }
+        )
+        cells = "".join(
+            f"{s['found']:>17}{s['trials']:>5}{s['ooms']:>5}{s['seconds']:>5.1f}" for s in searches.values()
+        )
+        print(f"{combination!s:<78} {budget / MIB:>6.1f} {true_maximum:>4}  {cells}{seconds:>9.1f}", flush=True)
+    return rows
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Totals, printed."""
+    totals: dict[str, Any] = {}
+    for name in ("predict", "binary", "halve"):
+        done = [row["searches"][name] | {"true": row["true"]} for row in rows]
+        totals[name] = {
+            "equal": sum(d["found"] == d["true"] for d in done),
+            "of": len(done),
+            "ooms": sum(d["ooms"] for d in done),
+            "trials": sum(d["trials"] for d in done),
+            "seconds": round(sum(d["seconds"] for d in done), 1),
+        }
+        t = totals[name]
+        print(
+            f"{name:<8} equal to brute force in {t['equal']} of {t['of']}, {t['ooms']} OOMs, {t['trials']} trials, {t['seconds']} s"
+        )
+    replayed = [row["replayed"] for row in rows]
+    cases, equal, ooms = (sum(r[key] for r in replayed) for key in ("cases", "equal", "ooms"))
+    worst = max(r["trials_worst"] for r in replayed)
+    totals["replayed"] = {"cases": cases, "equal": equal, "ooms": ooms, "trials_worst": worst}
+    print(
+        f"predict, replayed on the same peaks under {cases} other budgets: equal in {equal}, {ooms} OOMs, at most {worst} trials"
+    )
+    return totals
+
+
+# --- on CUDA ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def bench_on(combination: Combination, device: torch.device) -> Iterator[Bench]:
+    """A model that is gone after."""
+    bench = Bench(combination, device)
+    try:
+        yield bench
+    finally:
+        bench.__dict__.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def true_maximum_from(trial: Callable[[int], Trial], known: int) -> tuple[int, int]:
+    """The largest size that fits, and the trials spent: doubled from a size known to fit, bisected, checked upward."""
+    low, high, trials = known, 2 * known, 0
+    while trial(high).fits:
+        low, high, trials = high, 2 * high, trials + 1
+    trials += 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if trial(middle).fits else (low, middle)
+        trials += 1
+    failed, rows = 0, low
+    while failed < 3:  # fragmentation may let a larger size in where a smaller one did not fit
+        rows += 1
+        trials += 1
+        failed = 0 if trial(rows).fits else failed + 1
+        low = max(low, rows) if failed == 0 else low
+    return low, trials
+
+
+def measure_on_cuda(combinations: Sequence[Combination], memory: str | None) -> list[dict[str, Any]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    print(
+        f"{'combination':<70} {'GiB':>6} {'true':>5} {'found':>5} {'share':>6} {'trials':>6} {'OOMs':>4} {'seconds':>8} {'true s':>8}"
+    )
+    for combination in combinations:
+        with bench_on(combination, device) as bench:
+            available = bench.memory.available_bytes(())
+            allowed = parse_size(memory, total_bytes=bench.memory.total_bytes()) if memory else available
+            budget = int(min(allowed, available) * 0.95)
+            result, seconds = bench.search("predict", budget_bytes=budget, maximum=4096)
+            start = time.perf_counter()
+            with bench.rehearsal(budget) as trial:
+                true_maximum, trials = true_maximum_from(trial, result.max_batch_size)
+            true_seconds = time.perf_counter() - start
+        predict = found(result, seconds)
+        share = result.max_batch_size / true_maximum
+        rows.append(
+            {
+                **asdict(combination),
+                "budget_bytes": budget,
+                "resident_bytes": result.resident_bytes,
+                "true": true_maximum,
+                "true_trials": trials,
+                "true_seconds": round(true_seconds, 1),
+                "share": share,
+                "predict": predict,
+            }
+        )
+        print(
+            f"{combination!s:<70} {budget / GIB:>6.2f} {true_maximum:>5} {result.max_batch_size:>5} {share:>6.1%} "
+            f"{predict['trials']:>6} {predict['ooms']:>4} {seconds:>8.1f} {true_seconds:>8.1f}",
+            flush=True,
+        )
+    print(f"\nsmallest share {min(r['share'] for r in rows):.1%}, {sum(r['predict']['ooms'] for r in rows)} OOMs")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--memory", help="on CUDA: what may be used, such as 24GiB; default all that is free")
+    parser.add_argument("--quick", action="store_true", help="fewer combinations, smaller maxima")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch on the CPU")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    gc.freeze()  # trials collect garbage; what is imported need not be looked through every time
+    if arguments.device == "cuda":
+        combinations = ON_CUDA[:2] if arguments.quick else ON_CUDA
+        records.write("bound-cuda", arguments.output, bound=measure_on_cuda(combinations, arguments.memory))
+        return
+    combinations = [replace(c, about=min(c.about, 8)) for c in ON_CPU[::3]] if arguments.quick else ON_CPU
+    rows = measure_on_cpu(combinations)
+    print()
+    records.write("bound", arguments.output, totals=summarize(rows), bound=rows)
+
+
+if __name__ == "__main__":
+    main()
