@@ -63,6 +63,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.batch_size = self.settings.batch_size
         self.bound: int | None = None
         self.first_batch_size: int | None = None
+        self.continues_batch = False
         self.progress = Progress()
         self.num_out_of_memory = 0
 
@@ -82,17 +83,16 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 setattr(self, name, state[key])
         ours: dict[str, Any] = state.get(STATE_KEY, {})
         self.progress = Progress(**ours["progress"]) if ours else Progress(epoch=state[training.EPOCHS_KEY])
-        if self.settings.adaptive and ours:
+        if self.settings.adaptive and ours.get("bound") is not None:
+            self.continues_batch = True
             self.batch_size, self.first_batch_size = ours["batch_size"], ours["first_batch_size"]
-            self.random_state = ours["random_state"]
 
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
         settings, parts = self.settings, self.parts
         parts.build_data()
         self.load_checkpoint()
-        needs_bound = settings.adaptive
-        if needs_bound:
+        if settings.adaptive:
             parts.check_model()
         if settings.batch_increase_function and self.progress.epoch < settings.epochs:
             self._ask_ahead()
@@ -102,7 +102,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         resumed = self.checkpoints.recipe_state or {}
         self.record.decision(
             "start",
-            f"{'resuming after' if resumed else 'starting at'} epoch {self.progress.epoch}, {len(parts.dataset)} rows",
+            f"{'resuming' if resumed else 'starting'} with epoch {self.progress.epoch}; {len(parts.dataset)} rows",
             resumed=bool(resumed),
             rows=len(parts.dataset),
             progress=self.progress.state_dict(),
@@ -111,8 +111,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.device.type != "cpu":
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         parts.build_optimizer(resumed.get(training.OPT_KEY))
-        if needs_bound:
-            self._find_bound(resumed=bool(resumed))
+        if settings.adaptive:
+            self._find_bound()
         self.stream = RowStream(parts.dataset, shuffle=self.cfg.shuffle)
         self._grow()
         if self.first_batch_size is None:
@@ -129,16 +129,23 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_learning_rate()
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
         if settings.adaptive and resumed.get(STATE_KEY):
-            RandomState.from_state_dict(self.random_state, self.device).restore()
+            RandomState.from_state_dict(resumed[STATE_KEY]["random_state"], self.device).restore()
         resumed.clear()  # the optimizer has its own copy
 
-    def _find_bound(self, *, resumed: bool) -> None:
+    def _find_bound(self) -> None:
         result = self.probe(accumulates=self.settings.gradient_accumulation_steps > 1)
-        if resumed and self.batch_size > result.max_batch_size:  # its steps will accumulate, which takes more memory
-            result = self.probe(accumulates=True)
+        if self.continues_batch and self.batch_size > result.max_batch_size:
+            if self.settings.optimizer_in_bwd:
+                raise SettingError(
+                    "optimizer_in_bwd",
+                    True,
+                    f"the checkpoint's batch_size {self.batch_size} is above the {result.max_batch_size} rows that fit here, "
+                    "and cannot be split into micro-batches; go on where it fits, or start anew with optimizer_in_bwd=False",
+                )
+            result = self.probe(accumulates=True)  # its steps will accumulate, which takes more memory
         self.bound = result.max_batch_size
         self.num_out_of_memory += result.num_out_of_memory
-        if resumed:
+        if self.continues_batch:
             if self.batch_size > self.bound:
                 self.record.decision(
                     "capacity",

@@ -12,7 +12,9 @@ from adaptive_batch.search import Trial
 class IdealDevice:
     """A size fits exactly when its peak, a known function of the rows, is within the budget. Remembers what was tried."""
 
-    def __init__(self, peak: Callable[[int], int], *, budget_bytes: int, optimizer_peak_bytes: int | None = None) -> None:
+    def __init__(
+        self, peak: Callable[[int], int], *, budget_bytes: int, optimizer_peak_bytes: int | None = None
+    ) -> None:
         self.peak = peak
         self.budget_bytes = budget_bytes
         self.optimizer_peak_bytes = optimizer_peak_bytes

@@ -27,7 +27,9 @@ MAXIMUM = 256
 def linear(true_maximum: int) -> IdealDevice:
     """A device on which so many rows are the most that fit."""
     row = int(0.7 * BUDGET / (true_maximum + 0.5))
-    return IdealDevice(lambda rows: BUDGET * 3 // 10 + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=BUDGET // 2)
+    return IdealDevice(
+        lambda rows: BUDGET * 3 // 10 + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=BUDGET // 2
+    )
 
 
 SEARCHES = {
@@ -123,7 +125,12 @@ def test_the_peak_of_the_bound_includes_the_optimizers_phase():
 @pytest.fixture
 def result() -> ProbeResult:
     return find_max_batch_size(
-        linear(37), search=SEARCHES["predict"](), round_to_power_of_two=True, sequence_length=512, resident_bytes=9, budget_bytes=BUDGET
+        linear(37),
+        search=SEARCHES["predict"](),
+        round_to_power_of_two=True,
+        sequence_length=512,
+        resident_bytes=9,
+        budget_bytes=BUDGET,
     )
 
 
@@ -226,7 +233,9 @@ def run_rank(rank: int, folder: Path) -> None:
         device = linear((37, 23)[rank])
         found[search] = find_max_batch_size(device, search=make(), round_to_power_of_two=True), device.tried
     silent = IdealDevice(lambda rows: rows, budget_bytes=9)  # the other rank's device cannot say what it used
-    result = find_max_batch_size(lambda rows: replace(silent(rows), peak_bytes=rows if rank else None), search=SEARCHES["predict"]())
+    result = find_max_batch_size(
+        lambda rows: replace(silent(rows), peak_bytes=rows if rank else None), search=SEARCHES["predict"]()
+    )
     found["silent"] = result, silent.tried
     (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()

@@ -16,7 +16,13 @@ CPU = torch.device("cpu")
 
 
 def draw() -> list[float]:
-    return [float(torch.rand(())), random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.normal())]
+    return [
+        float(torch.rand(())),
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.normal()),
+    ]
 
 
 def test_tensors_are_put_back_in_place_and_bit_for_bit():

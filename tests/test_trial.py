@@ -122,7 +122,12 @@ def test_one_row_that_does_not_fit_is_told_with_numbers_and_remedies():
     message = refusal(Training(Case("AdamW")), 2**10)
     needs = re.match(r"one row of 24 tokens needs (\d+\.\d\d) GiB, cpu allows 0\.00 GiB; ", message)
     assert needs, message
-    for remedy in ("tokenizer.max_seq_len", "enable_activation_checkpointing=True", "8-bit optimizer", "allow more memory"):
+    for remedy in (
+        "tokenizer.max_seq_len",
+        "enable_activation_checkpointing=True",
+        "8-bit optimizer",
+        "allow more memory",
+    ):
         assert remedy in message
 
 
@@ -142,7 +147,9 @@ def test_a_row_that_fits_only_before_the_optimizer_has_state_does_not_fit():
         long.rehearsal(forward_backward=lambda rows: long.forward_backward(64 * rows), budget_bytes=beside_state - 1),
     ):
         pass
-    with long.rehearsal(forward_backward=lambda rows: long.forward_backward(64 * rows), budget_bytes=beside_state) as trial:
+    with long.rehearsal(
+        forward_backward=lambda rows: long.forward_backward(64 * rows), budget_bytes=beside_state
+    ) as trial:
         assert trial(1).fits
 
 
@@ -156,7 +163,9 @@ def test_the_budget_that_one_row_needs_is_the_smallest_that_lets_it_in(in_backwa
         assert not trial(2).fits or trial(1).peak_bytes < needed
 
 
-@pytest.mark.parametrize("error", [Mishap("index out of range"), RuntimeError("CUDA error: device-side assert triggered")])
+@pytest.mark.parametrize(
+    "error", [Mishap("index out of range"), RuntimeError("CUDA error: device-side assert triggered")]
+)
 def test_another_failure_names_the_size_and_is_not_called_too_large(error):
     training = Training(Case("AdamW"))
 
@@ -245,6 +254,9 @@ def test_the_host_must_have_room_for_the_copies():
         memory=CountedMemory(CPU),
         budget_bytes=PLENTY,
     )
-    with pytest.raises(DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host .* the host has \d+\.\d\d GiB"), rehearsal:
+    with (
+        pytest.raises(DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host .* the host has \d+\.\d\d GiB"),
+        rehearsal,
+    ):
         pass
     assert model.weight.grad is gradient

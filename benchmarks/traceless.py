@@ -1,0 +1,54 @@
+"""Whether a probe leaves a trace: every combination of optimizer, optimizer in backward, dtype, checkpointing, resumed optimizer.
+
+    python benchmarks/traceless.py [--quick] [--device cuda] [--threads N] [--output DIR]
+
+In each, one training is probed again and again, however a probe can end (see tests/small_training.py), and everything is
+compared bit by bit after each; then it goes on and is compared with one that was never probed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import records
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from small_training import CUDA_OPTIMIZERS, OPTIMIZERS, all_cases, traces
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="every seventh combination")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch; the model is tiny")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    cases = all_cases(CUDA_OPTIMIZERS if device.type == "cuda" else OPTIMIZERS)[:: 7 if arguments.quick else 1]
+    rows = []
+    for case in cases:
+        start = time.perf_counter()
+        differing = dict(traces(case, device=device))
+        seconds = time.perf_counter() - start
+        traced = {outcome: names for outcome, names in differing.items() if names}
+        rows.append({**asdict(case), "dtype": str(case.dtype), "seconds": round(seconds, 2), "outcomes": differing})
+        verdict = f"TRACES {traced}" if traced else f"identical after {len(differing)} outcomes"
+        print(f"{case!s:<60} {verdict:<34} {seconds:>6.1f} s", flush=True)
+    checks = [names for row in rows for names in row["outcomes"].values()]
+    identical = sum(not names for names in checks)
+    print(f"\n{len(rows)} combinations, {len(checks)} comparisons, bit-identical in {identical}")
+    name = "traceless" if device.type == "cpu" else "traceless-cuda"
+    records.write(
+        name, arguments.output, combinations=len(rows), comparisons=len(checks), identical=identical, traceless=rows
+    )
+    sys.exit(identical != len(checks))
+
+
+if __name__ == "__main__":
+    main()
