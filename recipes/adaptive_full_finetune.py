@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tqdm import tqdm
 
 from adaptive_batch import distributed
 from adaptive_batch.accumulation import StepResult
+from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
 from adaptive_batch.growth import next_batch_size
 from adaptive_batch.learning_rate import LearningRate, describe_unscaled
@@ -94,6 +96,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.load_checkpoint()
         if settings.adaptive:
             parts.check_model()
+        self._check_scheduler()
         if settings.batch_increase_function and self.progress.epoch < settings.epochs:
             self._ask_ahead()
         self.metric_logger = config.instantiate(self.cfg.metric_logger)
@@ -188,6 +191,22 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             seconds=round(sum(result.seconds), 2),
         )
         return result
+
+    def _check_scheduler(self) -> None:
+        """Refuse a scheduler that cannot be built as torchtune's recipes build one."""
+        if block := self.cfg.get("lr_scheduler", None):
+            key = "lr_scheduler._component_"
+            component = load_function(block._component_, key=key)
+            arguments = {str(name): value for name, value in block.items() if name != "_component_"}
+            try:
+                signature(component).bind(None, num_training_steps=1, last_epoch=-1, **arguments)
+            except TypeError as error:
+                raise SettingError(
+                    key,
+                    block._component_,
+                    f"it is called with an optimizer, num_training_steps, last_epoch and its other keys: {error}; "
+                    "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup would do",
+                ) from None
 
     def _ask_ahead(self) -> None:
         """Ask the growth function once, for nothing, so that its mistakes show before weights load."""
@@ -344,6 +363,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 training.EPOCHS_KEY: self.progress.epoch,
                 training.TOTAL_EPOCHS_KEY: self.settings.epochs,
                 training.MAX_STEPS_KEY: self.max_steps_per_epoch,
+                training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
                 training.OPT_KEY: self.parts.optimizer.state_dict(),
                 STATE_KEY: {
                     "batch_size": self.batch_size,

@@ -98,7 +98,7 @@ REFUSED = {
             "plan_only": "True",
             "pad_to_multiple_of": 8,
         }.items()
-    },  # fmt: skip
+    },
     # what does not go together
     "optimizer in backward with accumulation": (
         ["optimizer_in_bwd=True", "gradient_accumulation_steps=2"],
@@ -117,6 +117,11 @@ REFUSED = {
     ),
     "half precision without scaling": (["dtype=fp16"], "dtype='fp16'", "bf16 or fp32"),
     "offloading without CUDA": (["enable_activation_offloading=True"], "enable_activation_offloading=True", "CUDA"),
+    "a scheduler that torchtune's recipes cannot build": (
+        ["lr_scheduler._component_=torch.optim.lr_scheduler.StepLR", "lr_scheduler.step_size=2"],
+        "lr_scheduler._component_='torch.optim.lr_scheduler.StepLR'",
+        "num_training_steps",
+    ),
     # the data
     "an empty dataset": (["dataset._component_=small_growth.empty_dataset"], "dataset=", "no rows"),
     "a dataset smaller than one batch": (["batch_size=33"], "batch_size=33", "the dataset has 32"),

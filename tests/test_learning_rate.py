@@ -79,7 +79,7 @@ def test_scaling_follows_the_batch():
 
 @pytest.mark.parametrize("arguments", [(1e-3, 8, 2, "cubic"), (1e-3, 0, 2, "linear"), (1e-3, 8, 0, "sqrt")])
 def test_scaling_by_nonsense_is_refused(arguments):
-    with pytest.raises(ValueError, match="give one of|must be above 0"):
+    with pytest.raises(ValueError, match=r"give one of|must be above 0"):
         scale(*arguments)
 
 

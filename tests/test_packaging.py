@@ -44,7 +44,9 @@ def test_installed_from_the_wheel_the_recipe_is_found_from_any_directory(wheel, 
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    where = "import adaptive_full_finetune, adaptive_batch; print(adaptive_full_finetune.__file__, adaptive_batch.__file__)"
+    where = (
+        "import adaptive_full_finetune, adaptive_batch; print(adaptive_full_finetune.__file__, adaptive_batch.__file__)"
+    )
     found = subprocess.run(
         [sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
@@ -62,7 +64,9 @@ def test_installed_from_the_wheel_the_recipe_is_found_from_any_directory(wheel, 
 
 
 def test_torchtunes_own_recipes_are_as_it_installed_them():
-    files = [file for file in importlib.metadata.files("torchtune") or () if str(file).startswith("recipes/") and file.hash]
+    files = [
+        file for file in importlib.metadata.files("torchtune") or () if str(file).startswith("recipes/") and file.hash
+    ]
     assert len(files) > 50
     for file in files:
         digest = hashlib.new(file.hash.mode, Path(file.locate()).read_bytes()).digest()

@@ -11,7 +11,12 @@ import pytest
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for language, block in BLOCKS if language == "bash" for line in block.strip().splitlines()]
-RUN_BY_CI = {"make demo", "make check", "make test", "pip install -c constraints.txt -e '.[recipes]'"}  # make installs too
+RUN_BY_CI = {
+    "make demo",
+    "make check",
+    "make test",
+    "pip install -c constraints.txt -e '.[recipes]'",
+}  # make installs too
 
 pytestmark = pytest.mark.readme
 

@@ -4,6 +4,7 @@ import json
 import math
 import resource
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,7 @@ def test_the_schedule_is_not_stretched_by_growth(small):
     rates = [step["lr"] for step in steps]
     peak = max(rates)
     assert rates.index(peak) == 2  # two steps of warm-up at the batch that training began with
-    assert all(later < earlier for earlier, later in zip(rates[2:], rates[3:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(rates[2:]))
     assert len(steps) == 8 + 4 + 3  # instead of 24, and the last one is at 21 1/3 of the 24 that the schedule has
     assert rates[-1] == pytest.approx(peak * 0.5 * (1 + math.cos(math.pi * (64 / 3 - 2) / 22)))
 

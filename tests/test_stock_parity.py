@@ -100,9 +100,11 @@ def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoi
     stock, ours = (small.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
     from_stock, from_ours = (interrupted_after_first_epoch(finished, small) for finished in (stock, ours))
     from_stock_by_ours = interrupted_after_first_epoch(stock, small)
+    from_ours_by_stock = interrupted_after_first_epoch(ours, small)
     expected = resume(small, STOCK, from_stock, *overrides)
     assert 2 * len(expected.losses) == len(stock.losses)
-    for resumed in (resume(small, OURS, from_ours, *overrides), resume(small, OURS, from_stock_by_ours, *overrides)):
+    others = ((OURS, from_ours), (OURS, from_stock_by_ours), (STOCK, from_ours_by_stock))
+    for resumed in (resume(small, recipe, folder, *overrides) for recipe, folder in others):
         assert resumed.losses == expected.losses
         assert same_weights(resumed.weights(1), expected.weights(1))
     if "dropout" not in features:  # the stock recipe starts its random numbers anew
