@@ -28,4 +28,5 @@ format: $(INSTALLED)
 
 measure: $(INSTALLED)  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,dev,bench]"
-	for benchmark in search bound traceless parity step_time; do $(BIN)/python benchmarks/$$benchmark.py || exit 1; done
+	$(BIN)/python -m adaptive_demo
+	for name in checkpoint search bound traceless parity step_time; do $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -33,6 +33,7 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.utils import batch_to_device
 
 from adaptive_batch.accumulation import Accumulator
+from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.memory import GIB, device_memory, parse_size
 from adaptive_batch.probe import ProbeResult, find_max_batch_size
@@ -344,8 +345,9 @@ def true_maximum_from(trial: Callable[[int], Trial], known: int) -> tuple[int, i
     return low, trials
 
 
-def measure_on_cuda(combinations: Sequence[Combination], memory: str | None) -> list[dict[str, Any]]:
-    device = torch.device("cuda", torch.cuda.current_device())
+def measure_on_cuda(
+    combinations: Sequence[Combination], device: torch.device, memory: str | None
+) -> list[dict[str, Any]]:
     rows = []
     print(
         f"{'combination':<70} {'GiB':>6} {'true':>5} {'found':>5} {'share':>6} {'trials':>6} {'OOMs':>4} {'seconds':>8} {'true s':>8}"
@@ -355,7 +357,12 @@ def measure_on_cuda(combinations: Sequence[Combination], memory: str | None) -> 
             available = bench.memory.available_bytes(())
             allowed = parse_size(memory, total_bytes=bench.memory.total_bytes()) if memory else available
             budget = int(min(allowed, available) * 0.95)
-            result, seconds = bench.search("predict", budget_bytes=budget, maximum=4096)
+            try:
+                result, seconds = bench.search("predict", budget_bytes=budget, maximum=4096)
+            except DoesNotFitError as error:
+                print(f"{combination!s:<70} {error}", flush=True)
+                rows.append({**asdict(combination), "budget_bytes": budget, "refused": str(error)})
+                continue
             start = time.perf_counter()
             with bench.rehearsal(budget) as trial:
                 true_maximum, trials = true_maximum_from(trial, result.max_batch_size)
@@ -379,7 +386,9 @@ def measure_on_cuda(combinations: Sequence[Combination], memory: str | None) -> 
             f"{predict['trials']:>6} {predict['ooms']:>4} {seconds:>8.1f} {true_seconds:>8.1f}",
             flush=True,
         )
-    print(f"\nsmallest share {min(r['share'] for r in rows):.1%}, {sum(r['predict']['ooms'] for r in rows)} OOMs")
+    done = [row for row in rows if "share" in row]
+    if done:
+        print(f"\nsmallest share {min(r['share'] for r in done):.1%}, {sum(r['predict']['ooms'] for r in done)} OOMs")
     return rows
 
 
@@ -396,7 +405,8 @@ def main() -> None:
     gc.freeze()  # trials collect garbage; what is imported need not be looked through every time
     if arguments.device == "cuda":
         combinations = ON_CUDA[:2] if arguments.quick else ON_CUDA
-        records.write("bound-cuda", arguments.output, bound=measure_on_cuda(combinations, arguments.memory))
+        device = torch.device("cuda", torch.cuda.current_device())
+        records.write("bound-cuda", arguments.output, bound=measure_on_cuda(combinations, device, arguments.memory))
         return
     combinations = [replace(c, about=min(c.about, 8)) for c in ON_CPU[::3]] if arguments.quick else ON_CPU
     rows = measure_on_cpu(combinations)

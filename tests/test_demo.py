@@ -204,6 +204,17 @@ def test_torchtune_and_transformers_give_the_same_logits(made, tmp_path):
     assert torch.equal(adaptive_demo.load(made / "base")(tokens), logits)
 
 
+def test_a_tuned_epoch_is_the_same_model_in_transformers_and_torchtune(made, small, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    from checkpoint import compare
+
+    overrides = (f"demo_dir={made}", f"metric_logger.log_dir={tmp_path}", "epochs=1", "max_steps_per_epoch=2")
+    finished = small.run_in_process("adaptive_full_finetune", *overrides, config="demo_cpu")
+    found = compare(finished.output_dir / "epoch_0", held_out_texts(made)[:8], aside=tmp_path / "aside")
+    assert found["largest_difference"] < 1e-4
+    assert found["same_choices"] == found["positions"] > 100
+
+
 @torch.inference_mode()
 def test_the_base_knows_nothing_yet(made):
     cfg = OmegaConf.load(config_path("demo_cpu"))

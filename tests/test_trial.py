@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import weakref
 
 import pytest
 import torch
 from fakes import FakeBackend
 from small_training import CPU, OPTIMIZERS, PLENTY, Case, Mishap, Training, differences, traces
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.in_backward import OptimizerInBackward
@@ -94,6 +96,51 @@ def test_gradients_that_stay_add_one_copy_of_the_trained_parameters():
         without = trial.resident_bytes
     with training.rehearsal(accumulates=True) as trial:
         assert trial.resident_bytes == without + gradients
+
+
+def test_gradients_are_there_again_in_the_trial_after_one_that_did_not_fit():
+    training = Training(Case("SGD momentum"))
+    with training.rehearsal(accumulates=True, budget_bytes=GIB) as trial:
+        before = trial(3).peak_bytes
+        training.model.burden = {"backward": GIB}
+        assert not trial(2).fits
+        training.model.burden = {}
+        assert trial(3).peak_bytes == before
+
+
+class RunsOutAt(TorchDispatchMode):
+    """Out of memory at one operation."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.left = operation
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_a_trial_that_ran_out_anywhere_holds_nothing_afterwards(checkpointing):
+    """A failed backward may leave tasks in autograd's engine that keep its graph alive."""
+    training = Training(Case("SGD momentum", checkpointing=checkpointing))
+    alive, at, phases = [], 0, set()
+    for module in training.model.modules():
+        module.register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output.untyped_storage())))
+
+    def forward_backward(rows):
+        with RunsOutAt(at):
+            training.forward_backward(rows)
+
+    with training.rehearsal(forward_backward=forward_backward) as trial:
+        for at in range(1, 1000, 3):
+            if trial(2).fits:
+                break
+            phases.add(training.phase)
+            assert [at for reference in alive if reference() is not None] == []
+    assert phases == {"forward", "backward"}
 
 
 # what does not fit
