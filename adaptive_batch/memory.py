@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .extrapolation import Trace
 
 GIB = 1024**3
 
@@ -107,11 +110,13 @@ class Usage:
         resident_bytes: alive before anything was measured; part of every peak.
         peak_bytes: the highest sum alive, resident bytes included; None where the device cannot say.
         retried: the allocator had to give back its cache and ask again: a size that does this is too large (thrashing).
+        trace: bytes alive after each operation; None where the device cannot say.
     """
 
     resident_bytes: int
     peak_bytes: int | None = None
     retried: bool = False
+    trace: Trace | None = None
 
 
 class DeviceMemory(Protocol):
@@ -178,7 +183,7 @@ class CountedMemory:
             with torch.compiler.set_stance("force_eager"), counter:
                 yield usage
         finally:
-            usage.peak_bytes = counter.peak_bytes
+            usage.peak_bytes, usage.trace = counter.peak_bytes, counter.trace()
 
     def release(self) -> None:
         gc.collect()
@@ -264,13 +269,19 @@ class AcceleratorMemory:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live storages while it is active, through weak references to them."""
+    """Counts the bytes of live storages while it is active, through weak references to them.
+
+    The trace begins with the first operation on what was resident: before that a batch is collated, row by row.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.budget_bytes = budget_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._program = 0
+        self._live_bytes_after_each = array("q")
+        self._resident: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -279,6 +290,19 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 self._see(plain.untyped_storage())
+        self._resident = set(self._sizes)
+
+    def trace(self) -> Trace:
+        """What was alive after each operation so far."""
+        return Trace(self._program, self._live_bytes_after_each)
+
+    def _record(self, func: object, args: tuple[Any, ...]) -> None:
+        if not self._live_bytes_after_each and not any(
+            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._resident for tensor in args
+        ):
+            return
+        self._program = hash((self._program, func))
+        self._live_bytes_after_each.append(self.live_bytes)
 
     def check(self) -> None:
         """Take in a new peak, and refuse one that passes the budget."""
@@ -319,6 +343,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
         result = func(*args, **(kwargs or {}))
         self._see_all(result)
+        self._record(func, args)
         self.check()
         return result
 

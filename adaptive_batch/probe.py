@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,7 @@ def save_result(result: ProbeResult, path: Path, *, fingerprint: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
+    result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
     record = {"format": _FORMAT, "fingerprint": fingerprint, **asdict(result), "bytes_per_row": result.bytes_per_row()}
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with aside.open("w") as file:
@@ -208,10 +209,10 @@ def _agree(trial: Trial) -> Trial:
     if distributed.world_size() == 1:
         return trial
     fits = not distributed.any_rank(not trial.fits)
-    peaks = [
+    peak, optimizer_peak = (
         distributed.maximum(-1 if peak is None else peak) for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)
-    ]
-    return Trial(trial.batch_size, fits, *(None if peak < 0 else peak for peak in peaks))
+    )
+    return Trial(trial.batch_size, fits, None if peak < 0 else peak, None if optimizer_peak < 0 else optimizer_peak)
 
 
 def _peaks(trial: Trial) -> list[int]:

@@ -14,10 +14,10 @@ smallest that did not. So no size is tried twice, each search ends, and only a s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from .extrapolation import Point, next_rows
+from .extrapolation import Point, Trace, next_rows, rows_that_fit
 
 CLOSE = 0.012  # after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
 
@@ -33,12 +33,14 @@ class Trial:
             could not say. Of a trial that does not fit it is not read.
         optimizer_peak_bytes: the same for the optimizer's step, which does not grow with the batch. For the record: a
             step that passes the budget by this alone is reported with ``fits=False``.
+        trace: bytes alive after each operation of forward and backward, where the device counts them.
     """
 
     batch_size: int
     fits: bool
     peak_bytes: int | None = None
     optimizer_peak_bytes: int | None = None
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
 
 class Search(Protocol):
@@ -134,7 +136,8 @@ class Predictive(_Recorded):
     """Chooses each next size so that it fits by what the peaks have shown, and stops where the next row would not.
 
     Starts from one row, so that it is known at once when nothing fits. Ends on the exact maximum while nothing runs out
-    of memory, and within 1.2% below it otherwise. Without peaks it doubles, then bisects.
+    of memory, and within 1.2% below it otherwise. Without peaks it doubles, then bisects. Where trials tell the bytes
+    alive at each operation, two of them tell the maximum, and a third tries it.
 
     Args:
         budget_bytes: most bytes that a trial may hold.
@@ -155,6 +158,7 @@ class Predictive(_Recorded):
             raise ValueError(f"resident_bytes={resident_bytes!r}: give a number of bytes, 0 or more")
         if granularity_bytes < 1:
             raise ValueError(f"granularity_bytes={granularity_bytes!r}: give a number of bytes, at least 1")
+        self._budget_bytes = budget_bytes
         self._resident_bytes = resident_bytes
         self._free_bytes = max(1, budget_bytes - resident_bytes)
         self._rounding = 2 * granularity_bytes / self._free_bytes
@@ -167,6 +171,9 @@ class Predictive(_Recorded):
         failed = any(not trial.fits for trial in self._trials)
         if best == 0 or too_many - best <= (max(1, CLOSE * best) if failed else 1):
             return None
+        known = self._rows_by_trace()
+        if known is not None and known < too_many:  # else a trial has shown that it is not so
+            return known if known > best else None
         points = self._points()
         if not points or points[-1].rows != best:  # the device could not say
             return (best + too_many) // 2 if failed else min(2 * best, self._limit)
@@ -177,6 +184,14 @@ class Predictive(_Recorded):
             part = 0.7 if 1.03 * best < too_many < 1.2 * best else 0.5
             target = min(target, best + part * (too_many - best))
         return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
+
+    def _rows_by_trace(self) -> int | None:
+        """Most rows that fit, where two sizes that ran the same program have told the bytes at each operation."""
+        traced = [(trial.batch_size, trial.trace) for trial in self._trials if trial.fits and trial.trace is not None]
+        traced.sort(key=lambda pair: pair[0])
+        if len(traced) < 2 or traced[-2][1].program != traced[-1][1].program:
+            return None
+        return int(min(rows_that_fit(traced[-2], traced[-1], budget_bytes=self._budget_bytes), self._limit))
 
     def _points(self) -> list[Point]:
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]

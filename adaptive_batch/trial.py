@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .errors import DoesNotFitError
 from .in_backward import OptimizerInBackward
-from .memory import GIB, DeviceMemory, is_out_of_memory
+from .memory import GIB, DeviceMemory, Usage, is_out_of_memory
 from .search import Trial
 from .snapshot import TrainingSnapshot, optimizer_state_tensors
 
@@ -98,10 +98,12 @@ class Rehearsal:
         Raises:
             RuntimeError: the trial failed for another reason than memory; that size is not "too large", it is broken.
         """
-        fits, peak_bytes = self._measure(
+        usage = self._measure(
             lambda: self._forward_backward(batch_size), f"a trial of {batch_size} rows", budget_bytes=self.budget_bytes
         )
-        return Trial(batch_size, fits, peak_bytes, self.optimizer_peak_bytes)
+        if usage is None:
+            return Trial(batch_size, False, None, self.optimizer_peak_bytes)
+        return Trial(batch_size, True, usage.peak_bytes, self.optimizer_peak_bytes, usage.trace)
 
     def _rehearse_one_step(self, snapshot: TrainingSnapshot) -> None:
         """One row, so that the optimizer's state is there; an error with numbers if it does not fit."""
@@ -135,13 +137,13 @@ class Rehearsal:
             is_step = run is self._step
             if is_step and self._in_backward:
                 continue
-            fits, peak_bytes = self._measure(run, what, budget_bytes=budget_bytes, prepare=not is_step)
-            if not fits:
+            usage = self._measure(run, what, budget_bytes=budget_bytes, prepare=not is_step)
+            if usage is None:
                 return what, peaks
-            if peak_bytes is not None:
-                peaks.append(peak_bytes)
+            if usage.peak_bytes is not None:
+                peaks.append(usage.peak_bytes)
             if is_step:
-                self.optimizer_peak_bytes = peak_bytes
+                self.optimizer_peak_bytes = usage.peak_bytes
         return None, peaks
 
     def _one_row(self) -> None:
@@ -149,23 +151,24 @@ class Rehearsal:
 
     def _measure(
         self, run: Callable[[], object], what: str, *, budget_bytes: int, prepare: bool = True
-    ) -> tuple[bool, int | None]:
-        """Run, and say whether it fits and what it peaked at. Memory is released after the except block has been left."""
+    ) -> Usage | None:
+        """Run, and say what it used; None where it does not fit. Memory is released after the except block has been left."""
         if prepare:
             self._prepare_gradients()
-        fits, peak_bytes = False, None
+        fits = False
         try:
             with self._memory.measure(self._resident(), budget_bytes=budget_bytes) as usage:
                 run()
-            fits, peak_bytes = not usage.retried, usage.peak_bytes
+            fits = not usage.retried
         except Exception as error:
             if not is_out_of_memory(error):
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
-        if not fits:
-            _drain_backward(self._memory.device)
-            self._drop_gradients()
-            self._memory.release()
-        return fits, peak_bytes
+        if fits:
+            return usage
+        _drain_backward(self._memory.device)
+        self._drop_gradients()
+        self._memory.release()
+        return None
 
     def _resident(self) -> Iterator[torch.Tensor]:
         for tensor in (*self._model.parameters(), *self._model.buffers()):

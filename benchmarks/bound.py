@@ -306,7 +306,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     worst = max(r["trials_worst"] for r in replayed)
     totals["replayed"] = {"cases": cases, "equal": equal, "ooms": ooms, "trials_worst": worst}
     print(
-        f"predict, replayed on the same peaks under {cases} other budgets: equal in {equal}, {ooms} OOMs, at most {worst} trials"
+        f"predict, from peaks alone, as where the device does not count, replayed under {cases} other budgets: equal in {equal}, {ooms} OOMs, at most {worst} trials"
     )
     return totals
 

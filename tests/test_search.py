@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaptive_batch.extrapolation import Trace
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 
 BUDGET = 16 * 1024**3
@@ -304,3 +305,49 @@ def test_a_size_that_the_optimizer_alone_made_too_large_counts_as_too_large() ->
     search = Predictive(budget_bytes=1000, maximum=64)
     run(search, lambda rows: Trial(rows, rows <= 5, 10 * rows, optimizer_peak_bytes=900 if rows <= 5 else 1100))
     assert search.best == 5
+
+
+# --- traces: the bytes alive at each operation, where a device counts them ---------------------------------------------
+
+lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=12)
+
+
+def traced(rows: int, program: list[tuple[int, int]], budget: int) -> Trial:
+    alive = [fixed + slope * rows for fixed, slope in program]
+    fits = max(alive) <= budget
+    return Trial(rows, fits, max(alive) if fits else None, trace=Trace(hash(tuple(program)), alive) if fits else None)
+
+
+@given(program=lines, room=st.floats(1, 60))
+@settings(max_examples=300)
+def test_two_traces_give_the_exact_maximum_without_an_oom_beyond_two_rows(program, room):
+    budget = max(1, int(max(fixed + slope for fixed, slope in program) * room))
+    search = Predictive(budget_bytes=budget, maximum=4096)
+    trials = []
+    while (rows := search.candidate) is not None:
+        trials.append(traced(rows, program, budget))
+        search.record(trials[-1])
+    true = max((rows for rows in range(1, 4097) if traced(rows, program, budget).fits), default=0)
+    assert search.best == true
+    assert len(trials) <= 4
+    assert [trial.batch_size for trial in trials if not trial.fits] in ([], [2])
+
+
+def test_sizes_that_ran_other_operations_are_not_put_on_one_line():
+    search = Predictive(budget_bytes=1000, maximum=100)
+    search.record(Trial(1, True, 100, trace=Trace(1, [100])))
+    rows = search.candidate
+    search.record(Trial(rows, True, 90 + 10 * rows, trace=Trace(2, [90 + 10 * rows, 5])))
+    assert rows < search.candidate < 100
+
+
+def test_a_prediction_that_a_trial_contradicts_is_dropped():
+    search = Predictive(budget_bytes=1000, maximum=100)
+    search.record(Trial(1, True, 100, trace=Trace(1, [100])))
+    rows = search.candidate
+    search.record(Trial(rows, True, 90 + 10 * rows, trace=Trace(1, [90 + 10 * rows])))
+    assert search.candidate == 91
+    search.record(Trial(91, False))
+    while (candidate := search.candidate) is not None:
+        search.record(Trial(candidate, candidate <= 50, 90 + 10 * candidate, trace=Trace(1, [90 + 10 * candidate])))
+    assert search.best in (49, 50)

@@ -18,6 +18,16 @@ from adaptive_batch.memory import GIB, AcceleratorMemory, CountedMemory
 from adaptive_batch.snapshot import optimizer_state_tensors
 from adaptive_batch.trial import Rehearsal
 
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The model is tiny: several threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # Each optimizer in both places; dtype, checkpointing and a resumed optimizer take turns.
 SHORT_FORM = [
     Case(
@@ -135,7 +145,7 @@ def test_a_trial_that_ran_out_anywhere_holds_nothing_afterwards(checkpointing):
             training.forward_backward(rows)
 
     with training.rehearsal(forward_backward=forward_backward) as trial:
-        for at in range(1, 1000, 3):
+        for at in range(1, 1000, 7):
             if trial(2).fits:
                 break
             phases.add(training.phase)
