@@ -58,6 +58,17 @@ def file_signature(path: str | Path) -> list[str | int]:
     return ["folder", len(listing), sum(size for _, size, _ in listing), digest]
 
 
+def described_with_files(value: object) -> object:
+    """Settings in which each text that names a file or a folder is followed by the signature of what is there."""
+    if isinstance(value, Mapping):
+        return {str(key): described_with_files(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [described_with_files(item) for item in value]
+    if isinstance(value, str) and value and (signature := file_signature(value)) != ["missing"]:
+        return [value, signature]
+    return value
+
+
 def _listing(folder: Path) -> Iterator[tuple[str, int, int]]:
     """Yields name, bytes and mtime_ns of each file below a folder."""
     for parent, _, names in os.walk(folder):

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .errors import SettingError
 from .extrapolation import Trace
 
 GIB = 1024**3
@@ -196,14 +197,23 @@ class AcceleratorMemory:
 
     Args:
         device: one that is not a CPU.
-        backend: what answers for it, by default ``torch.cuda`` or its like.
+        backend: what answers for it: by default ``torch.cuda`` or its like, or else ``torch.accelerator``.
+
+    Raises:
+        SettingError: nothing tells what the device's memory peaks at.
     """
 
     granularity_bytes = 20 * 1024**2  # the block that PyTorch's caching allocator takes for 1 to 10 MiB
 
     def __init__(self, device: torch.device, *, backend: Any = None) -> None:
         self.device = device
-        self._backend = backend or getattr(torch, device.type)
+        own = getattr(torch, device.type, None)
+        self._backend: Any = backend or (own if hasattr(own, "memory_stats") else torch.accelerator)
+        if not hasattr(self._backend, "memory_stats"):
+            remedy = (
+                f"torch {torch.__version__} does not tell what its memory peaks at, so no batch can be probed there"
+            )
+            raise SettingError("device", str(device), f"{remedy}; train with a batch_size of your own")
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -349,16 +359,26 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def host_available_bytes() -> int:
-    """Host memory that can be taken now without swapping (Linux: MemAvailable and the control group's limit)."""
+    """Host memory that can be taken now without swapping: MemAvailable, and the limit of a control group of version 2."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     group = Path("/sys/fs/cgroup")
-    used = _read_int(group / "memory.current") or 0
-    limit = _read_int(group / "memory.max")
-    return min(available, max(0, limit - used)) if limit else available
+    limit, used = _read_int(group / "memory.max"), _read_int(group / "memory.current")
+    if limit is None or used is None:
+        return available
+    return min(available, max(0, limit - used + _page_cache_bytes(group / "memory.stat")))
+
+
+def _page_cache_bytes(path: Path) -> int:
+    """Bytes that a control group holds of files and gives back when they are needed."""
+    try:
+        fields = dict(line.split() for line in path.read_text().splitlines())
+        return int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _host_limit(physical_bytes: int) -> int:

@@ -151,6 +151,17 @@ def find_max_batch_size(
     )
 
 
+def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:
+    """Try a bound that was found before once more; None where it no longer fits."""
+    start = time.perf_counter()
+    trial = _agree(run_trial(known.max_batch_size))
+    if not trial.fits:
+        log.info("the bound of %d rows that was found before no longer fits; probing again", known.max_batch_size)
+        return None
+    seconds = (*known.seconds, time.perf_counter() - start)
+    return replace(known, trials=(*known.trials, trial), seconds=seconds, from_cache=True)
+
+
 def save_result(result: ProbeResult, path: Path, *, fingerprint: str) -> None:
     """Write a result as JSON, aside and renamed, with the fingerprint of everything it depends on.
 

@@ -221,8 +221,11 @@ class Settings:
             value = config.get(key)
             if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
                 raise SettingError(key, value, "not supported yet; remove it or set it to null")
-        use_maximum = config.get("use_maximum_batch_size") or False
+        use_maximum, in_backward = (
+            False if config.get(key) is None else config[key] for key in ("use_maximum_batch_size", "optimizer_in_bwd")
+        )
         _check_bool("use_maximum_batch_size", use_maximum)
+        _check_bool("optimizer_in_bwd", in_backward)
         function = config.get("batch_increase_function")
         if function is not None:
             function = load_increment(function, key="batch_increase_function")
@@ -243,7 +246,7 @@ class Settings:
             use_maximum_batch_size=use_maximum,
             batch_increase_function=function,
             drop_last=drop_last,
-            optimizer_in_bwd=bool(config.get("optimizer_in_bwd")),
+            optimizer_in_bwd=in_backward,
             probe=ProbeSettings.from_config(config.get("probe")),
         )
         settings._check_together(config)

@@ -58,7 +58,7 @@ class OptimizerSnapshot:
     def restore(self) -> None:
         optimizer = self._optimizer
         for parameter in list(optimizer.state):
-            if parameter not in self._state:
+            if parameter not in self._state and not _emptied(optimizer.state[parameter]):
                 del optimizer.state[parameter]
         for parameter, state in self._state.items():
             current = optimizer.state[parameter]
@@ -179,6 +179,22 @@ class TrainingSnapshot:
         """Put back the optimizers alone: a step that ran out of memory leaves states half made."""
         for optimizer in self._optimizers:
             optimizer.restore()
+
+
+def _emptied(state: dict[str, Any]) -> bool:
+    """Set a fresh optimizer's paged state back to what bitsandbytes starts with; False where the state is not paged.
+
+    Its paged buffers are never given back, so deleting them would make training allocate all of them once more.
+    """
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    if not any(getattr(tensor, "is_paged", False) for tensor in tensors.values()):
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        for key, tensor in tensors.items():
+            if not key.startswith("qmap"):  # the quantization maps are constants
+                tensor.zero_()
+    state["step"] = 0
+    return True
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import DoesNotFitError
+from .errors import AdaptiveBatchError, DoesNotFitError
 from .in_backward import OptimizerInBackward
 from .memory import GIB, DeviceMemory, Usage, is_out_of_memory
 from .search import Trial
@@ -160,6 +160,8 @@ class Rehearsal:
             with self._memory.measure(self._resident(), budget_bytes=budget_bytes) as usage:
                 run()
             fits = not usage.retried
+        except AdaptiveBatchError:
+            raise
         except Exception as error:
             if not is_out_of_memory(error):
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.progress import EpochPlan, Progress, schedule_clock
 from adaptive_batch.report import RunRecord
-from adaptive_batch.settings import Settings
+from adaptive_batch.settings import ProbeSettings, Settings
 from adaptive_batch.snapshot import RandomState
 from adaptive_batch.stream import RowStream
 
@@ -85,7 +86,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 setattr(self, name, state[key])
         ours: dict[str, Any] = state.get(STATE_KEY, {})
         self.progress = Progress(**ours["progress"]) if ours else Progress(epoch=state[training.EPOCHS_KEY])
-        if self.settings.adaptive and ours.get("bound") is not None:
+        if ours and ours["optimizer_in_bwd"] != self.settings.optimizer_in_bwd:
+            raise SettingError(
+                "optimizer_in_bwd",
+                self.settings.optimizer_in_bwd,
+                f"the checkpoint's optimizer state was saved with {ours['optimizer_in_bwd']}; go on with that",
+            )
+        # a batch that was found or grown goes on; one that now is to be found for the first time is found
+        asked_before = ours.get("use_maximum_batch_size") or not self.settings.use_maximum_batch_size
+        if self.settings.adaptive and ours.get("bound") is not None and asked_before:
             self.continues_batch = True
             self.batch_size, self.first_batch_size = ours["batch_size"], ours["first_batch_size"]
 
@@ -110,6 +119,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             rows=len(parts.dataset),
             progress=self.progress.state_dict(),
         )
+        self._say_what_changed(resumed)
         parts.build_model(self.checkpoints.load_weights)
         if self.device.type != "cpu":
             training.log_memory_stats(training.get_memory_stats(device=self.device))
@@ -135,6 +145,23 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             RandomState.from_state_dict(resumed[STATE_KEY]["random_state"], self.device).restore()
         resumed.clear()  # the optimizer has its own copy
 
+    def _say_what_changed(self, resumed: Mapping[str, Any]) -> None:
+        """One line for each setting that differs from the checkpoint's, or that has no effect."""
+        before, ours = resumed.get(training.TOTAL_EPOCHS_KEY), resumed.get(STATE_KEY, {})
+        if before is not None and before != self.settings.epochs:
+            message = f"epochs {before} -> {self.settings.epochs}: the learning rate's schedule spans the new number"
+            self.record.decision("epochs", message, before=before, after=self.settings.epochs)
+        configured, saved = self.settings.batch_size, ours.get("batch_size", self.settings.batch_size)
+        if configured != saved and not (self.settings.use_maximum_batch_size and not self.continues_batch):
+            what = "the checkpoint's goes on" if self.continues_batch else f"the checkpoint was trained with {saved}"
+            message = f"batch_size {self.batch_size}: configured is {configured}, {what}"
+            self.record.decision("batch_size", message, before=saved, after=self.batch_size)
+        probe = self.settings.probe
+        if not self.settings.adaptive and self.cfg.get("probe") and probe != ProbeSettings():
+            self.record.decision("no_effect", "the probe block has no effect: nothing that adapts the batch is on")
+        if probe.sequence_lengths:
+            self.record.decision("no_effect", "probe.sequence_lengths has no effect here; it is for adaptive_probe")
+
     def _find_bound(self) -> None:
         result = self.probe(accumulates=self.settings.gradient_accumulation_steps > 1)
         if self.continues_batch and self.batch_size > result.max_batch_size:
@@ -147,7 +174,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 )
             result = self.probe(accumulates=True)  # its steps will accumulate, which takes more memory
         self.bound = result.max_batch_size
-        self.num_out_of_memory += result.num_out_of_memory
         if self.continues_batch:
             if self.batch_size > self.bound:
                 self.record.decision(
@@ -180,6 +206,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             accumulates=accumulates,
             path=self.output_dir / "adaptive_batch" / "probe.json",
         )
+        self.num_out_of_memory += result.num_out_of_memory
         self.record.decision(
             "bound",
             "probe of the largest batch:\n" + result.table(),
@@ -369,6 +396,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     "batch_size": self.batch_size,
                     "first_batch_size": self.first_batch_size,
                     "bound": self.bound,
+                    "use_maximum_batch_size": self.settings.use_maximum_batch_size,
+                    "optimizer_in_bwd": self.settings.optimizer_in_bwd,
                     "progress": self.progress.state_dict(),
                     "random_state": RandomState(self.device).state_dict(),
                 },

@@ -6,35 +6,36 @@ model's skeleton, then the weights.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torchtune import __version__ as torchtune_version
 from torchtune import config, modules, training, utils
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
-from adaptive_batch import __version__, distributed
+from adaptive_batch import distributed
 from adaptive_batch.accumulation import Accumulator
 from adaptive_batch.components import load_function
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.fingerprint import file_signature, fingerprint
+from adaptive_batch.fingerprint import described_with_files, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
-from adaptive_batch.lengths import longest_rows, row_lengths
-from adaptive_batch.memory import GIB, DeviceMemory, device_memory
-from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result
-from adaptive_batch.search import BinarySearch, Halving, Predictive, Search
+from adaptive_batch.lengths import cache_directory, longest_rows, row_lengths
+from adaptive_batch.memory import GIB, DeviceMemory, device_memory, storage_bytes
+from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result, try_again
+from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 from adaptive_batch.settings import Settings
 from adaptive_batch.shipped import config_path, shipped_configs
+from adaptive_batch.snapshot import optimizer_state_tensors
 from adaptive_batch.trial import Rehearsal
 
 log = logging.getLogger("adaptive_batch")
@@ -106,6 +107,7 @@ class TrainingParts:
     def __init__(self, cfg: DictConfig, settings: Settings) -> None:
         self.cfg = cfg
         self.settings = settings
+        self._trials: dict[int | str, tuple[Callable[[int], list[dict[str, Any]]], int]] = {}
         self.device = utils.get_device(device=cfg.device)
         if str(cfg.dtype) in ("fp16", "float16"):
             raise SettingError("dtype", cfg.dtype, "there is no gradient scaling for fp16; use bf16 or fp32")
@@ -148,6 +150,8 @@ class TrainingParts:
                 f"one optimizer step takes {step_rows} rows and the dataset has {len(self.dataset)}; lower batch_size or "
                 "gradient_accumulation_steps, or set drop_last=False to train the short step",
             )
+        if self.settings.adaptive and not self.settings.use_maximum_batch_size:
+            self._check_batch_size(most=self.most_rows, why=self.why_most)
         collate = load_function(cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
         self._pad_id: int = self.tokenizer.pad_id
         self.collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]] = (
@@ -156,11 +160,30 @@ class TrainingParts:
             else partial(collate, padding_idx=self._pad_id, ignore_idx=self.loss_fn.ignore_index)
         )
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows that are of use as a batch: what an epoch has for each micro-batch, and ``probe.maximum``."""
+        return min(self.settings.probe.maximum, max(1, len(self.dataset) // self.settings.gradient_accumulation_steps))
+
+    @property
+    def why_most(self) -> str:
+        """Where :attr:`most_rows` comes from."""
+        if self.most_rows == self.settings.probe.maximum:
+            return f"probe.maximum is {self.settings.probe.maximum}"
+        accumulated = self.settings.gradient_accumulation_steps
+        return f"an epoch has {len(self.dataset)} rows" + (
+            f" for {accumulated} micro-batches" if accumulated > 1 else ""
+        )
+
+    def _check_batch_size(self, *, most: int, why: str) -> None:
+        if self.settings.batch_size > most:
+            raise SettingError("batch_size", self.settings.batch_size, f"{why}; give {most} or less")
+
     def lengths(self) -> torch.Tensor:
         """Tokens of every row, counted once and cached on disk: int64, `[rows]`."""
         cfg = self.cfg
         described = [
-            _described_with_files(OmegaConf.to_container(block, resolve=True)) for block in (cfg.dataset, cfg.tokenizer)
+            described_with_files(OmegaConf.to_container(block, resolve=True)) for block in (cfg.dataset, cfg.tokenizer)
         ]
         fingerprints = [
             getattr(d._data, "_fingerprint", None) for d in _leaf_datasets(self.dataset) if hasattr(d, "_data")
@@ -168,7 +191,7 @@ class TrainingParts:
         return row_lengths(
             self.dataset,
             cache_dir=cache_directory(),
-            fingerprint=fingerprint("lengths", described, fingerprints, torchtune_version),
+            fingerprint=fingerprint("lengths", described, fingerprints, _version("torchtune")),
             show_progress=distributed.is_rank_zero(),
         )
 
@@ -183,7 +206,7 @@ class TrainingParts:
     # --- model ------------------------------------------------------------------------------------------------------
 
     def check_model(self) -> None:
-        """Build the model without memory, and refuse what its size or its length does not allow, before weights load.
+        """Choose the rows of trials, build the model without memory, and refuse what its size or length does not allow.
 
         Raises:
             SettingError: a probed length is beyond the model's, or the memory allowed is below what its weights need.
@@ -191,15 +214,16 @@ class TrainingParts:
         with torch.device("meta"), training.set_default_dtype(self.dtype):
             skeleton = config.instantiate(self.cfg.model)
         probe = self.settings.probe
-        longest = getattr(skeleton, "max_seq_len", None) or getattr(
-            getattr(skeleton, "decoder", None), "max_seq_len", None
-        )
-        for key, length in (
-            ("sequence_length", probe.sequence_length),
-            *(("sequence_lengths", s) for s in probe.sequence_lengths),
-        ):
+        decoder = getattr(skeleton, "decoder", skeleton)
+        longest = getattr(decoder, "max_seq_len", None)
+        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
+            key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
             if longest and isinstance(length, int) and length > longest:
-                raise SettingError(f"probe.{key}", length, f"the model takes {longest} tokens at most")
+                raise SettingError(key, length, f"the model takes {longest} tokens at most")
+            self._trials[length] = _, tokens = self._trial_rows(length)
+            if longest and tokens > longest:
+                remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
+                raise SettingError(key, length, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
         memory = device_memory(self.device)
         budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=memory.available_bytes(()))
         weights = sum(p.numel() * p.element_size() for p in skeleton.parameters())
@@ -297,24 +321,17 @@ class TrainingParts:
         Raises:
             DoesNotFitError: one row does not fit.
         """
-        probe, cfg = self.settings.probe, self.cfg
-        rows, tokens = self._trial_rows(length)
+        probe = self.settings.probe
+        rows, tokens = self._trials.get(length) or self._trial_rows(length)
         memory = device_memory(self.device)
-        resident = [*self.model.parameters(), *self.model.buffers()]
-        budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=memory.available_bytes(resident))
-        maximum = distributed.minimum(
-            min(probe.maximum, max(1, len(self.dataset) // self.settings.gradient_accumulation_steps))
-        )
-        depends_on = fingerprint(
-            {
-                key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"]
-                for key in _MEMORY_KEYS
-            },
-            [memory.describe(), torch.__version__, torchtune_version, __version__],
-            [len(rows(1)[0]["tokens"]), tokens, maximum, accumulates, probe.round_to_power_of_two],
-            # what is available moves a little from run to run; a bound is worth the same within a hundredth of the device
-            [round(100 * budget / memory.total_bytes())],
-        )
+        resident = [*self.model.parameters(), *self.model.buffers(), *optimizer_state_tensors(self.optimizers)]
+        available = memory.available_bytes(resident)
+        if self.device.type == "cpu":  # the probe's own copies lie in the same memory
+            available -= storage_bytes(resident)
+        budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
+        maximum = distributed.minimum(self.most_rows)
+        rounds = probe.round_to_power_of_two and self.settings.use_maximum_batch_size
+        depends_on = self._fingerprint(rows(1), tokens, memory, budget, maximum, accumulates, rounds)
         rehearsal = Rehearsal(
             model=self.model,
             optimizer=self.in_backward or self.optimizer,
@@ -332,35 +349,54 @@ class TrainingParts:
             maximum,
             budget / GIB,
         )
+
+        def run_trial(size: int) -> Trial:
+            rows(size)  # read before anything is measured
+            return rehearsal(size)
+
+        known = load_result(path, fingerprint=depends_on) if probe.cache else None
         try:
             with rehearsal:
-                known = load_result(path, fingerprint=depends_on) if probe.cache else None
-                result = self._tried_again(known, rehearsal) or find_max_batch_size(
-                    rehearsal,
-                    search=self._search(
-                        memory, budget_bytes=budget, maximum=maximum, resident_bytes=rehearsal.resident_bytes
-                    ),
-                    round_to_power_of_two=probe.round_to_power_of_two,
-                    sequence_length=tokens,
-                    resident_bytes=rehearsal.resident_bytes,
-                    budget_bytes=budget,
-                )
+                result = known and try_again(known, run_trial)
+                if result is None:
+                    result = find_max_batch_size(
+                        run_trial,
+                        search=self._search(
+                            memory, budget_bytes=budget, maximum=maximum, resident_bytes=rehearsal.resident_bytes
+                        ),
+                        round_to_power_of_two=rounds,
+                        sequence_length=tokens,
+                    )
+                result = replace(result, resident_bytes=rehearsal.resident_bytes, budget_bytes=budget)
         finally:
-            if cfg.compile:
+            if self.cfg.compile:
                 torch._dynamo.reset()  # the sizes of trials must not use up the compiler's limit of variants
         if distributed.is_rank_zero() and not result.from_cache:
             save_result(result, path, fingerprint=depends_on)
         return result
 
-    def _tried_again(self, known: ProbeResult | None, rehearsal: Rehearsal) -> ProbeResult | None:
-        """A bound from the cache after one trial of it; None where it no longer fits."""
-        if known is None:
-            return None
-        again = find_max_batch_size(rehearsal, search=Halving(start=known.max_batch_size))
-        if again.max_batch_size < known.max_batch_size:
-            log.info("the cached bound of %d rows no longer fits; probing again", known.max_batch_size)
-            return None
-        return replace(known, trials=again.trials, seconds=again.seconds, from_cache=True)
+    def _fingerprint(
+        self,
+        rows: Sequence[dict[str, Any]],
+        tokens: int,
+        memory: DeviceMemory,
+        budget_bytes: int,
+        maximum: int,
+        accumulates: bool,
+        rounds: bool,
+    ) -> str:
+        """A name for everything that a bound depends on."""
+        plain = OmegaConf.to_container(self.cfg, resolve=True)
+        assert isinstance(plain, dict)
+        return fingerprint(
+            {key: plain.get(key) for key in _MEMORY_KEYS},
+            {name: _version(name) for name in ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")},
+            [memory.describe(), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")],
+            [self.settings.probe.search, tokens, maximum, accumulates, rounds, self.packed],
+            _shapes(self.collate(rows)),
+            # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
+            round(math.log(budget_bytes, 1.01)),
+        )
 
     def _search(self, memory: DeviceMemory, *, budget_bytes: int, maximum: int, resident_bytes: int) -> Search:
         match self.settings.probe.search:
@@ -422,13 +458,6 @@ def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
     return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
 
 
-def cache_directory() -> Path:
-    """Where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache folder."""
-    if chosen := os.environ.get("ADAPTIVE_BATCH_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adaptive_batch"
-
-
 def _leaf_datasets(dataset: Any) -> list[Any]:
     """The datasets below concatenation and packing."""
     if isinstance(dataset, ConcatDataset):
@@ -436,19 +465,24 @@ def _leaf_datasets(dataset: Any) -> list[Any]:
     return _leaf_datasets(dataset.ds) if hasattr(dataset, "ds") else [dataset]
 
 
-def _described_with_files(value: Any) -> Any:
-    """A configuration block in which each text that names a file or folder is followed by what is there."""
-    if isinstance(value, dict):
-        return {str(key): _described_with_files(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_described_with_files(item) for item in value]
-    if isinstance(value, str) and value:
-        with contextlib.suppress(OSError):
-            if Path(value).exists():
-                return [value, file_signature(value)]
-    return value
-
-
 def _names(cfg_dataset: Any) -> str:
     blocks = cfg_dataset if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
     return ", ".join(str(block.get("source") or block.get("_component_")) for block in blocks)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _shapes(batch: Any) -> Any:
+    """Shapes and dtypes of the tensors in a batch, nested as they are."""
+    if isinstance(batch, torch.Tensor):
+        return [list(batch.shape), str(batch.dtype)]
+    if isinstance(batch, Mapping):
+        return {str(key): _shapes(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_shapes(value) for value in batch]
+    return type(batch).__name__

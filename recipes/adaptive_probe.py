@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 from torchtune.training import OPT_KEY
 
+from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.settings import Settings
@@ -28,11 +29,11 @@ def probe(cfg: DictConfig) -> list[ProbeResult]:
         cfg: the configuration: YAML and key=value.
 
     Returns:
-        A result for each of ``probe.sequence_lengths``, or one for ``probe.sequence_length``.
+        A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``.
 
     Raises:
         SettingError: a setting cannot be used; no weights have been loaded yet.
-        DoesNotFitError: not even one row fits at the shortest length.
+        DoesNotFitError: not even one row fits, at any length.
     """
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     parts = TrainingParts(cfg, settings)
@@ -42,15 +43,22 @@ def probe(cfg: DictConfig) -> list[ProbeResult]:
     parts.check_model()
     parts.build_model(checkpoints.load_weights)
     parts.build_optimizer((checkpoints.recipe_state or {}).get(OPT_KEY))
-    results = []
+    results, refused = [], None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
-        result = parts.find_bound(
-            length=length,
-            accumulates=settings.gradient_accumulation_steps > 1,
-            path=Path(cfg.output_dir) / "adaptive_batch" / "probe.json",
-        )
+        try:
+            result = parts.find_bound(
+                length=length,
+                accumulates=settings.gradient_accumulation_steps > 1,
+                path=Path(cfg.output_dir) / "adaptive_batch" / "probe.json",
+            )
+        except DoesNotFitError as error:
+            print(f"\n{length} tokens: {error}\n")
+            refused = error
+            continue
         print(f"\n{result.table()}\n")
         results.append(result)
+    if refused and not results:
+        raise refused
     if len(results) > 1:
         print(summary(results))
     return results

@@ -80,6 +80,27 @@ REFUSED = {
         "64 tokens at most",
     ),
     "no lengths": (["probe.sequence_lengths=[]"], "probe.sequence_lengths=", "list of lengths"),
+    "no length at which the tokenizer cuts": (
+        [PROBE, "probe.sequence_length=max_seq_len", "tokenizer.max_seq_len=null", "dataset.packed=False"],
+        "probe.sequence_length='max_seq_len'",
+        "",
+    ),
+    "rows longer than the model takes": (
+        [PROBE, "tokenizer.max_seq_len=100"],
+        "probe.sequence_length='longest'",
+        "tokenizer.max_seq_len=64",
+    ),
+    "a batch above the rows of an epoch": (
+        [f"{FUNCTION}=small_growth.four_more", "batch_size=64"],
+        "batch_size=64",
+        "an epoch has 32 rows; give 32 or less",
+    ),
+    "a batch above the probe's maximum": (
+        [f"{FUNCTION}=small_growth.four_more", "batch_size=16", "probe.maximum=8"],
+        "batch_size=16",
+        "probe.maximum is 8; give 8 or less",
+    ),
+    "a word for a switch": (["optimizer_in_bwd=maybe"], "optimizer_in_bwd='maybe'", "True or False"),
     # keys
     "a key that is nearly ours": (["use_max_batch_size=True"], "use_max_batch_size=True", "use_maximum_batch_size"),
     **{

@@ -91,7 +91,9 @@ def test_the_bound_was_tried_and_the_next_rows_do_not_fit(memory, checkpointing)
     before = fraction()
     with training.rehearsal(budget_bytes=budget) as trial:
         assert trial.optimizer_peak_bytes
-        search = Predictive(budget_bytes=budget, maximum=100_000, resident_bytes=trial.resident_bytes)
+        search = Predictive(
+            budget_bytes=budget, maximum=100_000, resident_bytes=trial.resident_bytes, granularity_bytes=20 * 2**20
+        )
         result = find_max_batch_size(trial, search=search)
         best = [t for t in result.trials if t.batch_size == result.max_batch_size]
         assert [t.fits for t in best] == [True]

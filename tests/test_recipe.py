@@ -192,6 +192,59 @@ def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whol
     assert len(rest.weights(1))
 
 
+def test_a_cached_bound_is_not_believed_under_another_budget_search_or_packing(small):
+    """More memory, a better search and packed rows each give another bound, found anew in the same folder."""
+    output = small.fresh_folder()
+
+    def bound(*overrides):
+        finished = small.run_in_process("adaptive_probe", f"output_dir={output}", *overrides)
+        return probe_file(finished)["max_batch_size"]
+
+    first = bound("probe.device_memory=12MiB", "probe.search=halve", "probe.maximum=32")
+    exact = bound("probe.device_memory=12MiB", "probe.maximum=32")
+    more = bound("probe.device_memory=24MiB", "probe.maximum=32")
+    bound("probe.device_memory=12MiB", "probe.maximum=32", "dataset.packed=True")
+    assert first < exact < more
+    assert len(json.loads((output / "adaptive_batch" / "probe.json").read_text())["earlier"]) == 3
+
+
+def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
+    longer = ("model.max_seq_len=2048", "probe.sequence_lengths=[8,2048]")
+    small.run_in_process("adaptive_probe", *longer, "probe.device_memory=12MiB")
+    printed = capsys.readouterr().out
+    assert "2048 tokens: one row of 2048 tokens needs" in printed
+    assert "max_batch_size: " in printed
+    with pytest.raises(DoesNotFitError):
+        small.run_in_process("adaptive_probe", *longer, "probe.device_memory=3000KiB")
+
+
+def test_a_probe_block_without_effect_is_said(small):
+    finished = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", BUDGET)
+    assert [record["message"] for record in records(finished, "no_effect")] == [
+        "the probe block has no effect: nothing that adapts the batch is on"
+    ]
+
+
+def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
+    rest = go_on(small, interrupted, "batch_size=8", "epochs=3")
+    said = {record["kind"]: record["message"] for record in records(rest, "epochs") + records(rest, "batch_size")}
+    assert said == {
+        "epochs": "epochs 2 -> 3: the learning rate's schedule spans the new number",
+        "batch_size": "batch_size 8: configured is 8, the checkpoint was trained with 4",
+    }
+    with pytest.raises(
+        SettingError, match="optimizer_in_bwd=True: the checkpoint's optimizer state was saved with False"
+    ):
+        go_on(small, interrupted, "optimizer_in_bwd=True")
+
+
+def test_use_maximum_batch_size_turned_on_at_a_resume_is_heard(small):
+    grown = small.run_in_process(OURS, GROW, "probe.device_memory=24MiB", "epochs=2")
+    folder = interrupted_after_first_epoch(grown, small)
+    rest = go_on(small, folder, "use_maximum_batch_size=True", "probe.device_memory=24MiB")
+    assert records(rest, "step")[-2]["batch_size"] == probe_file(rest)["batch_size"] > 4
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

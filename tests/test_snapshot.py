@@ -95,3 +95,18 @@ def test_random_state_goes_on_after_a_file(tmp_path):
     assert [draw() for _ in range(3)] == expected
     state.restore()
     assert [draw() for _ in range(3)] == expected
+
+
+def test_a_fresh_paged_state_is_set_back_in_place_since_its_buffers_are_never_given_back():
+    """bitsandbytes registers each paged buffer for good; it starts with zeros, step 0 and constant maps."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    snapshot = OptimizerSnapshot(optimizer)
+    paged, quantiles = torch.ones(2, dtype=torch.uint8), torch.arange(4.0)
+    paged.is_paged = True
+    optimizer.state[parameter] = {"step": 1, "state1": paged, "absmax1": torch.ones(1), "qmap1": quantiles}
+    snapshot.restore()
+    state = optimizer.state[parameter]
+    assert state["state1"] is paged
+    assert (state["step"], paged.tolist(), state["absmax1"].tolist()) == (0, [0, 0], [0.0])
+    assert state["qmap1"].tolist() == [0, 1, 2, 3]
