@@ -59,13 +59,16 @@ def file_signature(path: str | Path) -> list[str | int]:
 
 
 def described_with_files(value: object) -> object:
-    """Settings in which each text that names a file or a folder is followed by the signature of what is there."""
+    """Settings in which each text that names a file is followed by the file's signature.
+
+    Folders are left as they are: what a run writes into one, a cache or its own output, would change its signature.
+    """
     if isinstance(value, Mapping):
         return {str(key): described_with_files(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [described_with_files(item) for item in value]
-    if isinstance(value, str) and value and (signature := file_signature(value)) != ["missing"]:
-        return [value, signature]
+    if isinstance(value, str) and os.path.isfile(value):
+        return [value, file_signature(value)]
     return value
 
 

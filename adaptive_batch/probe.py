@@ -168,7 +168,7 @@ def save_result(result: ProbeResult, path: Path, *, fingerprint: str) -> None:
     Results of other fingerprints that the file holds, such as those of other lengths, are kept under ``earlier``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
+    earlier = [record for record in _read_records(path, say=False) if record["fingerprint"] != fingerprint]
     result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
     record = {"format": _FORMAT, "fingerprint": fingerprint, **asdict(result), "bytes_per_row": result.bytes_per_row()}
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -200,7 +200,7 @@ def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
         return None
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
+def _read_records(path: Path, *, say: bool = True) -> list[dict[str, Any]]:
     """The results in a file, oldest first; none where it is not there, torn, or of another format."""
     try:
         latest = json.loads(path.read_text())

@@ -8,6 +8,8 @@ recipe runs unchanged. The keys that are ours are in docs/configuration.md.
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -86,6 +88,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 setattr(self, name, state[key])
         ours: dict[str, Any] = state.get(STATE_KEY, {})
         self.progress = Progress(**ours["progress"]) if ours else Progress(epoch=state[training.EPOCHS_KEY])
+        component = str(self.cfg.optimizer._component_)
+        if ours and ours["optimizer"] != component:
+            raise SettingError(
+                "optimizer._component_", component, f"the checkpoint's state is of {ours['optimizer']}; go on with that"
+            )
         if ours and ours["optimizer_in_bwd"] != self.settings.optimizer_in_bwd:
             raise SettingError(
                 "optimizer_in_bwd",
@@ -101,6 +108,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
         settings, parts = self.settings, self.parts
+        check_output_dir(self.output_dir)
         parts.build_data()
         self.load_checkpoint()
         if settings.adaptive:
@@ -124,6 +132,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.device.type != "cpu":
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         parts.build_optimizer(resumed.get(training.OPT_KEY))
+        if resumed:
+            self._say_whose_rate()
         if settings.adaptive:
             self._find_bound()
         self.stream = RowStream(parts.dataset, shuffle=self.cfg.shuffle)
@@ -156,11 +166,31 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             what = "the checkpoint's goes on" if self.continues_batch else f"the checkpoint was trained with {saved}"
             message = f"batch_size {self.batch_size}: configured is {configured}, {what}"
             self.record.decision("batch_size", message, before=saved, after=self.batch_size)
+        now = {
+            "gradient_accumulation_steps": self.settings.gradient_accumulation_steps,
+            "rows": len(self.parts.dataset),
+        }
+        for name, value in now.items():
+            if ours and ours[name] != value:
+                message = f"{name} {ours[name]} -> {value}: not what the checkpoint was trained with"
+                self.record.decision(name, message, before=ours[name], after=value)
+        if not resumed and (self.output_dir / "recipe_state").exists():
+            message = f"{self.output_dir} holds an earlier run, which this one replaces epoch by epoch"
+            self.record.decision(
+                "replaces", f"{message}; until its first epoch is saved, resuming goes on with the earlier"
+            )
         probe = self.settings.probe
         if not self.settings.adaptive and self.cfg.get("probe") and probe != ProbeSettings():
             self.record.decision("no_effect", "the probe block has no effect: nothing that adapts the batch is on")
         if probe.sequence_lengths:
             self.record.decision("no_effect", "probe.sequence_lengths has no effect here; it is for adaptive_probe")
+
+    def _say_whose_rate(self) -> None:
+        group = self.parts.optimizers[0].param_groups[0]
+        configured, saved = self.cfg.optimizer.get("lr"), float(group.get("initial_lr", group["lr"]))
+        if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
+            message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
+            self.record.decision("lr", message, configured=float(configured), lr=saved)
 
     def _find_bound(self) -> None:
         result = self.probe(accumulates=self.settings.gradient_accumulation_steps > 1)
@@ -286,8 +316,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 steps=self.plan.steps,
             )
             configured = self.settings.batch_size * self.settings.gradient_accumulation_steps * distributed.world_size()
-            rate = float(self.cfg.optimizer.get("lr", 0.0))
-            if rate and self.plan.step_rows != configured:
+            group = self.parts.optimizers[0].param_groups[0]
+            rate = float(group.get("initial_lr", group["lr"]))
+            if self.plan.step_rows != configured:
                 message = describe_unscaled(rate, batch=self.plan.step_rows, reference=configured)
                 self.record.decision("lr", message, lr=rate, global_batch=self.plan.step_rows, reference=configured)
 
@@ -325,6 +356,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             if epoch > first_epoch:
                 self._grow()
             self.stream.start_epoch(epoch)
+            unlabelled = 0
             with tqdm(total=self.plan.steps, disable=not distributed.is_rank_zero()) as bar:
                 for step in range(self.plan.steps):
                     self._record_memory_history(step)
@@ -336,13 +368,27 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     result = self.parts.accumulator.run(rows, micro_batch_size=self.micro_batch_size)
                     norm = self.parts.step()
                     self.progress = self.progress.after_step(rows=result.rows, tokens=result.tokens)
+                    unlabelled += not result.micro_batches
                     bar.update(1)
                     bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
                     self._log(result, rate=rate, norm=norm, seconds=time.perf_counter() - start)
                     self.profiler.step()
+            self._check_labels(unlabelled)
             self.progress = self.progress.after_epoch()
             self.save_checkpoint(epoch=epoch)
         self.profiler.stop()
+
+    def _check_labels(self, unlabelled: int) -> None:
+        """Say how many steps of the epoch had no label to learn from; refuse to go on when none had any."""
+        if unlabelled == self.plan.steps:
+            raise SettingError(
+                "dataset",
+                str(self.cfg.dataset),
+                "no row of a whole epoch has a label; see its train_on_input and masks",
+            )
+        if unlabelled:
+            message = f"{unlabelled} of {self.plan.steps} steps had no label at all, and changed nothing"
+            self.record.decision("no_labels", message, steps=unlabelled)
 
     def _log(self, result: StepResult, *, rate: float, norm: torch.Tensor | None, seconds: float) -> None:
         metrics = {
@@ -397,7 +443,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     "first_batch_size": self.first_batch_size,
                     "bound": self.bound,
                     "use_maximum_batch_size": self.settings.use_maximum_batch_size,
+                    "optimizer": str(self.cfg.optimizer._component_),
                     "optimizer_in_bwd": self.settings.optimizer_in_bwd,
+                    "gradient_accumulation_steps": self.settings.gradient_accumulation_steps,
+                    "rows": len(self.parts.dataset),
                     "progress": self.progress.state_dict(),
                     "random_state": RandomState(self.device).state_dict(),
                 },
@@ -409,6 +458,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Close the logs."""
         self.metric_logger.close()
         self.record.close()
+
+
+def check_output_dir(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything is built."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as error:
+        raise SettingError("output_dir", str(folder), f"it cannot be made ({error}); give a folder of yours") from None
+    if not writable:
+        raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
 
 
 @config.parse

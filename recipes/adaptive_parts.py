@@ -83,8 +83,15 @@ def set_up_terminal() -> None:
     usual = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, AdaptiveBatchError) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
+        if "ADAPTIVE_BATCH_TRACEBACK" in os.environ:
+            usual(kind, error, trace)
+        elif isinstance(error, AdaptiveBatchError):
             print(f"\n{kind.__name__}: {error}", file=sys.stderr)
+        elif isinstance(error, KeyboardInterrupt):
+            print(
+                "\ninterrupted; resume_from_checkpoint=True goes on after the last epoch that was saved",
+                file=sys.stderr,
+            )
         else:
             usual(kind, error, trace)
 
@@ -134,12 +141,15 @@ class TrainingParts:
         cfg = self.cfg
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loss_fn = config.instantiate(cfg.loss)
-        if isinstance(cfg.dataset, ListConfig):
-            self.dataset = ConcatDataset([config.instantiate(block, self.tokenizer) for block in cfg.dataset])
-            self.packed = self.dataset.packed
-        else:
-            self.dataset = config.instantiate(cfg.dataset, self.tokenizer)
-            self.packed = bool(cfg.dataset.get("packed", False))
+        try:
+            if isinstance(cfg.dataset, ListConfig):
+                self.dataset = ConcatDataset([config.instantiate(block, self.tokenizer) for block in cfg.dataset])
+                self.packed = self.dataset.packed
+            else:
+                self.dataset = config.instantiate(cfg.dataset, self.tokenizer)
+                self.packed = bool(cfg.dataset.get("packed", False))
+        except StopIteration:  # what `datasets` makes of an empty file
+            raise SettingError("dataset", _names(cfg.dataset), "it has no rows; check its files") from None
         if len(self.dataset) == 0:
             raise SettingError("dataset", _names(cfg.dataset), "it has no rows; check its source, split and filter")
         step_rows = self.settings.batch_size * self.settings.gradient_accumulation_steps

@@ -55,3 +55,16 @@ NOT_CALLABLE = 3
 
 def empty_dataset(tokenizer, **_):
     return []
+
+
+class Masked:
+    """A dataset none of whose rows has a label."""
+
+    def __init__(self, tokenizer, **_):
+        pass
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        return {"tokens": [1, 2, 3 + row], "labels": [-100] * 3}

@@ -143,6 +143,11 @@ REFUSED = {
         "lr_scheduler._component_='torch.optim.lr_scheduler.StepLR'",
         "num_training_steps",
     ),
+    "an output folder that cannot be made": (
+        ["output_dir=/proc/nowhere"],
+        "output_dir='/proc/nowhere'",
+        "cannot be made",
+    ),
     # the data
     "an empty dataset": (["dataset._component_=small_growth.empty_dataset"], "dataset=", "no rows"),
     "a dataset smaller than one batch": (["batch_size=33"], "batch_size=33", "the dataset has 32"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.fingerprint import file_signature, fingerprint
+from adaptive_batch.fingerprint import described_with_files, file_signature, fingerprint
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -109,3 +109,15 @@ def test_every_signature_is_a_part_of_a_fingerprint(tmp_path):
     (tmp_path / "file").write_text("a")
     for path in (tmp_path, tmp_path / "file", tmp_path / "absent"):
         fingerprint(file_signature(path))
+
+
+def test_settings_that_name_files_are_described_by_what_is_in_them_and_folders_are_not(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("{}")
+    settings = {"source": "json", "files": [str(file)], "cache_dir": str(tmp_path), "limit": 3}
+    before = described_with_files(settings)
+    (tmp_path / "written by a run").touch()
+    assert described_with_files(settings) == before
+    file.write_text("{} ")
+    assert described_with_files(settings) != before
+    assert before["source"] == "json"

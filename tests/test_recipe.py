@@ -215,7 +215,9 @@ def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
     assert "2048 tokens: one row of 2048 tokens needs" in printed
     assert "max_batch_size: " in printed
     with pytest.raises(DoesNotFitError):
-        small.run_in_process("adaptive_probe", *longer, "probe.device_memory=3000KiB")
+        small.run_in_process(
+            "adaptive_probe", *longer, "probe.sequence_lengths=[1024,2048]", "probe.device_memory=8MiB"
+        )
 
 
 def test_a_probe_block_without_effect_is_said(small):
@@ -243,6 +245,28 @@ def test_use_maximum_batch_size_turned_on_at_a_resume_is_heard(small):
     folder = interrupted_after_first_epoch(grown, small)
     rest = go_on(small, folder, "use_maximum_batch_size=True", "probe.device_memory=24MiB")
     assert records(rest, "step")[-2]["batch_size"] == probe_file(rest)["batch_size"] > 4
+
+
+def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, interrupted):
+    rest = go_on(small, interrupted, "optimizer.lr=1e-5", "gradient_accumulation_steps=2")
+    assert {step["lr"] for step in records(rest, "step")} == {0.01}
+    (said,) = records(rest, "lr")
+    assert said["message"] == "optimizer.lr=1e-05 has no effect: the checkpoint's 0.01 goes on"
+    (said,) = records(rest, "gradient_accumulation_steps")
+    assert (said["before"], said["after"]) == (1, 2)
+
+
+def test_an_earlier_run_in_the_same_folder_is_said(small, interrupted):
+    again = small.run_in_process(OURS, f"output_dir={interrupted}", "epochs=1", "max_steps_per_epoch=1")
+    (said,) = records(again, "replaces")
+    assert "holds an earlier run" in said["message"]
+
+
+def test_a_dataset_without_any_label_is_refused_after_one_epoch_and_nothing_is_saved(small):
+    output = small.fresh_folder()
+    with pytest.raises(SettingError, match="no row of a whole epoch has a label"):
+        small.run_in_process(OURS, "dataset._component_=small_growth.Masked", f"output_dir={output}")
+    assert not list(output.glob("epoch_*"))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
