@@ -10,8 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import weakref
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .counting import LiveBytes, storage_bytes
 from .errors import SettingError
 from .extrapolation import Trace
 
@@ -80,27 +78,6 @@ def parse_size(value: int | float | str, *, total_bytes: int) -> int:
         if unit and float(match[1]) > 0:
             return int(float(match[1]) * unit)
     raise ValueError('give a size such as "12GiB" or "900MiB", a number of bytes, or a share of the device such as 0.9')
-
-
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's bytes: itself, or what a wrapper subclass (torchao's low-bit states) wraps."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
-    else:
-        yield tensor
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages under some tensors; a storage that several share counts once."""
-    return sum(
-        {
-            storage._cdata: storage.nbytes()
-            for t in tensors
-            for p in plain_tensors(t)
-            if (storage := p.untyped_storage())
-        }.values()
-    )
 
 
 @dataclass
@@ -175,7 +152,7 @@ class CountedMemory:
 
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
-        counter = _LiveBytes(budget_bytes)
+        counter = LiveBytes(budget_bytes)
         counter.add(resident)
         usage = Usage(resident_bytes=counter.live_bytes)
         try:
@@ -276,86 +253,6 @@ class AcceleratorMemory:
 
     def _retries(self) -> int:
         return int(self._backend.memory_stats(self.device).get("num_alloc_retries", 0))
-
-
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live storages while it is active, through weak references to them.
-
-    The trace begins with the first operation on what was resident: before that a batch is collated, row by row.
-    """
-
-    def __init__(self, budget_bytes: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.budget_bytes = budget_bytes
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._program = 0
-        self._live_bytes_after_each = array("q")
-        self._resident: set[int] = set()
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count what is alive before anything runs."""
-        for tensor in tensors:
-            for plain in plain_tensors(tensor):
-                self._see(plain.untyped_storage())
-        self._resident = set(self._sizes)
-
-    def trace(self) -> Trace:
-        """What was alive after each operation so far."""
-        return Trace(self._program, self._live_bytes_after_each)
-
-    def _record(self, func: object, args: tuple[Any, ...]) -> None:
-        if not self._live_bytes_after_each and not any(
-            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._resident for tensor in args
-        ):
-            return
-        self._program = hash((self._program, func))
-        self._live_bytes_after_each.append(self.live_bytes)
-
-    def check(self) -> None:
-        """Take in a new peak, and refuse one that passes the budget."""
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes = self.live_bytes
-            if self.peak_bytes > self.budget_bytes:
-                raise torch.OutOfMemoryError(
-                    f"CPU out of memory: {self.peak_bytes / GIB:.3f} GiB of tensors are alive, "
-                    f"over the budget of {self.budget_bytes / GIB:.3f} GiB"
-                )
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
-
-            def forget(_: object) -> None:
-                self.live_bytes -= self._sizes.pop(key)
-                del self._references[key]
-
-            self._references[key] = weakref.ref(storage, forget)
-            known = 0
-        if size != known or not known:  # new, or resized in place
-            self._sizes[key] = size
-            self.live_bytes += size - known
-
-    def _see_all(self, result: Any) -> None:
-        if isinstance(result, torch.Tensor):
-            self._see(result.untyped_storage())
-        elif isinstance(result, tuple | list):
-            for item in result:
-                self._see_all(item)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
-        result = func(*args, **(kwargs or {}))
-        self._see_all(result)
-        self._record(func, args)
-        self.check()
-        return result
 
 
 def host_available_bytes() -> int:

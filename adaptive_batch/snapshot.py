@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .counting import plain_tensors, storage_bytes
 from .errors import DoesNotFitError
-from .memory import GIB, host_available_bytes, plain_tensors, storage_bytes
+from .memory import GIB, host_available_bytes
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -26,11 +26,12 @@ from torchtune.datasets import ConcatDataset
 from adaptive_batch import distributed
 from adaptive_batch.accumulation import Accumulator
 from adaptive_batch.components import load_function
+from adaptive_batch.counting import storage_bytes
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.fingerprint import described_with_files, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.lengths import cache_directory, longest_rows, row_lengths
-from adaptive_batch.memory import GIB, DeviceMemory, device_memory, storage_bytes
+from adaptive_batch.memory import GIB, DeviceMemory, device_memory
 from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result, try_again
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 from adaptive_batch.settings import Settings

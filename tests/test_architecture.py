@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "adaptive_batch"
 
 FLOORS = (
     {"errors", "progress", "extrapolation"},
+    {"counting"},
     {"memory", "distributed"},
     {"search", "growth", "batching", "learning_rate", "fingerprint", "lengths"},
     {"snapshot", "stream", "probe", "accumulation", "components"},

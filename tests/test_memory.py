@@ -14,6 +14,7 @@ from small_training import CPU, PLENTY, Case, Training
 from torch._utils import ExceptionWrapper
 from torch.profiler import ProfilerActivity, profile
 
+from adaptive_batch.counting import storage_bytes
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import (
     GIB,
@@ -23,7 +24,6 @@ from adaptive_batch.memory import (
     host_available_bytes,
     is_out_of_memory,
     parse_size,
-    storage_bytes,
 )
 from adaptive_batch.snapshot import optimizer_state_tensors
 

@@ -9,7 +9,7 @@ import torch
 import torchao.optim
 from torch import nn
 
-from adaptive_batch.memory import plain_tensors
+from adaptive_batch.counting import plain_tensors
 from adaptive_batch.snapshot import OptimizerSnapshot, RandomState, TensorSnapshot, TrainingSnapshot
 
 CPU = torch.device("cpu")
