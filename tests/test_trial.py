@@ -217,7 +217,6 @@ def test_the_budget_that_one_row_needs_is_the_smallest_that_lets_it_in(in_backwa
     refusal(training, needed - 1)
     with training.rehearsal(budget_bytes=needed) as trial:
         assert trial(1).fits
-        assert not trial(2).fits or trial(1).peak_bytes < needed
 
 
 @pytest.mark.parametrize(
