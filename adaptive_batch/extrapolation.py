@@ -12,8 +12,11 @@ STEEPEST = 1.35  # no peak grows faster than rows ** 1.35: the targets go to 1.3
 GENTLE = 1 / 4  # the rows' part of the peak below which the ops that will fill the budget have not shown yet
 LEAP = 32  # a line, however straight, is believed up to this many times the rows that were tried
 EXACT = 1e-4  # peaks that agree to this part of their rise carry no noise, which is rather 1e-2
-NOISE = 0.007  # what a noisy peak may be off by: the root mean square of +-1% is 0.006
-FINE = 0.0099  # near the end of a noisy search, steps that keep the answer within 1% of the truth
+UNCERTAIN = 0.01  # what a noisy peak may be off by
+NOISE = 0.007  # what it is off by as a rule: the root mean square of +-1% is 0.006
+HALFWAY, NEARLY = 0.9, 0.975  # shares of the budget that a noisy search aims at on its way
+FINE = 0.01  # steps near the end of a noisy search, so that its answer is within 1% of the truth
+REACHED = 0.002  # an estimated end as near as this is reached
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     2. A line is a guess until a third trial lies on it, a curve ``fixed + c * rows ** power`` until a fourth does. Then
        follow it; from below the knee only to a little past it, where what takes over there shows.
     3. Once the resident bytes are taken off, a line that hardly grows is not the one that fills the budget: do not follow.
-    4. Peaks that dip below a line are noisy, and no three will agree: follow the line through two far apart, held back.
+    4. Peaks that dip below a line are noisy, and no three will agree: follow a curve through those that rise clear of it.
     """
     last = points[-1]
     if len(points) == 1:
@@ -83,7 +86,7 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     proportional = _straight(Point(0, 0.0), before, last, rounding)
     exact = proportional or (not noisy and any(_straight(*triple, rounding) for triple in triples))
     row = (last.share - before.share) / (last.rows - before.rows)
-    if last.share + row > (1 if exact else 1.05):
+    if last.share + row > (1 + 1e-9 if exact else 1.05):  # a byte or so is lost in floats
         return None
     if proportional:  # nothing is fixed, so this is the steepest line there can be
         return min(_reach(before, last, 1, 1.0), LEAP * last.rows)
@@ -108,15 +111,45 @@ def _follow(before: Point, last: Point, power: float, safe: float) -> float:
     return max(safe, min(end, _grow(knee, 2)))
 
 
-def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float:
-    """Follow the line from the nearest trial clear of noise, held back by noise; near the end in small steps."""
+def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
+    """Follow ``fixed + c * rows ** power`` as far as noise lets it be known; None where the end is near enough.
+
+    What is fixed is the mean of the trials that do not rise clear of noise. The first that does tells no power, so the
+    steepest is taken from it, to `HALFWAY`; the next two tell one, good for a step to `NEARLY`; from there each estimate of
+    the end is as good as its peak, so their mean is taken, a little below. Where a row is more than noise a line will do.
+    """
+    last = points[-1]
+    lowest = min(point.share for point in points)
+    flat = [point.share for point in points if point.share < lowest * (1 + 2 * UNCERTAIN)]
+    fixed = sum(flat) / len(flat)
+    risen = [point for point in points if point.share - fixed > 3 * UNCERTAIN * fixed]
+    if last not in risen:
+        return max(safe, LEAP * last.rows)
+    first, rise, room = risen[0], last.share - fixed, max(0.0, 1 - fixed)
+    if FINE * last.rows * math.pow(room / rise, 1 / STEEPEST) < 1:
+        return _next_row_of_few(points, safe)
+    power = STEEPEST
+    if len(risen) > 1:
+        power = math.log(rise / (first.share - fixed)) / math.log(last.rows / first.rows)
+        power = min(max(power, 0.85), STEEPEST)
+    if last.share < NEARLY - 2 * UNCERTAIN:
+        goal = HALFWAY if len(risen) == 1 else NEARLY
+        return max(safe, last.rows * math.pow(max(1.0, (goal - fixed) / rise), 1 / power))
+    near = [point for point in risen if point.share > NEARLY - 4 * UNCERTAIN]
+    ends = [point.rows * math.pow(room / (point.share - fixed), 1 / power) for point in near]
+    end = sum(ends) / len(ends)
+    if end < last.rows * (1 + REACHED):
+        return None
+    return max(last.rows * (1 + FINE), min(end * (1 - FINE), last.rows * 1.05))
+
+
+def _next_row_of_few(points: Sequence[Point], safe: float) -> float:
+    """Follow the line from the nearest trial clear of noise, held back by noise; near the end by a row or so."""
     last = points[-1]
     first = next((point for point in reversed(points[:-1]) if last.share - point.share > 0.1), points[0])
     low, high = Point(first.rows, first.share * (1 - NOISE)), Point(last.rows, last.share * (1 + NOISE))
     target = max(safe, _reach(low, high, 1.05, 1.0))
-    if last.share > 0.97:
-        target = min(max(target, last.rows * (1 + FINE)), last.rows * 1.03)
-    return min(target, LEAP * last.rows)
+    return min(target, last.rows * 1.03, LEAP * last.rows) if last.share > 0.97 else min(target, LEAP * last.rows)
 
 
 def _noisy(points: Sequence[Point], rounding: float) -> bool:
