@@ -1,4 +1,4 @@
-"""The one seam to torch.distributed: every rank decides alike (DESIGN 7.13).
+"""The one seam to torch.distributed: every rank decides alike.
 
 Without a process group there is one rank, and each function returns what it was given. With one, each function but
 `world_size`, `rank` and `is_rank_zero` is a collective over all ranks: every rank must call it, in the same order.

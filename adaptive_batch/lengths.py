@@ -1,6 +1,6 @@
 """How long each row of a dataset is, counted once and cached on disk.
 
-The probe tries the longest real rows (DESIGN 7.1), so it has to know which they are. Counting means tokenizing the
+The probe tries the longest real rows, so it has to know which they are. Counting means tokenizing the
 whole dataset once: worker processes are used where that is worth their start, and the result goes to one file named by
 a `fingerprint` of everything that it depends on. Where that file is torn, foreign or no longer true, the log says so
 and the rows are counted again.

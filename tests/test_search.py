@@ -235,7 +235,7 @@ def test_memory_flat_or_gentle_up_to_three_eighths_never_runs_out(
 
 @pytest.mark.parametrize("budget_mib", [36, 44, 50, 68, 76, 100, 128, 500, 3000])
 def test_the_measured_shape_with_tied_embeddings_never_runs_out(budget_mib: int) -> None:
-    """31.95 MiB at 1 to 4 rows, 44 at 16, 68 at 32, as PEERS section 7 has it."""
+    """31.95 MiB at 1 to 4 rows, 44 at 16, 68 at 32, measured on a small model."""
     search = Predictive(budget_bytes=budget_mib * 2**20, maximum=4096)
     trials = run(search, ideal(lambda rows: max(31.95, 20 + 1.5 * rows) * 2**20, budget=budget_mib * 2**20))
     assert search.best == int((budget_mib - 20) / 1.5)
