@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,7 @@ class TrainingParts:
         if self.settings.batch_size > most:
             raise SettingError("batch_size", self.settings.batch_size, f"{why}; give {most} or less")
 
+    @cached_property
     def lengths(self) -> torch.Tensor:
         """Tokens of every row, counted once and cached on disk: int64, `[rows]`."""
         cfg = self.cfg
@@ -433,7 +434,7 @@ class TrainingParts:
 
     def _trial_rows(self, length: int | str) -> tuple[Callable[[int], list[dict[str, Any]]], int]:
         """A function that gives the first so many rows of a trial, and the tokens of the longest."""
-        lengths = self.lengths()
+        lengths = self.lengths
         order = longest_rows(lengths, len(lengths))
         longest = int(lengths[order[0]])
         if length == "max_seq_len":
