@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
@@ -48,11 +47,6 @@ class RowStream:
         rows = list(islice(self._rows, count))
         self.position += len(rows)
         return rows
-
-    @property
-    def order(self) -> torch.Tensor:
-        """Row numbers of the current epoch in the order in which they are handed out: int64, `[rows]`."""
-        return torch.tensor(list(self._sampler), dtype=torch.int64)
 
 
 def _as_it_is(row: Any) -> Any:

@@ -236,14 +236,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             accumulates=accumulates,
             path=self.output_dir / "adaptive_batch" / "probe.json",
         )
-        self.num_out_of_memory += result.num_out_of_memory
+        out_of_memory = 0 if result.from_cache else result.num_out_of_memory
+        self.num_out_of_memory += out_of_memory
         self.record.decision(
             "bound",
             "probe of the largest batch:\n" + result.table(),
             max_batch_size=result.max_batch_size,
             budget_gib=round(result.budget_bytes / GIB, 3),
             trials=len(result.trials),
-            out_of_memory=result.num_out_of_memory,
+            out_of_memory=out_of_memory,
             from_cache=result.from_cache,
             seconds=round(sum(result.seconds), 2),
         )

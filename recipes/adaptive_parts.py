@@ -36,7 +36,7 @@ from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, 
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 from adaptive_batch.settings import Settings
 from adaptive_batch.shipped import config_path, shipped_configs
-from adaptive_batch.snapshot import optimizer_state_tensors
+from adaptive_batch.snapshot import RandomState, optimizer_state_tensors
 from adaptive_batch.trial import Rehearsal
 
 log = logging.getLogger("adaptive_batch")
@@ -333,13 +333,20 @@ class TrainingParts:
         Raises:
             DoesNotFitError: one row does not fit.
         """
+        random_state = RandomState(self.device)  # reading a row of some datasets draws from it
+        try:
+            return self._find_bound(length=length, accumulates=accumulates, path=path)
+        finally:
+            random_state.restore()
+
+    def _find_bound(self, *, length: int | str, accumulates: bool, path: Path) -> ProbeResult:
         probe = self.settings.probe
         rows, tokens = self._trials.get(length) or self._trial_rows(length)
         memory = device_memory(self.device)
         resident = [*self.model.parameters(), *self.model.buffers(), *optimizer_state_tensors(self.optimizers)]
         available = memory.available_bytes(resident)
         if self.device.type == "cpu":  # the probe's own copies lie in the same memory
-            available -= storage_bytes(resident)
+            available = max(1, available - storage_bytes(resident))
         budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
         maximum = distributed.minimum(self.most_rows)
         rounds = probe.round_to_power_of_two and self.settings.use_maximum_batch_size
@@ -407,7 +414,7 @@ class TrainingParts:
             [self.settings.probe.search, tokens, maximum, accumulates, rounds, self.packed],
             _shapes(self.collate(rows)),
             # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
-            round(math.log(budget_bytes, 1.01)),
+            round(math.log(max(1, budget_bytes), 1.01)),
         )
 
     def _search(self, memory: DeviceMemory, *, budget_bytes: int, maximum: int, resident_bytes: int) -> Search:

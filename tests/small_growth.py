@@ -1,4 +1,6 @@
-"""Growth functions that a user might write, good and bad, named by dotted paths in tests."""
+"""Growth functions that a user might write, good and bad, and odd datasets, named by dotted paths in tests."""
+
+import torch
 
 ASKED = []
 
@@ -68,3 +70,17 @@ class Masked:
 
     def __getitem__(self, row):
         return {"tokens": [1, 2, 3 + row], "labels": [-100] * 3}
+
+
+class Augmented:
+    """A dataset that draws a random number for each row that is read, as image transforms do."""
+
+    def __init__(self, tokenizer, **_):
+        pass
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, row):
+        shift = int(torch.randint(0, 50, (1,)))
+        return {"tokens": [row + 1 + shift] * 12, "labels": [-100] * 2 + [row + 1 + shift] * 10}

@@ -83,6 +83,12 @@ def test_a_run_that_was_probed_steps_as_one_that_was_not(small):
     assert not records(plain, "bound")
 
 
+def test_a_probe_leaves_no_trace_in_a_dataset_that_draws_random_numbers(small):
+    same = ("dataset._component_=small_growth.Augmented", "batch_size=8", "drop_last=True", BUDGET)
+    probed = small.run_in_process(OURS, "batch_increase_function=small_growth.no_more", *same)
+    assert probed.losses == small.run_in_process(OURS, *same).losses
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(small, grown):
     """Killed in the second epoch: the batch, the bound, the schedule and the random numbers go on."""
     settings = ("use_maximum_batch_size=True", GROW, BUDGET, "epochs=2", "model.attn_dropout=0.2")
