@@ -11,6 +11,12 @@ A user's mistake is one of these. An assertion is ours.
 
 from __future__ import annotations
 
+# The end of a sentence that says that something does not fit.
+MEMORY_REMEDIES = (
+    "shorten the rows (tokenizer.max_seq_len), set enable_activation_checkpointing=True or optimizer_in_bwd=True, "
+    "use an 8-bit optimizer or a chunked loss, or allow more memory"
+)
+
 
 class AdaptiveBatchError(Exception):
     """Base of every error that this package raises on purpose."""

@@ -4,15 +4,59 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import cast
+import warnings
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+
+from .errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
 
 RULES = ("none", "linear", "sqrt")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The global batch that a learning rate was chosen for.
+
+    Attributes:
+        amount: above 0.
+        unit: what it counts.
+    """
+
+    amount: float
+    unit: Literal["rows", "tokens"]
+
+    def __str__(self) -> str:
+        amount = int(self.amount) if float(self.amount).is_integer() else self.amount
+        return f"{amount} {self.unit[:-1] if amount == 1 else self.unit}"
+
+
+def parse_reference(value: object) -> Reference:
+    """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens.
+
+    Raises:
+        ValueError: neither of these, or not above 0.
+    """
+    if type(value) is int and value >= 1:
+        return Reference(float(value), "rows")
+    if isinstance(value, str) and value.endswith("tok"):
+        try:
+            amount = float(value.removesuffix("tok"))
+        except ValueError:
+            amount = math.nan
+        if 0 < amount < math.inf:
+            return Reference(amount, "tokens")
+    raise ValueError(f"{value!r}: give a whole number of rows, 1 or more, or tokens as in 8192tok")
 
 
 def scale(learning_rate: float, batch: float, reference: float, rule: str) -> float:
@@ -47,51 +91,254 @@ def describe_unscaled(learning_rate: float, *, batch: int, reference: int) -> st
 
 
 class LearningRate:
-    """Sets the rate of some optimizers from one schedule and the training's clock.
+    """Sets the rate of optimizers: base x schedule(clock) x rule(batch / reference), anew each time.
 
-    A ``LambdaLR``, as every schedule of torchtune is, is a function of the step: it is evaluated at the clock, which may be
-    fractional, and multiplied with the base rate anew each time. Any other scheduler keeps its own count and is stepped once
-    a step.
+    A ``LambdaLR``, as every schedule of torchtune is, and a ``SequentialLR`` of nothing else are functions of the step:
+    they are evaluated at the clock, which may be fractional. Any other scheduler keeps its own count and is stepped once
+    each time the clock has moved; it sees unscaled rates only, as it may make the next rate from the last. Nothing else
+    may step the scheduler; its ``get_last_lr()`` reports what was applied.
 
     Args:
-        optimizers: all that are to follow; the first is the one that `scheduler` was built around.
-        scheduler: None for a constant rate.
+        optimizers: one, or all that are to follow; the first is the one that `scheduler` was built around. Each group
+            keeps its base rate in its ``initial_lr``. Schedulers that bring rates of their own (``OneCycleLR``,
+            ``CyclicLR``) give those of the first optimizer to all.
+        scheduler: None for a rate that only the batch changes.
+        rule: ``none``, ``linear`` or ``sqrt``, as in `scale`.
+        reference: the global batch that the base rates were chosen for; rows where it is a number.
         batch_can_change: warn where the scheduler cannot follow.
+
+    Raises:
+        SettingError: a scheduler that waits for a metric.
+        ValueError: an unknown rule, a rule without a reference, or a scheduler built around another optimizer.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], scheduler: LRScheduler | None, *, batch_can_change: bool
+        self,
+        optimizers: Optimizer | Sequence[Optimizer],
+        scheduler: LRScheduler | None = None,
+        *,
+        rule: str = "none",
+        reference: Reference | int | None = None,
+        batch_can_change: bool = False,
     ) -> None:
-        self._optimizers = list(optimizers)
+        if rule not in RULES:
+            raise ValueError(f"rule={rule!r}: give one of {', '.join(RULES)}")
+        if rule != "none" and reference is None:
+            raise ValueError(f"rule={rule!r}: give the reference too, the global batch that the rate was chosen for")
+        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._scheduler = scheduler
+        self._rule = rule
+        self._reference = reference if isinstance(reference, Reference | None) else parse_reference(reference)
+        self._follows_clock = scheduler is None or _is_function_of_clock(scheduler)
         self._last_clock: float | None = None
-        if scheduler is not None and not isinstance(scheduler, LambdaLR) and batch_can_change:
+        self._rates: list[float] | None = None  # of a scheduler that is stepped: what it said last, before the rule
+        self._named_left_out = False
+        # a scheduler that is built to resume meets followers whose lr is what the schedule had made of their base
+        self._resumes = getattr(scheduler, "last_epoch", 0) > 0
+        if scheduler is not None:
+            self._check(scheduler, batch_can_change=batch_can_change)
+        self._remember_bases()
+
+    def set(self, clock: float, *, batch: float | None = None) -> float:
+        """Apply the rate that belongs to a point of training and to the batch that is stepped there.
+
+        Args:
+            clock: in steps of a constant batch.
+            batch: global batch of this step, in the unit of the reference; rule ``none`` does without.
+
+        Returns:
+            The rate of the first group, as applied.
+
+        Raises:
+            ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has moved then.
+        """
+        factor = 1.0
+        if self._rule != "none":
+            assert self._reference is not None
+            if batch is None:
+                raise ValueError(f"batch=None: rule {self._rule} needs the {self._reference.unit} of the step")
+            factor = scale(1.0, batch, self._reference.amount, self._rule)
+        first = self._optimizers[0]
+        if self._scheduler is not None or self._rule != "none":
+            self._remember_bases()
+            said = self._schedule_at(clock)
+            for optimizer in self._optimizers:
+                groups = optimizer.param_groups
+                for group, of_group in zip(groups, _one_each(said, groups), strict=True):
+                    rate = of_group.rate if optimizer is first else of_group.of(float(group["initial_lr"]))
+                    _write(group, rate * factor)
+        if self._scheduler is not None:
+            self._scheduler._last_lr = [*_read(first)]
+        self._last_clock = clock
+        return float(first.param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the optimizers' own state, as numbers, strings, lists and dicts.
+
+        Nothing where the rate is a function of the clock; else the scheduler's count and its last rate before the rule.
+        """
+        if self._follows_clock or self._scheduler is None:
+            return {}
+        left_out: list[str] = []
+        state = {
+            "scheduler": type(self._scheduler).__name__,
+            "scheduler_state": _plain(self._scheduler.state_dict(), left_out),
+            "rates": self._rates or _read(self._optimizers[0]),
+            "clock": self._last_clock,
+        }
+        if left_out and not self._named_left_out:
+            self._named_left_out = True
+            log.warning(
+                "%s keeps %s, which a checkpoint cannot hold: resuming takes what the scheduler is built with then",
+                state["scheduler"],
+                ", ".join(left_out),
+            )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, with a scheduler that was built as the saved one was; before or after the optimizers'."""
+        if self._follows_clock or self._scheduler is None or not state:
+            return
+        if state["scheduler"] != (name := type(self._scheduler).__name__):
+            log.warning("the checkpoint's schedule is a %s: %s begins where it was built", state["scheduler"], name)
+            return
+        self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), state["scheduler_state"]))
+        self._rates, self._last_clock = list(state["rates"]), state["clock"]
+
+    def _check(self, scheduler: LRScheduler, *, batch_can_change: bool) -> None:
+        name = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, would do"
+            raise SettingError("lr_scheduler", name, remedy)
+        if getattr(scheduler, "optimizer", self._optimizers[0]) is not self._optimizers[0]:
+            raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
+        if batch_can_change and not self._follows_clock:
             log.warning(
                 "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late when the batch grows; "
                 "a LambdaLR, such as torchtune's cosine schedule, can",
-                type(scheduler).__name__,
+                name,
             )
 
-    def set(self, clock: float) -> float:
-        """Apply the rate that belongs to `clock` (in steps of a constant batch), and return that of the first group."""
-        if isinstance(self._scheduler, LambdaLR):
-            step = int(clock) if clock == int(clock) else clock
-            rules = cast("list[Callable[[float], float]]", self._scheduler.lr_lambdas)
-            self._apply([float(base) * rule(step) for base, rule in zip(self._scheduler.base_lrs, rules, strict=True)])
-        elif self._scheduler is not None:
-            if self._last_clock is not None and clock != self._last_clock:
-                self._scheduler.step()
-            self._apply([group["lr"] for group in self._optimizers[0].param_groups])
-        self._last_clock = clock
-        return float(self._optimizers[0].param_groups[0]["lr"])
-
-    def _apply(self, rates: list[float]) -> None:
+    def _remember_bases(self) -> None:
+        """Note the base rate of each group where an optimizer's state dict keeps it: its lr may be saved scaled."""
+        if self._scheduler is None and self._rule == "none":
+            return
+        first = self._optimizers[0]
         for optimizer in self._optimizers:
             groups = optimizer.param_groups
-            for group, rate in zip(
-                groups, rates if len(rates) == len(groups) else rates[:1] * len(groups), strict=True
-            ):
-                if hasattr(group["lr"], "fill_"):  # a tensor, as torchao's optimizers keep it
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+            for group, leader in zip(groups, _one_each(first.param_groups, groups), strict=True):
+                if "initial_lr" not in group:
+                    group["initial_lr"] = float(leader.get("initial_lr", group["lr"]) if self._resumes else group["lr"])
+
+    def _schedule_at(self, clock: float) -> list[_Scheduled]:
+        """For each group of the first optimizer, before the rule."""
+        first = self._optimizers[0]
+        bases = [float(group["initial_lr"]) for group in first.param_groups]
+        if self._scheduler is None:
+            return [_Scheduled(base, 1.0, base) for base in bases]
+        if self._follows_clock:
+            return _evaluate(self._scheduler, int(clock) if clock == int(clock) else clock)
+        if self._rates is None:
+            self._rates = _read(first)
+        elif self._last_clock is not None and clock != self._last_clock:
+            for group, rate in zip(first.param_groups, self._rates, strict=True):
+                _write(group, rate)
+            with warnings.catch_warnings():  # in a resumed run the scheduler steps before the optimizer's first step
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                self._scheduler.step()
+            self._rates = _read(first)
+        own = _brings_rates(self._scheduler)
+        return [
+            _Scheduled(base, None if own or not base else rate / base, rate)
+            for base, rate in zip(bases, self._rates, strict=True)
+        ]
+
+
+class _Scheduled(NamedTuple):
+    """What a schedule says for one parameter group; no factor where it says a rate whatever the base."""
+
+    base: float
+    factor: float | None
+    rate: float
+
+    def of(self, base: float) -> float:
+        """For a group of another optimizer, with a base of its own."""
+        return self.rate if self.factor is None or base == self.base else base * self.factor
+
+
+def _one_each(items: list[Any], groups: list[Any]) -> list[Any]:
+    """One item for each group, as they stand; the first for all where their numbers differ."""
+    return items if len(items) == len(groups) else items[:1] * len(groups)
+
+
+def _read(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _write(group: dict[str, Any], rate: float) -> None:
+    if hasattr(group["lr"], "fill_"):  # a tensor, as torchao's optimizers keep it
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _is_function_of_clock(scheduler: LRScheduler) -> bool:
+    if type(scheduler) is SequentialLR:
+        parts_follow = all(isinstance(part, LambdaLR) and _is_function_of_clock(part) for part in scheduler._schedulers)
+        return parts_follow and scheduler._milestones == sorted(scheduler._milestones)
+    return isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
+
+
+def _evaluate(scheduler: LRScheduler, clock: float) -> list[_Scheduled]:
+    """A function of the clock, at the clock; a part of a sequence counts from the milestone where it begins."""
+    if isinstance(scheduler, SequentialLR):
+        index = bisect_right(scheduler._milestones, clock)
+        clock -= scheduler._milestones[index - 1] if index else 0
+        scheduler = scheduler._schedulers[index]
+    assert isinstance(scheduler, LambdaLR)
+    bases = [float(base) for base in scheduler.base_lrs]
+    factors = [rule(clock) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]  # torch's are asked at whole steps
+    return [_Scheduled(base, factor, base * factor) for base, factor in zip(bases, factors, strict=True)]
+
+
+def _brings_rates(scheduler: LRScheduler) -> bool:
+    parts = getattr(scheduler, "_schedulers", ())
+    return isinstance(scheduler, OneCycleLR | CyclicLR) or any(_brings_rates(part) for part in parts)
+
+
+def _plain(value: Any, left_out: list[str]) -> Any:
+    """As numbers, strings, lists and dicts; what a dict holds that cannot be written so is named in `left_out`."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item, left_out) for item in value]
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} is not plain")
+    plain = {}
+    for key, item in value.items():
+        try:
+            plain[_plain(key, left_out)] = _plain(item, left_out)
+        except TypeError:
+            left_out.append(str(key))
+    return plain
+
+
+def _like(own: Any, saved: Any) -> Any:
+    """What was saved plain, in the types of a scheduler's own state; what was left out stays its own."""
+    if isinstance(own, torch.Tensor):
+        return torch.tensor(saved, dtype=own.dtype, device=own.device)
+    if isinstance(own, Counter):
+        return Counter(saved)
+    if isinstance(own, dict) and isinstance(saved, dict):
+        return {**own, **{key: _like(own.get(key), item) for key, item in saved.items()}}
+    if isinstance(saved, list):
+        pairs = zip_longest(own if isinstance(own, list | tuple) else (), saved)
+        items = [_like(*pair) for pair in islice(pairs, len(saved))]
+        return tuple(items) if isinstance(own, tuple) else items
+    return saved

@@ -123,6 +123,26 @@ class DeviceMemory(Protocol):
     def release(self) -> None:
         """Give back what nothing refers to any more."""
 
+    def num_retries(self) -> int:
+        """How often an allocator has given back its cache and asked again, so far; 0 where there is none that says."""
+
+    def check_it_can_be_measured(self) -> None:
+        """Refuse a device that does not tell what its memory peaks at.
+
+        Raises:
+            SettingError: naming the device, and what would do.
+        """
+
+
+def recover(memory: DeviceMemory) -> None:
+    """Bring a device back after an out-of-memory error; to be called when the ``except`` block has been left.
+
+    A failed backward may leave tasks in autograd's engine that keep its graph alive: a trivial backward drains them.
+    """
+    scalar = torch.zeros((), device=memory.device, requires_grad=True)
+    torch.autograd.grad(scalar * 1, scalar)
+    memory.release()
+
 
 def device_memory(device: torch.device) -> DeviceMemory:
     """The memory of a device: counted on a CPU, the allocator's word elsewhere."""
@@ -166,6 +186,12 @@ class CountedMemory:
     def release(self) -> None:
         gc.collect()
 
+    def num_retries(self) -> int:
+        return 0
+
+    def check_it_can_be_measured(self) -> None:
+        """Counting always works."""
+
 
 class AcceleratorMemory:
     """An accelerator's memory, as its caching allocator reports it through ``torch.accelerator`` or ``torch.cuda``.
@@ -175,9 +201,6 @@ class AcceleratorMemory:
     Args:
         device: one that is not a CPU.
         backend: what answers for it: by default ``torch.cuda`` or its like, or else ``torch.accelerator``.
-
-    Raises:
-        SettingError: nothing tells what the device's memory peaks at.
     """
 
     granularity_bytes = 20 * 1024**2  # the block that PyTorch's caching allocator takes for 1 to 10 MiB
@@ -186,11 +209,13 @@ class AcceleratorMemory:
         self.device = device
         own = getattr(torch, device.type, None)
         self._backend: Any = backend or (own if hasattr(own, "memory_stats") else torch.accelerator)
+
+    def check_it_can_be_measured(self) -> None:
         if not hasattr(self._backend, "memory_stats"):
             remedy = (
                 f"torch {torch.__version__} does not tell what its memory peaks at, so no batch can be probed there"
             )
-            raise SettingError("device", str(device), f"{remedy}; train with a batch_size of your own")
+            raise SettingError("device", str(self.device), f"{remedy}; train with a batch_size of your own")
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -207,7 +232,7 @@ class AcceleratorMemory:
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
         self.release()
         usage = Usage(resident_bytes=self._statistic("memory_allocated"))
-        retries = self._retries()
+        retries = self.num_retries()
         self._backend.reset_peak_memory_stats(self.device)
         with self._limited(budget_bytes):
             try:
@@ -215,7 +240,7 @@ class AcceleratorMemory:
             finally:
                 self._backend.synchronize(self.device)
                 usage.peak_bytes = self._statistic("max_memory_reserved") or None
-                usage.retried = self._retries() > retries
+                usage.retried = self.num_retries() > retries
                 self._backend.reset_peak_memory_stats(self.device)
         if usage.peak_bytes is not None and usage.peak_bytes > budget_bytes:
             raise torch.OutOfMemoryError(
@@ -225,7 +250,8 @@ class AcceleratorMemory:
     def release(self) -> None:
         gc.collect()
         self._backend.synchronize(self.device)
-        self._backend.empty_cache()
+        if hasattr(self._backend, "empty_cache"):  # torch.accelerator has it since 2.9
+            self._backend.empty_cache()
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
@@ -251,8 +277,9 @@ class AcceleratorMemory:
         ask = getattr(self._backend, name, None)
         return int(ask(self.device)) if ask else 0
 
-    def _retries(self) -> int:
-        return int(self._backend.memory_stats(self.device).get("num_alloc_retries", 0))
+    def num_retries(self) -> int:
+        statistics = getattr(self._backend, "memory_stats", None)
+        return int(statistics(self.device).get("num_alloc_retries", 0)) if statistics else 0
 
 
 def host_available_bytes() -> int:

@@ -2,174 +2,64 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .components import load_increment, nearest
+from .batching import UNIFORM, largest_divisor
+from .components import load_increment
 from .errors import SettingError
-from .memory import GIB, parse_size
-
-SEARCHES = ("predict", "binary", "halve")
-
-# Keys that the design names and that do not work yet, with the values that already mean what happens without them.
-NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
-    "batch_size_schedule": (),
-    "grow_beyond_maximum": (False,),
-    "micro_batch_size": (),
-    "micro_batch_tokens": (),
-    "batch_tokens": (),
-    "sample_order": ("dataloader",),
-    "sample_window": (),
-    "min_rows_per_batch": (),
-    "max_rows_per_batch": (),
-    "long_rows": (),
-    "uniform_micro_batches": (),
-    "pad_to_multiple_of": (),
-    "lr_scaling": ("none",),
-    "reference_batch_size": (),
-    "lr_clock": ("samples",),
-    "on_out_of_memory": ("raise",),
-    "sync_gradients_every_micro_batch": (True,),
-    "dataset_val": (),
-    "batch_size_val": (),
-    "run_val_every_n_steps": (),
-    "max_validation_batches": (),
-    "save_every_n_steps": (),
-    "keep_last_n_checkpoints": (),
-    "plan_only": (False,),
-}
-OURS = ("use_maximum_batch_size", "batch_increase_function", "drop_last", "probe", *NOT_SUPPORTED_YET)
-
-# Keys of torchtune's full fine-tune configs. One that looks like ours is still torchtune's.
-TORCHTUNE_KEYS = frozenset(
-    [
-        "batch_size",
-        "checkpointer",
-        "clip_grad_norm",
-        "collate_fn",
-        "compile",
-        "cudnn_deterministic_mode",
-        "dataset",
-        "device",
-        "dtype",
-        "enable_activation_checkpointing",
-        "enable_activation_offloading",
-        "epochs",
-        "gradient_accumulation_steps",
-        "log_every_n_steps",
-        "log_peak_memory_stats",
-        "loss",
-        "lr_scheduler",
-        "max_steps_per_epoch",
-        "metric_logger",
-        "model",
-        "optimizer",
-        "optimizer_in_bwd",
-        "output_dir",
-        "profiler",
-        "resume_from_checkpoint",
-        "seed",
-        "shuffle",
-        "tokenizer",
-    ]
+from .keys import (
+    auto_or_whole,
+    check_key_names,
+    check_whole,
+    choice,
+    switch,
+    whole,
 )
+from .learning_rate import RULES, Reference, parse_reference
+from .order import ORDERS
+from .probe_settings import ProbeSettings
+
+LONG_ROWS = ("error", "drop", "alone")
+TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
 
 
 @dataclass(frozen=True)
-class ProbeSettings:
-    """The `probe` block.
+class ValidationSettings:
+    """Validation during training.
 
     Attributes:
-        search: ``predict``, ``binary`` or ``halve``.
-        device_memory: what a trial may use: None for what is available, a size such as ``"12GiB"``, or a share of the device.
-        headroom: share of that which is left free, in [0, 1).
-        sequence_length: ``longest`` (the longest real rows), ``max_seq_len`` (rows as long as the tokenizer cuts them), or a
-            number of tokens.
-        sequence_lengths: for ``adaptive_probe``: one search for each.
-        round_to_power_of_two: train with the power of two at or below the bound.
-        maximum: no larger size is tried; where ``halve`` starts.
-        cache: use a bound that was found before, after trying it once.
+        every_n_steps: validate after each so many optimizer steps.
+        batch_size: rows of a validation batch.
+        fits_itself: run as many rows at once as fit (``batch_size_val: auto``).
+        max_batches: validate on the first so many batches; None for all.
     """
 
-    search: str = "predict"
-    device_memory: int | float | str | None = None
-    headroom: float = 0.05
-    sequence_length: int | str = "longest"
-    sequence_lengths: tuple[int | str, ...] = ()
-    round_to_power_of_two: bool = True
-    maximum: int = 4096
-    cache: bool = True
+    every_n_steps: int
+    batch_size: int
+    fits_itself: bool
+    max_batches: int | None
 
     @classmethod
-    def from_config(cls, config: object) -> ProbeSettings:
-        """Read and check the block.
+    def from_config(cls, config: Mapping[str, Any]) -> ValidationSettings | None:
+        """Read and check the keys of validation; None where there is none.
 
         Raises:
-            SettingError: an unknown key, or a value that cannot be used.
+            SettingError: a value cannot be used, or `dataset_val` is missing.
         """
-        if config is None:
-            return cls()
-        if not isinstance(config, Mapping):
-            raise SettingError("probe", config, "give a block of settings, such as probe.search=predict")
-        known = [field.name for field in fields(cls)]
-        for key in config:
-            if key not in known:
-                raise SettingError(f"probe.{key}", config[key], f"there is no such key; {nearest(str(key), known)}")
-        values = {key: value for key, value in config.items() if value is not None}
-        if "sequence_lengths" in values:
-            lengths = values["sequence_lengths"]
-            if not isinstance(lengths, list | tuple) or not lengths:
-                raise SettingError(
-                    "probe.sequence_lengths", lengths, "give a list of lengths, such as [512, 1024, 2048]"
-                )
-            values["sequence_lengths"] = tuple(lengths)
-        settings = cls(**values)
-        settings._check()
-        return settings
-
-    def _check(self) -> None:
-        if self.search not in SEARCHES:
-            raise SettingError("probe.search", self.search, f"give one of {', '.join(SEARCHES)}")
-        if self.device_memory is not None:
-            try:
-                parse_size(self.device_memory, total_bytes=GIB)
-            except ValueError as error:
-                raise SettingError("probe.device_memory", self.device_memory, str(error)) from None
-        _check_share("probe.headroom", self.headroom)
-        for length in (self.sequence_length, *self.sequence_lengths):
-            key = (
-                "probe.sequence_lengths"
-                if self.sequence_lengths and length != self.sequence_length
-                else "probe.sequence_length"
+        every = whole(config, "run_val_every_n_steps")
+        size = auto_or_whole(config, "batch_size_val")
+        most = config.get("max_validation_batches")
+        most = None if most in (None, -1) else check_whole("max_validation_batches", most)
+        if every is None:
+            return None
+        if config.get("dataset_val") is None:
+            raise SettingError(
+                "run_val_every_n_steps", every, "there is nothing to validate on; set dataset_val to a dataset block"
             )
-            if isinstance(length, str):
-                if length not in ("longest", "max_seq_len"):
-                    raise SettingError(key, length, "give longest, max_seq_len or a number of tokens")
-            else:
-                _check_whole(key, length)
-        _check_bool("probe.round_to_power_of_two", self.round_to_power_of_two)
-        _check_whole("probe.maximum", self.maximum)
-        _check_bool("probe.cache", self.cache)
-
-    def budget_bytes(self, *, total_bytes: int, available_bytes: int) -> int:
-        """What a trial may use on a device that has `total_bytes`, of which `available_bytes` can be had.
-
-        Raises:
-            SettingError: more is asked for than the device has.
-        """
-        limit = available_bytes
-        if self.device_memory is not None:
-            limit = parse_size(self.device_memory, total_bytes=total_bytes)
-            if limit > total_bytes:
-                raise SettingError(
-                    "probe.device_memory",
-                    self.device_memory,
-                    f"the device has {total_bytes / GIB:.2f} GiB; give that or less, or null for what is available",
-                )
-        return int(min(limit, available_bytes) * (1 - self.headroom))
+        rows = size if isinstance(size, int) else config["batch_size"]
+        return cls(every, rows, size == "auto", most)
 
 
 @dataclass(frozen=True)
@@ -177,14 +67,27 @@ class Settings:
     """What the batch depends on.
 
     Attributes:
-        batch_size: rows of one micro-batch, as configured.
-        gradient_accumulation_steps: micro-batches of one optimizer step.
+        batch_size: rows of one micro-batch, as configured; rows of a step where it is `gradient_accumulation_steps` of these.
+        gradient_accumulation_steps: `batch_size` times this is a step.
         epochs: how often the dataset is gone through.
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for none.
         use_maximum_batch_size: set `batch_size` to what the probe finds.
         batch_increase_function: rows to add at the start of each epoch; None for none.
+        micro_batch_size: rows at once: a number, ``auto``, or None for `batch_size`.
+        micro_batch_tokens: padded tokens at once: a number, ``auto``, or None.
+        batch_tokens: real tokens of a step, in place of a number of rows; None for rows.
+        sample_order: ``dataloader``, ``random`` or ``seqlen``.
+        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
+        min_rows_per_batch, max_rows_per_batch: of a step by tokens.
+        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
+        uniform_micro_batches: what all micro-batches of a step have in common: ``rows``, ``lengths``, ``both`` or None.
+        pad_to_multiple_of: padded lengths are rounded up to a multiple of it; 1 does nothing.
         drop_last: whether the last, short step of an epoch is dropped; follows `adaptive` where the key is absent.
+        lr_scaling: ``none``, ``linear`` or ``sqrt``.
+        reference_batch_size: the global batch that the configured rate belongs to; None for the configured one.
+        on_out_of_memory: ``shrink`` or ``raise``.
         optimizer_in_bwd: step each parameter inside the backward pass.
+        validation: None for none.
         probe: the `probe` block.
     """
 
@@ -194,14 +97,62 @@ class Settings:
     max_steps_per_epoch: int | None
     use_maximum_batch_size: bool
     batch_increase_function: Callable[[int, int], int] | None
+    micro_batch_size: int | str | None
+    micro_batch_tokens: int | str | None
+    batch_tokens: int | None
+    sample_order: str
+    sample_window: int | None
+    min_rows_per_batch: int
+    max_rows_per_batch: int | None
+    long_rows: str
+    uniform_micro_batches: str | None
+    pad_to_multiple_of: int
     drop_last: bool
+    lr_scaling: str
+    reference_batch_size: Reference | None
+    on_out_of_memory: str
     optimizer_in_bwd: bool
+    validation: ValidationSettings | None
     probe: ProbeSettings
 
     @property
-    def adaptive(self) -> bool:
-        """Whether any key that changes the batch is on; off means torchtune's own behaviour."""
+    def step_rows(self) -> int:
+        """Rows of a step on one device, as configured."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def batch_changes(self) -> bool:
+        """Whether `batch_size` is found or grown, rather than configured."""
         return self.use_maximum_batch_size or self.batch_increase_function is not None
+
+    @property
+    def fits_itself(self) -> bool:
+        """Whether a micro-batch holds as much as fits."""
+        return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
+
+    @property
+    def needs_bound(self) -> bool:
+        """Whether training needs to know the largest batch that fits."""
+        return self.batch_changes or self.fits_itself
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether any key is on that changes batches or how they are run; off means torchtune's own behaviour."""
+        return (
+            self.needs_bound
+            or self.sample_order != "dataloader"
+            or self.pad_to_multiple_of > 1
+            or any((self.micro_batch_size, self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
+        )
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the length of every row must be known before training."""
+        return (
+            self.needs_bound
+            or self.sample_order == "seqlen"
+            or any((self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
+        )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
@@ -210,92 +161,156 @@ class Settings:
         Raises:
             SettingError: a key that is nearly one of ours, a key that is not supported yet, or a value that cannot be used.
         """
-        check_key_names(config)
         if config.get("batch_increase_function") is not None and config.get("batch_size_schedule") is not None:
             raise SettingError(
                 "batch_size_schedule",
                 config["batch_size_schedule"],
                 "batch_increase_function is set too; both say how the batch grows, so remove one",
             )
-        for key, harmless in NOT_SUPPORTED_YET.items():
-            value = config.get(key)
-            if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
-                raise SettingError(key, value, "not supported yet; remove it or set it to null")
-        use_maximum, in_backward = (
-            False if config.get(key) is None else config[key] for key in ("use_maximum_batch_size", "optimizer_in_bwd")
-        )
-        _check_bool("use_maximum_batch_size", use_maximum)
-        _check_bool("optimizer_in_bwd", in_backward)
+        check_key_names(config)
+        for key in ("batch_size", "gradient_accumulation_steps", "epochs"):
+            check_whole(key, config.get(key))
         function = config.get("batch_increase_function")
         if function is not None:
             function = load_increment(function, key="batch_increase_function")
-        drop_last = config.get("drop_last")
-        if drop_last is None:
-            drop_last = not (use_maximum or function)
-        _check_bool("drop_last", drop_last)
-        for key in ("batch_size", "gradient_accumulation_steps", "epochs"):
-            _check_whole(key, config.get(key))
-        max_steps = config.get("max_steps_per_epoch")
-        if max_steps is not None:
-            _check_whole("max_steps_per_epoch", max_steps)
+        in_backward = switch(config, "optimizer_in_bwd", default=False)
+        micro_rows, micro_tokens = (auto_or_whole(config, f"micro_batch_{unit}") for unit in ("size", "tokens"))
+        by_tokens = whole(config, "batch_tokens")
+        if by_tokens and micro_rows is None and micro_tokens is None:
+            micro_tokens = "auto"  # what a batch by tokens means says nothing of what fits
         settings = cls(
             batch_size=config["batch_size"],
             gradient_accumulation_steps=config["gradient_accumulation_steps"],
             epochs=config["epochs"],
-            max_steps_per_epoch=max_steps,
-            use_maximum_batch_size=use_maximum,
+            max_steps_per_epoch=whole(config, "max_steps_per_epoch"),
+            use_maximum_batch_size=switch(config, "use_maximum_batch_size", default=False),
             batch_increase_function=function,
-            drop_last=drop_last,
+            micro_batch_size=micro_rows,
+            micro_batch_tokens=micro_tokens,
+            batch_tokens=by_tokens,
+            sample_order=choice(config, "sample_order", ORDERS, default="dataloader"),
+            sample_window=whole(config, "sample_window"),
+            min_rows_per_batch=whole(config, "min_rows_per_batch") or 1,
+            max_rows_per_batch=whole(config, "max_rows_per_batch"),
+            long_rows=choice(config, "long_rows", LONG_ROWS, default="error"),
+            uniform_micro_batches=choice(config, "uniform_micro_batches", UNIFORM, default="") or None,
+            pad_to_multiple_of=whole(config, "pad_to_multiple_of") or 1,
+            drop_last=True,
+            lr_scaling=choice(config, "lr_scaling", RULES, default="none"),
+            reference_batch_size=_reference(config.get("reference_batch_size")),
+            on_out_of_memory=choice(
+                config, "on_out_of_memory", ("shrink", "raise"), default="raise" if in_backward else "shrink"
+            ),
             optimizer_in_bwd=in_backward,
+            validation=ValidationSettings.from_config(config),
             probe=ProbeSettings.from_config(config.get("probe")),
         )
-        settings._check_together(config)
-        return settings
-
-    def _check_together(self, config: Mapping[str, Any]) -> None:
-        if self.optimizer_in_bwd and self.gradient_accumulation_steps > 1:
-            raise SettingError(
-                "gradient_accumulation_steps",
-                self.gradient_accumulation_steps,
-                "with the optimizer in backward nothing accumulates; set it to 1, or optimizer_in_bwd=False",
-            )
-        if self.optimizer_in_bwd and config.get("clip_grad_norm") is not None:
-            raise SettingError(
-                "clip_grad_norm",
-                config["clip_grad_norm"],
-                "with the optimizer in backward there is never a whole gradient; set it to null, or optimizer_in_bwd=False",
-            )
+        settings._check_batches(config)
+        settings._check_optimizer_in_backward(config)
         if "left_pad_sequence" in str(config.get("collate_fn") or ""):
             raise SettingError(
                 "collate_fn",
                 config["collate_fn"],
                 "left padding is for inference; torchtune.data.padded_collate_sft would do",
             )
+        drop_last = switch(config, "drop_last", default=not settings.adaptive)
+        return replace(settings, drop_last=drop_last)
+
+    def without_effect(self, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """The keys that are set and do nothing, each with the reason."""
+        found: list[tuple[str, str]] = []
+
+        def say(keys: tuple[str, ...], reason: str) -> None:
+            found.extend((key, reason) for key in keys if config.get(key) is not None)
+
+        if not self.batch_tokens:
+            say(
+                ("min_rows_per_batch", "max_rows_per_batch", "long_rows"),
+                "it is for steps by batch_tokens, which is not set",
+            )
+        elif self.gradient_accumulation_steps > 1:
+            say(("gradient_accumulation_steps",), "batch_tokens says what a step holds")
+        if self.sample_order != "seqlen":
+            say(("sample_window",), "it is for sample_order=seqlen")
+        if self.lr_scaling == "none":
+            say(("reference_batch_size",), "lr_scaling is none; linear or sqrt would use it")
+        if self.validation is None:
+            reason = "run_val_every_n_steps is not set, so nothing is validated"
+            say(("dataset_val", "batch_size_val", "max_validation_batches"), reason)
+        if config.get("probe") and self.probe != ProbeSettings():
+            if not self.needs_bound and not (self.validation and self.validation.fits_itself):
+                say(("probe",), "nothing that needs to know what fits is on")
+            elif self.probe.sequence_lengths:
+                found.append(("probe.sequence_lengths", "it is for adaptive_probe"))
+        return found
+
+    def _check_batches(self, config: Mapping[str, Any]) -> None:
+        if self.micro_batch_size is not None and self.micro_batch_tokens is not None:
+            raise SettingError(
+                "micro_batch_tokens",
+                self.micro_batch_tokens,
+                f"micro_batch_size={self.micro_batch_size} is set too; both say what is run at once, so remove one",
+            )
+        if self.batch_tokens and self.batch_changes:
+            key = "use_maximum_batch_size" if self.use_maximum_batch_size else "batch_increase_function"
+            raise SettingError(
+                "batch_tokens",
+                self.batch_tokens,
+                f"a step holds tokens, and {key} sets its rows; remove one (what fits is found with batch_tokens alone, too)",
+            )
+        if self.max_rows_per_batch is not None and self.min_rows_per_batch > self.max_rows_per_batch:
+            raise SettingError(
+                "min_rows_per_batch",
+                self.min_rows_per_batch,
+                f"max_rows_per_batch is {self.max_rows_per_batch}; give that or less",
+            )
+        size = self.micro_batch_size
+        rows_alike = self.uniform_micro_batches in ("rows", "both") and not self.batch_tokens and not self.batch_changes
+        splits = isinstance(size, int) and 1 < size < self.step_rows
+        if rows_alike and splits and largest_divisor(self.step_rows, at_most=int(size or 1)) == 1:
+            raise SettingError(
+                "uniform_micro_batches",
+                self.uniform_micro_batches,
+                f"the {self.step_rows} rows of a step divide into equal micro-batches of up to {size} only one by one; "
+                "change batch_size or micro_batch_size so that one divides the other",
+            )
+
+    def _check_optimizer_in_backward(self, config: Mapping[str, Any]) -> None:
+        if not self.optimizer_in_bwd:
+            return
+        nothing_accumulates = "with the optimizer in backward each micro-batch is stepped as it comes, so a step is one"
+        off = "or set optimizer_in_bwd=False"
+        if self.gradient_accumulation_steps > 1:
+            raise SettingError(
+                "gradient_accumulation_steps",
+                self.gradient_accumulation_steps,
+                f"{nothing_accumulates}; set it to 1, {off}",
+            )
+        if config.get("clip_grad_norm") is not None:
+            raise SettingError(
+                "clip_grad_norm",
+                config["clip_grad_norm"],
+                f"with the optimizer in backward there is never a whole gradient; set it to null, {off}",
+            )
+        if self.on_out_of_memory == "shrink":
+            raise SettingError(
+                "on_out_of_memory",
+                "shrink",
+                "with the optimizer in backward a step that failed has changed some weights already, and cannot be replayed; "
+                f"give raise, {off}",
+            )
+        for key in (*TOKEN_KEYS, "uniform_micro_batches"):
+            if config.get(key) is not None:
+                raise SettingError(key, config[key], f"{nothing_accumulates}; remove it, {off}")
+        size = self.micro_batch_size
+        if isinstance(size, int) and (size < self.batch_size or self.batch_changes):
+            raise SettingError("micro_batch_size", size, f"{nothing_accumulates}; remove it, {off}")
 
 
-def check_key_names(config: Mapping[str, Any]) -> None:
-    """Refuse a top-level key that is nearly one of ours.
-
-    Raises:
-        SettingError: with the key that was probably meant.
-    """
-    for key in config:
-        if key in OURS or key in TORCHTUNE_KEYS:
-            continue
-        if meant := difflib.get_close_matches(str(key), OURS, n=1, cutoff=0.8):
-            raise SettingError(str(key), config[key], f"there is no such key; {meant[0]} is probably meant")
-
-
-def _check_whole(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingError(key, value, "give a whole number, 1 or more")
-
-
-def _check_bool(key: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise SettingError(key, value, "give True or False")
-
-
-def _check_share(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1:
-        raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
+def _reference(value: object) -> Reference | None:
+    if value is None:
+        return None
+    try:
+        return parse_reference(value)
+    except ValueError as error:
+        raise SettingError("reference_batch_size", value, str(error)) from None

@@ -82,8 +82,9 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._which = () if device.type == "mps" else (device,)  # there is one MPS, and it takes no device
         self._torch = torch.get_rng_state()
-        self._on_device = None if device.type == "cpu" else getattr(torch, device.type).get_rng_state(device)
+        self._on_device = None if device.type == "cpu" else getattr(torch, device.type).get_rng_state(*self._which)
         self._python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state(legacy=False) if numpy else None
@@ -91,7 +92,7 @@ class RandomState:
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         if self._on_device is not None:
-            getattr(torch, self._device.type).set_rng_state(self._on_device, self._device)
+            getattr(torch, self._device.type).set_rng_state(self._on_device, *self._which)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)

@@ -10,16 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import AdaptiveBatchError, DoesNotFitError
+from .errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError
 from .in_backward import OptimizerInBackward
-from .memory import GIB, DeviceMemory, Usage, is_out_of_memory
+from .memory import GIB, DeviceMemory, Usage, is_out_of_memory, recover
 from .search import Trial
 from .snapshot import TrainingSnapshot, optimizer_state_tensors
-
-REMEDIES = (
-    "shorten the rows (tokenizer.max_seq_len), set enable_activation_checkpointing=True or optimizer_in_bwd=True, "
-    "use an 8-bit optimizer or a chunked loss, or allow more memory"
-)
 
 
 class Rehearsal:
@@ -105,6 +100,23 @@ class Rehearsal:
             return Trial(batch_size, False, None, self.optimizer_peak_bytes)
         return Trial(batch_size, True, usage.peak_bytes, self.optimizer_peak_bytes, usage.trace)
 
+    def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
+        """Try to evaluate `batch_size` rows: in evaluation mode, beside what training has between two of its steps."""
+        self._drop_gradients()
+        self._model.eval()
+        try:
+            usage = self._measure(
+                lambda: evaluate(batch_size),
+                f"a trial of evaluating {batch_size} rows",
+                budget_bytes=self.budget_bytes,
+                prepare=False,
+            )
+        finally:
+            self._model.train()
+        if usage is None:
+            return Trial(batch_size, False)
+        return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
+
     def _rehearse_one_step(self, snapshot: TrainingSnapshot) -> None:
         """One row, so that the optimizer's state is there; an error with numbers if it does not fit."""
         failed, _ = self._whole_step(self.budget_bytes)
@@ -122,7 +134,7 @@ class Rehearsal:
             if again is None and peaks:
                 needs = f"{max(peaks) / GIB:.2f} GiB"
         raise DoesNotFitError(
-            f"{failed} needs {needs}, {self._memory.device} allows {self.budget_bytes / GIB:.2f} GiB; {REMEDIES}"
+            f"{failed} needs {needs}, {self._memory.device} allows {self.budget_bytes / GIB:.2f} GiB; {MEMORY_REMEDIES}"
         )
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
@@ -167,9 +179,8 @@ class Rehearsal:
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
         if fits:
             return usage
-        _drain_backward(self._memory.device)
         self._drop_gradients()
-        self._memory.release()
+        recover(self._memory)
         return None
 
     def _resident(self) -> Iterator[torch.Tensor]:
@@ -190,9 +201,3 @@ class Rehearsal:
     def _drop_gradients(self) -> None:
         for parameter in self._model.parameters():
             parameter.grad = None
-
-
-def _drain_backward(device: torch.device) -> None:
-    """Run a trivial backward: a failed one may leave tasks in autograd's engine that keep its graph alive."""
-    scalar = torch.zeros((), device=device, requires_grad=True)
-    torch.autograd.grad(scalar * 1, scalar)

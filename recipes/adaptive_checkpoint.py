@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torchtune import config, training
 
 from adaptive_batch.errors import CheckpointError
+from adaptive_batch.memory import is_out_of_memory
 
 log = logging.getLogger("adaptive_batch")
 
@@ -100,9 +101,10 @@ class EpochCheckpoints:
             _flush_to_disk(self._aside)
         except Exception as error:
             shutil.rmtree(self._aside, ignore_errors=True)
+            mend = "free memory" if is_out_of_memory(error) else "free disk space or mend the path"
             raise CheckpointError(
                 f"saving {self._output_dir / folder} failed ({error}); what was saved before is untouched: "
-                "free disk space or mend the path, and go on with resume_from_checkpoint=True"
+                f"{mend}, and go on with resume_from_checkpoint=True"
             ) from error
         self._move_into_place(folder)
 

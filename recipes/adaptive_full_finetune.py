@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adaptive_bound import BoundSearch
+from adaptive_capacity import TrainingCapacity
 from adaptive_checkpoint import STATE_KEY, EpochCheckpoints
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
+from adaptive_validation import Validation
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
@@ -31,12 +34,10 @@ from adaptive_batch.accumulation import StepResult
 from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
 from adaptive_batch.growth import next_batch_size
-from adaptive_batch.learning_rate import LearningRate, describe_unscaled
-from adaptive_batch.memory import GIB
-from adaptive_batch.probe import ProbeResult
+from adaptive_batch.learning_rate import LearningRate, Reference, describe_unscaled
 from adaptive_batch.progress import EpochPlan, Progress, schedule_clock
 from adaptive_batch.report import RunRecord
-from adaptive_batch.settings import ProbeSettings, Settings
+from adaptive_batch.settings import Settings
 from adaptive_batch.snapshot import RandomState
 from adaptive_batch.stream import RowStream
 
@@ -55,8 +56,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
-        self.settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
+        plain = OmegaConf.to_container(cfg, resolve=True)
+        self.settings = Settings.from_config(plain)
+        self.without_effect = self.settings.without_effect(plain)
         self.parts = TrainingParts(cfg, self.settings)
+        self.bounds = BoundSearch(self.parts)
         self.device = self.parts.device
         self.output_dir = Path(cfg.output_dir)
         self.log_every_n_steps: int = cfg.get("log_every_n_steps") or 1
@@ -66,11 +70,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.max_steps_per_epoch = self.settings.max_steps_per_epoch
         self.batch_size = self.settings.batch_size
-        self.bound: int | None = None
         self.first_batch_size: int | None = None
         self.continues_batch = False
         self.progress = Progress()
-        self.num_out_of_memory = 0
 
     # --- setup ------------------------------------------------------------------------------------------------------
 
@@ -110,9 +112,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         settings, parts = self.settings, self.parts
         check_output_dir(self.output_dir)
         parts.build_data()
+        parts.check_rows()
         self.load_checkpoint()
-        if settings.adaptive:
-            parts.check_model()
+        validates_what_fits = settings.validation is not None and settings.validation.fits_itself
+        if settings.needs_bound or validates_what_fits:
+            self.bounds.check()
         self._check_scheduler()
         if settings.batch_increase_function and self.progress.epoch < settings.epochs:
             self._ask_ahead()
@@ -128,19 +132,31 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             progress=self.progress.state_dict(),
         )
         self._say_what_changed(resumed)
-        parts.build_model(self.checkpoints.load_weights)
+        self.capacity = TrainingCapacity(parts, self.bounds, self.record)
+        parts.build_model(self.checkpoints.load_weights, on_change=self.capacity.lower)
         if self.device.type != "cpu":
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         parts.build_optimizer(resumed.get(training.OPT_KEY))
         if resumed:
             self._say_whose_rate()
-        if settings.adaptive:
-            self._find_bound()
-        self.stream = RowStream(parts.dataset, shuffle=self.cfg.shuffle)
-        self._grow()
+        self.batch_size = self.capacity.find(
+            self.batch_size, goes_on=self.continues_batch, saved=resumed.get(STATE_KEY, {})
+        )
+        self.validation = (
+            Validation(parts, self.bounds, on_change=self.capacity.record) if settings.validation else None
+        )
+        self.stream = RowStream(
+            parts.dataset,
+            shuffle=self.cfg.shuffle,
+            seed=0 if settings.sample_order == "dataloader" else self.seed,  # 0 is the seed of torchtune's sampler
+            order=settings.sample_order,
+            lengths=parts.lengths if settings.sample_order == "seqlen" else None,
+            window=settings.sample_window,
+        )
+        self._begin_epoch()
         if self.first_batch_size is None:
             self.first_batch_size = self.batch_size
-        self.reference = self._plan(self.first_batch_size)
+        self.reference = self._plan(0, self.first_batch_size)
         if self.reference.steps == 0:
             raise SettingError(
                 "batch_size",
@@ -151,6 +167,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.progress = Progress(self.progress.epoch, steps=self.progress.epoch * self.reference.steps)
         self._setup_learning_rate()
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
+        if state := resumed.get(STATE_KEY, {}).get("learning_rate"):
+            self.learning_rate.load_state_dict(state)
         if settings.adaptive and resumed.get(STATE_KEY):
             RandomState.from_state_dict(resumed[STATE_KEY]["random_state"], self.device).restore()
         resumed.clear()  # the optimizer has its own copy
@@ -179,11 +197,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.record.decision(
                 "replaces", f"{message}; until its first epoch is saved, resuming goes on with the earlier"
             )
-        probe = self.settings.probe
-        if not self.settings.adaptive and self.cfg.get("probe") and probe != ProbeSettings():
-            self.record.decision("no_effect", "the probe block has no effect: nothing that adapts the batch is on")
-        if probe.sequence_lengths:
-            self.record.decision("no_effect", "probe.sequence_lengths has no effect here; it is for adaptive_probe")
+        for key, reason in self.without_effect:
+            self.record.decision("no_effect", f"{key} has no effect: {reason}", key=key)
+        if self.settings.optimizer_in_bwd and self.cfg.get("on_out_of_memory") is None:
+            message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
+            self.record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
 
     def _say_whose_rate(self) -> None:
         group = self.parts.optimizers[0].param_groups[0]
@@ -191,64 +209,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
             self.record.decision("lr", message, configured=float(configured), lr=saved)
-
-    def _find_bound(self) -> None:
-        result = self.probe(accumulates=self.settings.gradient_accumulation_steps > 1)
-        if self.continues_batch and self.batch_size > result.max_batch_size:
-            if self.settings.optimizer_in_bwd:
-                raise SettingError(
-                    "optimizer_in_bwd",
-                    True,
-                    f"the checkpoint's batch_size {self.batch_size} is above the {result.max_batch_size} rows that fit here, "
-                    "and cannot be split into micro-batches; go on where it fits, or start anew with optimizer_in_bwd=False",
-                )
-            result = self.probe(accumulates=True)  # its steps will accumulate, which takes more memory
-        self.bound = result.max_batch_size
-        if self.continues_batch:
-            if self.batch_size > self.bound:
-                self.record.decision(
-                    "capacity",
-                    f"batch_size {self.batch_size} is kept; {self.bound} rows fit here, so it runs as more micro-batches",
-                    batch_size=self.batch_size,
-                    micro_batch_size=self.bound,
-                )
-        elif self.settings.use_maximum_batch_size:
-            self.record.decision(
-                "batch_size",
-                f"batch_size {self.batch_size} -> {result.batch_size} (use_maximum_batch_size; bound {self.bound})",
-                before=self.batch_size,
-                after=result.batch_size,
-                bound=self.bound,
-            )
-            self.batch_size = result.batch_size
-        elif self.batch_size > self.bound:
-            raise SettingError(
-                "batch_size",
-                self.batch_size,
-                f"{self.bound} rows fit; set batch_size={self.bound} or less (gradient_accumulation_steps makes up for it), "
-                "or allow more memory",
-            )
-
-    def probe(self, *, accumulates: bool) -> ProbeResult:
-        """Search for the bound, show the table, and write it to ``probe.json``."""
-        result = self.parts.find_bound(
-            length=self.settings.probe.sequence_length,
-            accumulates=accumulates,
-            path=self.output_dir / "adaptive_batch" / "probe.json",
-        )
-        out_of_memory = 0 if result.from_cache else result.num_out_of_memory
-        self.num_out_of_memory += out_of_memory
-        self.record.decision(
-            "bound",
-            "probe of the largest batch:\n" + result.table(),
-            max_batch_size=result.max_batch_size,
-            budget_gib=round(result.budget_bytes / GIB, 3),
-            trials=len(result.trials),
-            out_of_memory=out_of_memory,
-            from_cache=result.from_cache,
-            seconds=round(sum(result.seconds), 2),
-        )
-        return result
 
     def _check_scheduler(self) -> None:
         """Refuse a scheduler that cannot be built as torchtune's recipes build one."""
@@ -275,53 +235,74 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         )
         random_state.restore()
 
-    def _plan(self, batch_size: int) -> EpochPlan:
-        """An epoch, divided into optimizer steps of this batch size."""
-        return EpochPlan.of(
-            len(self.stream),
-            step_rows=batch_size * self.settings.gradient_accumulation_steps * distributed.world_size(),
-            drop_last=self.settings.drop_last,
-            max_steps=self.max_steps_per_epoch,
-        )
+    def _plan(self, epoch: int, batch_size: int) -> EpochPlan:
+        """An epoch, divided into optimizer steps: by rows of this batch size, or by tokens."""
+        ends: dict[str, Any] = {"drop_last": self.settings.drop_last, "max_steps": self.max_steps_per_epoch}
+        if self.settings.batch_tokens:
+            batches = self.parts.token_batches(self.stream.order(epoch))
+            return EpochPlan.of_sizes(batches.sizes.tolist(), **ends)
+        step_rows = batch_size * self.settings.gradient_accumulation_steps * distributed.world_size()
+        return EpochPlan.of(len(self.stream), step_rows=step_rows, **ends)
 
-    def _grow(self) -> None:
-        """Ask the growth function for the epoch that begins, and plan its steps."""
-        function, epoch = self.settings.batch_increase_function, self.progress.epoch
-        if function and epoch < self.settings.epochs:
-            growth = distributed.from_rank_zero(
-                lambda: next_batch_size(function, epoch=epoch, batch_size=self.batch_size, maximum=self.bound)
-            )
-            self.record.decision(
-                "batch_size",
-                growth.describe(),
-                epoch=epoch,
-                before=growth.before,
-                requested=growth.requested,
-                after=growth.after,
-            )
-            self.batch_size = growth.after
-        self.micro_batch_size = min(self.batch_size, self.bound or self.batch_size)
-        self.plan = self._plan(self.batch_size)
+    def _begin_epoch(self) -> None:
+        """Grow the batch, and plan the steps of the epoch that begins."""
+        epoch = self.progress.epoch
+        self._grow(epoch)
+        self.parts.accumulator.capacity = self.capacity.of(self.batch_size)
+        self.plan = self._plan(epoch, self.batch_size)
         if self.plan.steps == 0 and self.settings.adaptive and self.settings.drop_last:
             raise SettingError(
                 "drop_last", True, f"a step of {self.plan.step_rows} rows is more than an epoch's {self.plan.rows}"
             )
         if self.settings.adaptive:
-            self.record.decision(
-                "plan",
-                f"epoch {epoch}: global batch {self.plan.step_rows} = batch_size {self.batch_size} x "
-                f"{self.settings.gradient_accumulation_steps} accumulated, {self.plan.steps} steps",
-                epoch=epoch,
-                global_batch=self.plan.step_rows,
-                batch_size=self.batch_size,
-                steps=self.plan.steps,
-            )
-            configured = self.settings.batch_size * self.settings.gradient_accumulation_steps * distributed.world_size()
-            group = self.parts.optimizers[0].param_groups[0]
-            rate = float(group.get("initial_lr", group["lr"]))
-            if self.plan.step_rows != configured:
-                message = describe_unscaled(rate, batch=self.plan.step_rows, reference=configured)
-                self.record.decision("lr", message, lr=rate, global_batch=self.plan.step_rows, reference=configured)
+            self._say_plan(epoch)
+
+    def _grow(self, epoch: int) -> None:
+        """Ask the growth function for the rows to add."""
+        function = self.settings.batch_increase_function
+        if function is None or epoch >= self.settings.epochs:
+            return
+        growth = distributed.from_rank_zero(
+            lambda: next_batch_size(function, epoch=epoch, batch_size=self.batch_size, maximum=self.capacity.bound)
+        )
+        self.record.decision(
+            "batch_size",
+            growth.describe(),
+            epoch=epoch,
+            before=growth.before,
+            requested=growth.requested,
+            after=growth.after,
+        )
+        self.batch_size = growth.after
+
+    def _say_plan(self, epoch: int) -> None:
+        plan, settings, capacity = self.plan, self.settings, self.capacity.of(self.batch_size)
+        if plan.sizes is not None:
+            rows = f"{min(plan.sizes)} to {max(plan.sizes)} rows"
+            what = f"{plan.steps} steps of up to {settings.batch_tokens} tokens, {rows} each"
+        else:
+            accumulated = f"batch_size {self.batch_size} x {settings.gradient_accumulation_steps} accumulated"
+            what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
+        self.record.decision(
+            "plan",
+            f"epoch {epoch}: {what}; a micro-batch holds {capacity}",
+            epoch=epoch,
+            global_batch=plan.step_rows,
+            batch_size=self.batch_size,
+            batch_tokens=settings.batch_tokens,
+            capacity=capacity.amount,
+            unit=capacity.unit,
+            steps=plan.steps,
+        )
+        reference, configured = self.reference_batch, settings.step_rows * distributed.world_size()
+        group = self.parts.optimizers[0].param_groups[0]
+        rate = float(group.get("initial_lr", group["lr"]))
+        if settings.lr_scaling == "none" and plan.step_rows != configured:
+            message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
+            self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
+        elif settings.lr_scaling != "none":
+            message = f"lr {rate:g} belongs to {reference} a step, and is scaled by the rule {settings.lr_scaling}"
+            self.record.decision("lr", message, lr=rate, reference=str(reference), rule=settings.lr_scaling)
 
     def _setup_learning_rate(self) -> None:
         block = self.cfg.get("lr_scheduler", None)
@@ -331,9 +312,28 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             num_training_steps=self.settings.epochs * self.reference.steps,
             last_epoch=self.progress.epoch * self.reference.steps - 1,
         )
+        settings = self.settings
         self.learning_rate = LearningRate(
-            self.parts.optimizers, scheduler, batch_can_change=self.settings.batch_increase_function is not None
+            self.parts.optimizers,
+            scheduler,
+            rule=settings.lr_scaling,
+            reference=self.reference_batch,
+            batch_can_change=settings.batch_increase_function is not None or bool(settings.batch_tokens),
         )
+
+    @property
+    def reference_batch(self) -> Reference:
+        """The global batch that the configured learning rate belongs to."""
+        return self.settings.reference_batch_size or Reference(
+            self.settings.step_rows * distributed.world_size(), "rows"
+        )
+
+    def _set_learning_rate(self, rows: list[dict[str, Any]]) -> float:
+        """Apply the rate of a step of these rows, and return it."""
+        in_tokens = self.reference_batch.unit == "tokens"
+        batch = distributed.total(sum(map(self.parts.num_real_tokens, rows)) if in_tokens else len(rows))
+        clock = schedule_clock(self.progress, plan=self.plan, reference=self.reference)
+        return self.learning_rate.set(clock, batch=batch)
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
         block = OmegaConf.create(dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False})
@@ -345,6 +345,21 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     # --- training ---------------------------------------------------------------------------------------------------
 
+    def _start_epoch(self) -> None:
+        """Hand out the rows of the epoch from its beginning; list those that no step has room for."""
+        epoch = self.progress.epoch
+        if not self.settings.batch_tokens:
+            self.stream.start_epoch(epoch)
+            return
+        batches = self.parts.token_batches(self.stream.order(epoch))
+        self.stream.start_epoch(epoch, rows=batches.rows)
+        if dropped := sorted(batches.dropped.tolist()):
+            some = ", ".join(map(str, dropped[:10])) + (", ..." if len(dropped) > 10 else "")
+            message = (
+                f"epoch {epoch}: {len(dropped)} rows of more than batch_tokens={self.settings.batch_tokens} are dropped"
+            )
+            self.record.decision("dropped", f"{message}: {some}", epoch=epoch, rows=dropped)
+
     def train(self) -> None:
         """Every epoch: grow, step through its rows, save."""
         if self.cfg.compile:
@@ -355,24 +370,24 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             log.info("nothing to train: %d epochs are done and epochs=%d", first_epoch, self.settings.epochs)
         for epoch in range(first_epoch, self.settings.epochs):
             if epoch > first_epoch:
-                self._grow()
-            self.stream.start_epoch(epoch)
+                self._begin_epoch()
+            self._start_epoch()
             unlabelled = 0
             with tqdm(total=self.plan.steps, disable=not distributed.is_rank_zero()) as bar:
                 for step in range(self.plan.steps):
                     self._record_memory_history(step)
                     start = time.perf_counter()
                     rows = self.stream.take(self.plan.rows_of_step(step))
-                    rate = self.learning_rate.set(
-                        schedule_clock(self.progress, plan=self.plan, reference=self.reference)
-                    )
-                    result = self.parts.accumulator.run(rows, micro_batch_size=self.micro_batch_size)
-                    norm = self.parts.step()
+                    self.capacity.try_longer(rows, batch_size=self.batch_size)
+                    rate = self._set_learning_rate(rows)
+                    result = self.parts.accumulator.run(rows)
+                    self.parts.step()
                     self.progress = self.progress.after_step(rows=result.rows, tokens=result.tokens)
                     unlabelled += not result.micro_batches
                     bar.update(1)
                     bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
-                    self._log(result, rate=rate, norm=norm, seconds=time.perf_counter() - start)
+                    self._log(result, rate=rate, seconds=time.perf_counter() - start)
+                    self._validate()
                     self.profiler.step()
             self._check_labels(unlabelled)
             self.progress = self.progress.after_epoch()
@@ -391,7 +406,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             message = f"{unlabelled} of {self.plan.steps} steps had no label at all, and changed nothing"
             self.record.decision("no_labels", message, steps=unlabelled)
 
-    def _log(self, result: StepResult, *, rate: float, norm: torch.Tensor | None, seconds: float) -> None:
+    def _validate(self) -> None:
+        """Every so many steps, the loss on the rows that are not trained on."""
+        if self.validation and self.progress.steps % self.settings.validation.every_n_steps == 0:
+            loss = self.validation.run()
+            message = f"step {self.progress.steps}: val_loss {loss:.4f} over {self.validation.num_rows} rows"
+            self.record.decision("validation", message, steps=self.progress.steps, val_loss=loss)
+            self.metric_logger.log_dict({"val_loss": loss}, step=self.progress.steps)
+
+    def _log(self, result: StepResult, *, rate: float, seconds: float) -> None:
         metrics = {
             "loss": result.loss,
             "lr": rate,
@@ -401,10 +424,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             "padding_fraction": result.padding_fraction,
             "samples_seen": self.progress.samples,
             "tokens_seen": self.progress.tokens,
-            "oom_count": self.num_out_of_memory,
+            "oom_count": self.capacity.num_out_of_memory,
         }
-        if norm is not None:
-            metrics["grad_norm"] = float(norm)
+        if result.grad_norm is not None:
+            metrics["grad_norm"] = float(result.grad_norm)
         if self.log_peak_memory_stats:
             metrics.update(training.get_memory_stats(device=self.device))
         self.record.step(step=self.progress.steps, epoch=self.progress.epoch, position=self.stream.position, **metrics)
@@ -442,7 +465,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 STATE_KEY: {
                     "batch_size": self.batch_size,
                     "first_batch_size": self.first_batch_size,
-                    "bound": self.bound,
+                    **self.capacity.state_dict(),
+                    "learning_rate": self.learning_rate.state_dict(),
                     "use_maximum_batch_size": self.settings.use_maximum_batch_size,
                     "optimizer": str(self.cfg.optimizer._component_),
                     "optimizer_in_bwd": self.settings.optimizer_in_bwd,

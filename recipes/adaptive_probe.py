@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from adaptive_bound import BoundSearch
 from adaptive_checkpoint import EpochCheckpoints
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
 from omegaconf import DictConfig, OmegaConf
@@ -39,14 +40,16 @@ def probe(cfg: DictConfig) -> list[ProbeResult]:
     parts = TrainingParts(cfg, settings)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     parts.build_data()
+    parts.check_rows()
+    bounds = BoundSearch(parts)
     checkpoints = EpochCheckpoints(cfg.checkpointer, resume=cfg.resume_from_checkpoint)
-    parts.check_model()
+    bounds.check()
     parts.build_model(checkpoints.load_weights)
     parts.build_optimizer((checkpoints.recipe_state or {}).get(OPT_KEY))
     results, refused = [], None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            result = parts.find_bound(
+            result = bounds.of_training(
                 length=length,
                 accumulates=settings.gradient_accumulation_steps > 1,
                 path=Path(cfg.output_dir) / "adaptive_batch" / "probe.json",

@@ -12,12 +12,12 @@ PACKAGE = Path(__file__).parents[1] / "adaptive_batch"
 
 FLOORS = (
     {"errors", "progress", "extrapolation"},
-    {"counting"},
-    {"memory", "distributed"},
+    {"counting", "keys", "order"},
+    {"memory", "distributed", "token_batches"},
     {"search", "growth", "batching", "learning_rate", "fingerprint", "lengths"},
-    {"snapshot", "stream", "probe", "accumulation", "components"},
-    {"in_backward"},
-    {"trial"},
+    {"snapshot", "stream", "probe", "components", "replay"},
+    {"in_backward", "accumulation", "probe_settings"},
+    {"trial", "evaluation"},
     {"settings", "report", "shipped", "environment"},
     {"__main__"},
 )

@@ -106,18 +106,11 @@ REFUSED = {
     **{
         f"{key} is for later": ([f"{key}={value}"], f"{key}=", "not supported yet")
         for key, value in {
-            "micro_batch_size": "auto",
-            "micro_batch_tokens": 512,
-            "batch_tokens": 4096,
             "grow_beyond_maximum": "True",
-            "lr_scaling": "linear",
             "lr_clock": "steps",
-            "on_out_of_memory": "shrink",
             "save_every_n_steps": 10,
-            "sample_order": "seqlen",
             "batch_size_schedule": "a.b",
             "plan_only": "True",
-            "pad_to_multiple_of": 8,
         }.items()
     },
     # what does not go together

@@ -1,8 +1,10 @@
+"""Every row of a step once, in as few micro-batches as what fits at once allows."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.batching import split_by_rows
+from adaptive_batch.batching import Capacity, Shapes, micro_batches, split_by_rows, split_by_tokens
 
 
 @given(rows=st.lists(st.integers()), micro_batch_size=st.integers(1, 50))
@@ -27,3 +29,216 @@ def test_rows_may_be_any_sequence():
 def test_a_micro_batch_below_one_row_is_refused(micro_batch_size):
     with pytest.raises(ValueError, match=f"micro_batch_size={micro_batch_size}: must be 1 or more"):
         split_by_rows([1, 2], micro_batch_size)
+
+
+# by tokens
+
+
+def padded_tokens(groups, lengths):
+    return sum(len(group) * max(lengths[row] for row in group) for group in groups)
+
+
+def partitions(rows):
+    """Every way to divide rows into groups."""
+    if not rows:
+        yield []
+        return
+    first, *rest = rows
+    for groups in partitions(rest):
+        yield [[first], *groups]
+        for index, group in enumerate(groups):
+            yield [*groups[:index], [first, *group], *groups[index + 1 :]]
+
+
+def best_of_all(lengths, max_tokens):
+    """Fewest groups, and the least padded tokens with so few; a row above `max_tokens` may be alone."""
+    return min(
+        (len(groups), padded_tokens(groups, lengths))
+        for groups in partitions(list(range(len(lengths))))
+        if all(len(group) == 1 or padded_tokens([group], lengths) <= max_tokens for group in groups)
+    )
+
+
+@st.composite
+def lengths_and_budgets(draw, max_size):
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=max_size))
+    return lengths, draw(st.integers(max(lengths), 3 * max(lengths) + 5))
+
+
+@given(lengths_and_budgets(max_size=60))
+def test_by_tokens_every_row_comes_once_and_no_group_is_above_the_budget(drawn):
+    lengths, max_tokens = drawn
+    groups = split_by_tokens(lengths, max_tokens)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert all(len(group) * max(lengths[row] for row in group) <= max_tokens for group in groups)
+
+
+@given(lengths_and_budgets(max_size=7))
+def test_no_grouping_has_fewer_groups_nor_less_padding_with_as_many(drawn):
+    lengths, max_tokens = drawn
+    groups = split_by_tokens(lengths, max_tokens)
+    assert (len(groups), padded_tokens(groups, lengths)) == best_of_all(lengths, max_tokens)
+
+
+@given(lengths_and_budgets(max_size=60))
+def test_the_longest_rows_come_first_and_the_same_lengths_give_the_same_groups(drawn):
+    lengths, max_tokens = drawn
+    groups = split_by_tokens(lengths, max_tokens)
+    bounds = [bound([lengths[row] for row in group]) for group in groups for bound in (max, min)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert split_by_tokens(tuple(lengths), max_tokens) == groups
+
+
+def test_no_rows_make_no_group():
+    assert split_by_tokens([], 8) == []
+
+
+def test_a_row_above_the_budget_is_refused_with_the_numbers():
+    message = r"max_tokens=8: row 1 has 9 tokens; give 12 or more"
+    with pytest.raises(ValueError, match=message):
+        split_by_tokens([8, 9, 12], 8)
+
+
+# capacity and shapes
+
+
+UNITS = st.sampled_from(["rows", "tokens"])
+SHAPES = st.builds(
+    Shapes,
+    uniform=st.sampled_from([None, "rows", "lengths", "both"]),
+    pad_to_multiple_of=st.integers(1, 8),
+    longest=st.none() | st.integers(1, 40),
+)
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
+CAPACITIES = st.builds(Capacity, st.integers(1, 200), UNITS)
+
+
+def holds(capacity, piece):
+    return len(piece.rows) == 1 or capacity.holds(len(piece.rows), piece.length)
+
+
+@given(LENGTHS, CAPACITIES, SHAPES)
+def test_every_row_of_a_step_is_in_one_micro_batch_that_is_long_enough_and_within_capacity(lengths, capacity, shapes):
+    pieces = micro_batches(lengths, capacity, shapes)
+    assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
+    for piece in pieces:
+        assert holds(capacity, piece)
+        assert piece.rows == sorted(piece.rows)
+        assert piece.length >= max(lengths[row] for row in piece.rows)
+
+
+@given(LENGTHS, CAPACITIES, SHAPES)
+def test_micro_batches_keep_to_their_shapes(lengths, capacity, shapes):
+    pieces = micro_batches(lengths, capacity, shapes)
+    rows, padded = {len(piece.rows) for piece in pieces}, {piece.length for piece in pieces}
+    assert len(rows) == 1 or shapes.uniform not in ("rows", "both")
+    assert len(padded) == 1 or shapes.uniform not in ("lengths", "both")
+    for piece in pieces:
+        whole = piece.length % shapes.pad_to_multiple_of == 0
+        assert whole or (shapes.longest is not None and piece.length >= shapes.longest)
+
+
+@given(LENGTHS, st.integers(1, 30))
+def test_by_rows_they_are_those_of_a_split_by_rows(lengths, rows):
+    pieces = micro_batches(lengths, Capacity(rows))
+    assert [piece.rows for piece in pieces] == split_by_rows(range(len(lengths)), rows)
+    assert [piece.length for piece in pieces] == [max(piece) for piece in split_by_rows(lengths, rows)]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60), st.integers(1, 4))
+def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_capacity_is_alone(lengths, tokens, multiple):
+    shapes = Shapes(pad_to_multiple_of=multiple)
+    pieces = micro_batches(lengths, Capacity(tokens, "tokens"), shapes)
+    padded = [shapes.padded(length) for length in lengths]
+    found = len(pieces), sum(len(piece.rows) * piece.length for piece in pieces)
+    assert found == best_of_all(padded, tokens)
+
+
+@given(LENGTHS, CAPACITIES, st.sampled_from(["rows", "lengths", "both"]))
+def test_uniform_micro_batches_are_as_few_as_there_can_be(lengths, capacity, uniform):
+    """Each holds the longest row or is as large as the one that does, so so many of it must fit."""
+    most = max(n for n in range(1, len(lengths) + 1) if n == 1 or capacity.holds(n, max(lengths)))
+    if uniform != "lengths":
+        most = max(n for n in range(1, most + 1) if len(lengths) % n == 0)
+    assert len(micro_batches(lengths, capacity, Shapes(uniform))) == -(-len(lengths) // most)
+
+
+def test_uniform_micro_batches_by_tokens_pad_rows_beside_rows_of_their_length():
+    pieces = micro_batches([9, 2, 8, 3], Capacity(18, "tokens"), Shapes("rows"))
+    assert [(piece.rows, piece.length) for piece in pieces] == [([0, 2], 9), ([1, 3], 3)]
+
+
+@given(length=st.integers(1, 100), multiple=st.integers(1, 16), longest=st.none() | st.integers(1, 100))
+def test_a_padded_length_is_the_next_multiple_unless_the_model_takes_less(length, multiple, longest):
+    padded = Shapes(pad_to_multiple_of=multiple, longest=longest).padded(length)
+    next_multiple = min(n for n in range(length, length + multiple) if n % multiple == 0)
+    if longest is None or next_multiple <= longest:
+        assert padded == next_multiple
+    else:
+        assert padded == max(length, longest)
+
+
+def test_no_rows_make_no_micro_batch():
+    assert micro_batches([], Capacity(4)) == []
+    assert micro_batches([], Capacity(4, "tokens"), Shapes("both")) == []
+
+
+def test_a_row_without_tokens_is_padded_to_one():
+    assert sorted(split_by_tokens([0, 5, 0], 10)) == [[0, 2], [1]]
+    for capacity in (Capacity(1), Capacity(1, "tokens")):
+        assert [piece.length for piece in micro_batches([0, 0], capacity)] == [1, 1]
+
+
+def test_a_capacity_says_what_it_counts():
+    assert str(Capacity(4)) == "4 rows"
+    assert str(Capacity(512, "tokens")) == "512 padded tokens"
+
+
+# lowering it
+
+
+@given(LENGTHS, CAPACITIES, SHAPES, st.sampled_from(["halved", "reduced"]))
+def test_with_less_capacity_no_micro_batch_is_as_large_as_the_one_that_was_too_large(lengths, capacity, shapes, how):
+    for piece in micro_batches(lengths, capacity, shapes):
+        lower = getattr(capacity, how)(rows=len(piece.rows), length=piece.length)
+        if lower is None:
+            assert len(piece.rows) == 1
+            continue
+        assert 1 <= lower.amount < capacity.amount
+        assert lower.unit == capacity.unit
+        assert not lower.holds(len(piece.rows), piece.length)
+        for other in micro_batches(lengths, lower, shapes):
+            assert not set(piece.rows) <= set(other.rows)
+            assert len(other.rows) < len(piece.rows) or other.length < piece.length
+
+
+@given(LENGTHS, CAPACITIES, SHAPES, st.data())
+def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(lengths, capacity, shapes, data):
+    """Within as many failures as the first micro-batch can be halved, whatever the device holds."""
+    device_holds = data.draw(st.integers(0, 30 * 24))
+    failures = 0
+    while too_large := [
+        piece
+        for piece in micro_batches(lengths, capacity, shapes)
+        if len(piece.rows) > 1 and len(piece.rows) * piece.length > device_holds
+    ]:
+        failed = data.draw(st.sampled_from(too_large))
+        capacity = capacity.halved(rows=len(failed.rows), length=failed.length)
+        failures += 1
+        assert failures <= (24 * 40).bit_length()
+
+
+@given(rows=st.integers(2, 500), length=st.integers(1, 100), unit=UNITS)
+def test_capacity_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, unit):
+    tokens = length if unit == "tokens" else 1
+    capacity = Capacity(10**6, unit)
+    assert capacity.halved(rows=rows, length=length) == Capacity(rows * tokens // 2, unit)
+    reduced = capacity.reduced(rows=rows, length=length)
+    assert reduced.holds(rows - max(1, rows // 16), length)
+    assert not reduced.holds(rows - max(1, rows // 16) + 1, length)
+
+
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+def test_one_row_cannot_be_halved(unit):
+    assert Capacity(64, unit).halved(rows=1, length=64) is None
+    assert Capacity(64, unit).reduced(rows=1, length=64) is None

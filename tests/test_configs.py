@@ -6,7 +6,9 @@ import torchtune
 from omegaconf import OmegaConf
 from torchtune import config
 
-from adaptive_batch.settings import NOT_SUPPORTED_YET, OURS, TORCHTUNE_KEYS, ProbeSettings, Settings
+from adaptive_batch.keys import NOT_SUPPORTED_YET, OURS, TORCHTUNE_KEYS
+from adaptive_batch.probe_settings import ProbeSettings
+from adaptive_batch.settings import Settings
 from adaptive_batch.shipped import config_path, shipped_configs
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"

@@ -1,73 +1,89 @@
-"""The rate is recomputed from base, schedule and clock; nothing is multiplied into the optimizer."""
+"""The rate is recomputed from base, schedule, clock and batch; nothing is multiplied into the optimizer."""
 
+import io
 import math
+import warnings
+from collections import deque
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim import lr_scheduler as torchs
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from adaptive_batch.learning_rate import LearningRate, describe_unscaled, scale
+from adaptive_batch.errors import SettingError
+from adaptive_batch.learning_rate import LearningRate, Reference, describe_unscaled, parse_reference, scale
 
 
 def optimizer(*rates):
-    return SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+    return SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates], momentum=0.9)
+
+
+def rates(one):
+    return [float(group["lr"]) for group in one.param_groups]
 
 
 def cosine(step):
     return 0.5 * (1 + math.cos(math.pi * step / 10))
 
 
-def test_a_constant_rate_stays():
-    one = optimizer(0.1)
-    rate = LearningRate([one], None, batch_can_change=True)
-    assert [rate.set(clock) for clock in (0.0, 1.5, 9.0)] == [0.1, 0.1, 0.1]
+def warm_up(step):
+    return min(1.0, (step + 1) / 4)
 
 
-def test_a_lambda_schedule_gives_torchs_own_trace_at_whole_steps():
-    ours, theirs = optimizer(0.1), optimizer(0.1)
-    rate = LearningRate([ours], LambdaLR(ours, cosine), batch_can_change=False)
-    scheduler = LambdaLR(theirs, cosine)
-    for step in range(10):
-        assert rate.set(float(step)) == scheduler.get_last_lr()[0]
-        theirs.step()
-        scheduler.step()
+def halves(step):
+    return 0.5**step
 
 
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=5))
-def test_the_rate_depends_on_the_clock_alone(clocks):
-    one = optimizer(0.1, 0.3)
-    rate = LearningRate([one], LambdaLR(one, cosine), batch_can_change=True)
-    for clock in clocks:
-        rate.set(clock)
-    assert [group["lr"] for group in one.param_groups] == pytest.approx(
-        [0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])]
-    )
+class Callable:
+    """A schedule that is an object, whose state torch saves."""
+
+    def __init__(self):
+        self.scale = 0.7
+
+    def __call__(self, step):
+        return self.scale**step
 
 
-def test_every_optimizer_in_backward_follows_the_first_ones_schedule():
-    several = [optimizer(0.1), optimizer(0.1), optimizer(0.1)]
-    LearningRate(several, LambdaLR(several[0], cosine), batch_can_change=False).set(4.0)
-    assert {one.param_groups[0]["lr"] for one in several} == {0.1 * cosine(4)}
+def chained(one):
+    return torchs.ChainedScheduler([torchs.ConstantLR(one, 0.1, total_iters=3), torchs.ExponentialLR(one, 0.9)])
 
 
-def test_a_rate_that_is_a_tensor_is_filled():
-    one = optimizer(0.1)
-    one.param_groups[0]["lr"] = kept = torch.tensor(0.1)
-    scheduler = LambdaLR(one, cosine)
-    LearningRate([one], scheduler, batch_can_change=False).set(5.0)
-    assert one.param_groups[0]["lr"] is kept
-    assert kept.item() == pytest.approx(0.05)
+SCHEDULERS = {
+    "none": lambda one: None,
+    "LambdaLR": lambda one: LambdaLR(one, cosine),
+    "LambdaLR of objects": lambda one: LambdaLR(one, Callable()),
+    "MultiplicativeLR": lambda one: torchs.MultiplicativeLR(one, lambda step: 0.95),
+    "StepLR": lambda one: StepLR(one, step_size=2, gamma=0.5),
+    "MultiStepLR": lambda one: torchs.MultiStepLR(one, milestones=[2, 5, 5], gamma=0.3),
+    "ConstantLR": lambda one: torchs.ConstantLR(one, factor=0.1, total_iters=4),
+    "LinearLR": lambda one: torchs.LinearLR(one, start_factor=0.1, total_iters=4),
+    "ExponentialLR": lambda one: torchs.ExponentialLR(one, gamma=0.9),
+    "PolynomialLR": lambda one: torchs.PolynomialLR(one, total_iters=9, power=2.0),
+    "CosineAnnealingLR": lambda one: torchs.CosineAnnealingLR(one, T_max=4, eta_min=1e-3),
+    "CosineAnnealingWarmRestarts": lambda one: torchs.CosineAnnealingWarmRestarts(one, T_0=2, T_mult=2),
+    "CyclicLR": lambda one: torchs.CyclicLR(one, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="exp_range", gamma=0.9),
+    "OneCycleLR": lambda one: OneCycleLR(one, max_lr=0.1, total_steps=20),
+    "ChainedScheduler": chained,
+    "SequentialLR of LambdaLRs": lambda one: SequentialLR(
+        one, [LambdaLR(one, warm_up), LambdaLR(one, cosine), LambdaLR(one, halves)], milestones=[3, 7]
+    ),
+    "SequentialLR": lambda one: SequentialLR(
+        one, [LambdaLR(one, warm_up), torchs.CosineAnnealingLR(one, T_max=6)], milestones=[3]
+    ),
+    "SequentialLR of three": lambda one: SequentialLR(
+        one,
+        [torchs.ConstantLR(one, 0.5, total_iters=2), torchs.MultiStepLR(one, [1, 2]), torchs.ExponentialLR(one, 0.9)],
+        [2, 6],
+    ),
+}
+every_scheduler = pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS)
+batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
 
 
-def test_another_scheduler_is_stepped_once_a_step_and_warned_about(caplog):
-    one = optimizer(1.0)
-    rate = LearningRate([one], StepLR(one, step_size=2, gamma=0.5), batch_can_change=True)
-    assert "StepLR counts optimizer steps: it cannot follow a batch that changes" in caplog.text
-    one.step()
-    assert [rate.set(float(clock)) for clock in range(5)] == [1.0, 1.0, 0.5, 0.5, 0.25]
+# --- what a batch makes of a rate ---------------------------------------------------------------------------------------
 
 
 def test_scaling_follows_the_batch():
@@ -88,3 +104,375 @@ def test_a_rate_that_stays_says_what_scaling_would_give():
     assert (
         line == "lr 2e-05 stays, chosen for a global batch of 4, now 64: linear scaling would give 0.00032, sqrt 8e-05"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "reference", "text"),
+    [
+        (64, Reference(64, "rows"), "64 rows"),
+        (1, Reference(1, "rows"), "1 row"),
+        ("8192tok", Reference(8192, "tokens"), "8192 tokens"),
+        ("1.5e6tok", Reference(1.5e6, "tokens"), "1500000 tokens"),
+        ("0.5tok", Reference(0.5, "tokens"), "0.5 tokens"),
+    ],
+)
+def test_a_reference_is_rows_or_tokens(value, reference, text):
+    assert parse_reference(value) == reference
+    assert str(reference) == text
+
+
+@pytest.mark.parametrize(
+    "value", [0, -4, True, 64.0, "64", "tok", "0tok", "-1tok", "nantok", "inftok", "1e999tok", "manytok", "8ktok", None]
+)
+def test_another_reference_is_refused(value):
+    with pytest.raises(ValueError, match="give a whole number of rows, 1 or more, or tokens as in 8192tok"):
+        parse_reference(value)
+
+
+# --- without a scheduler ------------------------------------------------------------------------------------------------
+
+
+def test_a_constant_rate_stays_and_its_groups_are_not_touched():
+    one = optimizer(0.1)
+    before = [dict(group) for group in one.param_groups]
+    rate = LearningRate([one], None, batch_can_change=True)
+    assert [rate.set(clock) for clock in (0.0, 1.5, 9.0)] == [0.1, 0.1, 0.1]
+    assert [dict(group) for group in one.param_groups] == before
+
+
+def test_a_plain_optimizer_follows_the_batch():
+    one = optimizer(1e-3)
+    rate = LearningRate(one, rule="linear", reference=2)
+    assert [rate.set(clock, batch=batch) for clock, batch in enumerate((10, 4, 2))] == [
+        pytest.approx(5e-3),
+        pytest.approx(2e-3),
+        1e-3,
+    ]
+
+
+@pytest.mark.parametrize("loaded_first", [True, False])
+def test_a_scaled_rate_that_was_saved_does_not_become_the_base(loaded_first):
+    before = optimizer(0.1, 0.3)
+    LearningRate(before, rule="linear", reference=4).set(0, batch=32)
+    after = optimizer(0.1, 0.3)
+    if loaded_first:
+        after.load_state_dict(before.state_dict())
+    rate = LearningRate(after, rule="linear", reference=4)
+    if not loaded_first:
+        after.load_state_dict(before.state_dict())
+    rate.set(1, batch=4)
+    assert rates(after) == [0.1, 0.3]
+
+
+# --- a schedule ---------------------------------------------------------------------------------------------------------
+
+
+@every_scheduler
+@pytest.mark.parametrize(("rule", "batch"), [("none", None), ("linear", 6), ("sqrt", 6)])
+def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
+    ours, theirs = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
+    rate = LearningRate(ours, build(ours), rule=rule, reference=6)
+    scheduler = build(theirs)
+    for step in range(12):
+        rate.set(float(step), batch=batch)
+        assert [{**group, "params": 0} for group in ours.param_groups] == [
+            {**group, "params": 0, "initial_lr": own["initial_lr"]} if "initial_lr" in own else {**group, "params": 0}
+            for group, own in zip(theirs.param_groups, ours.param_groups, strict=True)
+        ]
+        theirs.step()
+        if scheduler:
+            scheduler.step()
+
+
+def test_torchtunes_cosine_on_the_clock_is_torchtunes_cosine_stepped():
+    schedulers = pytest.importorskip("torchtune.training.lr_schedulers")
+    ours, theirs = optimizer(2e-5), optimizer(2e-5)
+    build = schedulers.get_cosine_schedule_with_warmup
+    rate = LearningRate(ours, build(ours, num_warmup_steps=7, num_training_steps=50), rule="sqrt", reference=32)
+    scheduler = build(theirs, num_warmup_steps=7, num_training_steps=50)
+    for step in range(50):
+        assert rate.set(float(step), batch=32) == theirs.param_groups[0]["lr"]
+        theirs.step()
+        scheduler.step()
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=5))
+def test_the_rate_depends_on_the_clock_alone(clocks):
+    one = optimizer(0.1, 0.3)
+    rate = LearningRate([one], LambdaLR(one, cosine), batch_can_change=True)
+    for clock in clocks:
+        rate.set(clock)
+    assert rates(one) == pytest.approx([0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])])
+
+
+@pytest.mark.parametrize(("clock", "factor"), [(2.5, 0.875), (3.0, 1.0), (6.75, cosine(3.75)), (7.5, 0.5**0.5)])
+def test_a_sequence_of_lambdas_is_evaluated_between_steps(clock, factor):
+    one = optimizer(0.1)
+    build = SCHEDULERS["SequentialLR of LambdaLRs"]
+    assert LearningRate(one, build(one), batch_can_change=True).set(clock) == pytest.approx(0.1 * factor)
+
+
+def test_a_lambda_that_computes_otherwise_is_stepped():
+    class Floor(LambdaLR):
+        def get_lr(self):
+            return [max(rate, 0.06) for rate in super().get_lr()]
+
+    one = optimizer(0.1)
+    rate = LearningRate(one, Floor(one, cosine))
+    assert [rate.set(float(clock)) for clock in range(10)][-1] == 0.06
+
+
+@every_scheduler
+@given(batches=batches, rule=st.sampled_from(["linear", "sqrt"]))
+def test_nothing_accumulates(build, batches, rule):
+    """Whatever batches came before, the rate of a batch is that of a run that had no other; at a clock that stands still too."""
+    one, other = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
+    ours = LearningRate(one, build(one), rule=rule, reference=16)
+    constant = LearningRate(other, build(other), rule=rule, reference=16)
+    for clock, batch in enumerate(batches):
+        unscaled = constant.set(clock, batch=16)
+        assert ours.set(clock, batch=batch) == scale(unscaled, batch, 16, rule)
+        assert ours.set(clock, batch=16) == unscaled
+        ours.set(clock, batch=batch)
+    ours.set(len(batches), batch=16)
+    constant.set(len(batches), batch=16)
+    assert rates(one) == rates(other)
+
+
+@every_scheduler
+def test_get_last_lr_is_what_was_applied(build):
+    one = optimizer(0.1, 0.3)
+    scheduler = build(one)
+    if scheduler is None:
+        return
+    rate = LearningRate(one, scheduler, rule="linear", reference=4)
+    for clock, batch in enumerate((4, 8, 8, 2)):
+        assert rate.set(clock, batch=batch) == rates(one)[0]
+        assert scheduler.get_last_lr() == rates(one)
+
+
+def test_another_scheduler_is_stepped_once_a_step_and_warned_about_once(caplog):
+    one = optimizer(1.0)
+    rate = LearningRate([one], StepLR(one, step_size=2, gamma=0.5), batch_can_change=True)
+    assert [rate.set(float(clock)) for clock in range(5)] == [1.0, 1.0, 0.5, 0.5, 0.25]
+    assert caplog.text.count("StepLR counts optimizer steps: it cannot follow a batch that changes") == 1
+
+
+@pytest.mark.parametrize("name", ["none", "LambdaLR", "SequentialLR of LambdaLRs"])
+def test_a_scheduler_that_can_follow_is_not_warned_about(name, caplog):
+    one = optimizer(1.0)
+    LearningRate(one, SCHEDULERS[name](one), batch_can_change=True)
+    assert not caplog.text
+
+
+# --- several groups, several optimizers, tensors ------------------------------------------------------------------------
+
+
+def test_every_optimizer_in_backward_follows_the_first_ones_schedule():
+    several = [optimizer(0.1), optimizer(0.1), optimizer(0.1)]
+    LearningRate(several, LambdaLR(several[0], cosine), batch_can_change=False).set(4.0)
+    assert {one.param_groups[0]["lr"] for one in several} == {0.1 * cosine(4)}
+
+
+@every_scheduler
+def test_every_optimizer_in_backward_has_the_same_rate(build):
+    several = [optimizer(0.1), optimizer(0.1), optimizer(0.1)]
+    rate = LearningRate(several, build(several[0]), rule="linear", reference=4)
+    for clock, batch in enumerate((4, 16, 8, 4)):
+        now = rate.set(clock, batch=batch)
+        assert [rates(one) for one in several] == [[now]] * 3
+
+
+@pytest.mark.parametrize("name", ["LambdaLR", "StepLR", "SequentialLR of LambdaLRs", "SequentialLR"])
+def test_each_optimizer_keeps_its_own_base(name):
+    one, other = optimizer(0.1, 0.3), optimizer(0.02)
+    rate = LearningRate([one, other], SCHEDULERS[name](one), rule="linear", reference=4)
+    for clock, batch in enumerate((4, 16, 8, 8, 8)):
+        now = rate.set(clock, batch=batch)
+        assert rates(one)[1] == pytest.approx(3 * now)
+        assert rates(other) == [pytest.approx(now / 5)]
+
+
+def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_ones():
+    """As torchtune saves them: only the optimizer that its scheduler was built around knows the base."""
+    several = [optimizer(0.1) for _ in range(3)]
+    LambdaLR(several[0], cosine)
+    for one in several:
+        one.param_groups[0]["lr"] = 0.1 * cosine(6)
+    rate = LearningRate(several, LambdaLR(several[0], cosine, last_epoch=6))
+    assert rate.set(7.0) == 0.1 * cosine(7)
+    assert [rates(one) for one in several] == [[0.1 * cosine(7)]] * 3
+
+
+def test_a_rate_that_is_a_tensor_is_filled():
+    one = optimizer(0.1)
+    one.param_groups[0]["lr"] = kept = torch.tensor(0.1)
+    scheduler = LambdaLR(one, cosine)
+    rate = LearningRate([one], scheduler, batch_can_change=False, rule="linear", reference=1)
+    assert rate.set(5.0, batch=1) == kept.item() == pytest.approx(0.05)
+    assert rate.set(5.0, batch=4) == scheduler.get_last_lr()[0] == pytest.approx(0.2)
+    assert one.param_groups[0]["lr"] is kept
+
+
+# --- saved and loaded ---------------------------------------------------------------------------------------------------
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def kinds(state):
+    if isinstance(state, dict):
+        return {type(state)}.union(*(kinds(key) | kinds(value) for key, value in state.items()))
+    if isinstance(state, list):
+        return {list}.union(*map(kinds, state))
+    return {type(state)}
+
+
+def with_tensors(*base):
+    one = optimizer(*base)
+    for group in one.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    return one
+
+
+CHANGING = (4, 4, 8, 16, 16, 2, 32, 32, 4, 7)
+
+
+def build_run(build, rule, *, make, load=None, optimizers_first):
+    """Optimizer, scheduler and rate as a recipe or a library user makes them, resumed where `load` is given."""
+    ours = make(0.1, 0.3)
+    if load and optimizers_first:
+        ours.load_state_dict(load["optimizer"])
+    rate = LearningRate(ours, build(ours), rule=rule, reference=4)
+    if load:
+        if not optimizers_first:
+            ours.load_state_dict(load["optimizer"])
+        rate.load_state_dict(load["rate"])
+    return ours, rate
+
+
+@every_scheduler
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
+@pytest.mark.parametrize("optimizers_first", [True, False])
+@pytest.mark.parametrize("make", [optimizer, with_tensors])
+def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers_first, make):
+    ours, rate = build_run(build, rule, make=make, optimizers_first=False)
+    saved, trace = [], []
+    for clock, batch in enumerate(CHANGING):
+        saved.append(through_a_file({"optimizer": ours.state_dict(), "rate": rate.state_dict()}))
+        assert kinds(saved[-1]["rate"]) <= {dict, list, int, float, str, bool, type(None)}
+        rate.set(float(clock), batch=batch)
+        ours.step()
+        trace.append([{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups])
+    for start, state in enumerate(saved):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ours, rate = build_run(build, rule, make=make, load=state, optimizers_first=optimizers_first)
+            for clock in range(start, len(CHANGING)):
+                rate.set(float(clock), batch=CHANGING[clock])
+                now = [{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups]
+                assert [group["lr"] for group in now] == [group["lr"] for group in trace[clock]]
+                ours.step()
+                assert now == trace[clock]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda one, last_epoch: LambdaLR(one, cosine, last_epoch),
+        lambda one, last_epoch: StepLR(one, 2, last_epoch=last_epoch),
+        lambda one, last_epoch: torchs.ExponentialLR(one, 0.9, last_epoch),
+        lambda one, last_epoch: torchs.CosineAnnealingLR(one, 4, last_epoch=last_epoch),
+    ],
+    ids=["LambdaLR", "StepLR", "ExponentialLR", "CosineAnnealingLR"],
+)
+def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too(build):
+    """As a recipe does whose optimizer is loaded before its scheduler is built."""
+    ours = optimizer(0.1)
+    rate = LearningRate(ours, build(ours, -1), rule="linear", reference=4)
+    trace, saved = [], []
+    for clock, batch in enumerate(CHANGING):
+        saved.append(through_a_file((ours.state_dict(), rate.state_dict())))
+        trace.append(rate.set(clock, batch=batch))
+    for start, (of_optimizer, of_rate) in enumerate(saved):
+        ours = optimizer(0.1)
+        ours.load_state_dict(of_optimizer)
+        rate = LearningRate(ours, build(ours, start - 1), rule="linear", reference=4)
+        rate.load_state_dict(of_rate)
+        assert [rate.set(clock, batch=CHANGING[clock]) for clock in range(start, len(CHANGING))] == trace[start:]
+
+
+def test_what_a_checkpoint_cannot_hold_is_named_once(caplog):
+    class Remembers(StepLR):
+        def __init__(self, *arguments):
+            self.lately = deque(maxlen=3)
+            super().__init__(*arguments)
+
+    def run():
+        one = optimizer(0.1)
+        return LearningRate(one, SequentialLR(one, [LambdaLR(one, warm_up), Remembers(one, 2)], [2]))
+
+    rate = run()
+    rate.set(0)
+    state = through_a_file(rate.state_dict())
+    assert rate.state_dict() == state
+    assert caplog.messages == [
+        "SequentialLR keeps lately, which a checkpoint cannot hold: resuming takes what the scheduler is built with then"
+    ]
+    run().load_state_dict(state)
+
+
+def test_the_state_of_another_scheduler_is_left_alone(caplog):
+    one, other = optimizer(0.1), optimizer(0.1)
+    rate = LearningRate(one, StepLR(one, 2))
+    rate.set(0), rate.set(1)
+    another = LearningRate(other, torchs.ExponentialLR(other, 0.5))
+    another.load_state_dict(rate.state_dict())
+    assert "the checkpoint's schedule is a StepLR: ExponentialLR begins where it was built" in caplog.text
+    assert [another.set(2), another.set(3)] == [0.1, 0.05]
+
+
+def test_a_schedule_on_the_clock_has_nothing_to_save():
+    one = optimizer(0.1)
+    rate = LearningRate(one, LambdaLR(one, cosine), rule="linear", reference=4)
+    rate.set(3.5, batch=7)
+    assert rate.state_dict() == {}
+
+
+# --- refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_scheduler_that_waits_for_a_metric_is_refused():
+    one = optimizer(0.1)
+    with pytest.raises(
+        SettingError, match=r"lr_scheduler='ReduceLROnPlateau': it waits for a metric .* LambdaLR"
+    ) as error:
+        LearningRate(one, ReduceLROnPlateau(one))
+    assert error.value.key == "lr_scheduler"
+
+
+def test_a_rule_needs_a_reference_and_a_batch():
+    one = optimizer(0.1)
+    with pytest.raises(ValueError, match="rule='linear': give the reference too"):
+        LearningRate(one, rule="linear")
+    with pytest.raises(ValueError, match="rule='cubic': give one of none, linear, sqrt"):
+        LearningRate(one, rule="cubic", reference=4)
+    with pytest.raises(ValueError, match="0: give a whole number of rows"):
+        LearningRate(one, rule="linear", reference=0)
+    with pytest.raises(ValueError, match="another optimizer"):
+        LearningRate(one, LambdaLR(optimizer(0.1), cosine))
+
+
+@pytest.mark.parametrize("batch", [None, 0, -1, math.nan])
+def test_a_batch_that_is_refused_moves_nothing(batch):
+    one = optimizer(0.1)
+    rate = LearningRate(one, StepLR(one, 1, gamma=0.5), rule="linear", reference=Reference(4, "tokens"))
+    rate.set(0, batch=8)
+    with pytest.raises(ValueError, match=r"needs the tokens of the step|must be above 0"):
+        rate.set(1, batch=batch)
+    assert rates(one) == [0.2]
+    assert rate.set(1, batch=4) == 0.05

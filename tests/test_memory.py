@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch._utils import ExceptionWrapper
 from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batch.counting import storage_bytes
-from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import (
     GIB,
     AcceleratorMemory,
@@ -24,6 +26,7 @@ from adaptive_batch.memory import (
     host_available_bytes,
     is_out_of_memory,
     parse_size,
+    recover,
 )
 from adaptive_batch.snapshot import optimizer_state_tensors
 
@@ -398,3 +401,62 @@ def test_a_backend_that_cannot_limit_is_held_to_the_budget_after():
     backend.set_per_process_memory_fraction = None
     with pytest.raises(torch.OutOfMemoryError, match="over the budget"), memory.measure([], budget_bytes=4 * GIB):
         backend.hold(5 * GIB)
+
+
+class SaysNothing:
+    """A backend as ``torch.accelerator`` was: it synchronizes, and knows nothing of memory."""
+
+    def synchronize(self, _):
+        pass
+
+
+def test_a_device_that_does_not_say_what_it_peaks_at_is_refused_for_probes_alone():
+    device = torch.device("cuda", 0)
+    memory = AcceleratorMemory(device, backend=SaysNothing())
+    with pytest.raises(
+        SettingError, match=r"device='cuda:0': torch .* no batch can be probed there; train with a batch"
+    ):
+        memory.check_it_can_be_measured()
+    memory.release()
+    assert memory.num_retries() == 0
+
+
+def test_a_cpu_and_an_allocator_that_says_it_can_be_measured():
+    device_memory(CPU).check_it_can_be_measured()
+    accelerator()[1].check_it_can_be_measured()
+
+
+def test_retries_are_counted_since_the_allocator_began_and_a_cpu_has_none():
+    backend, memory = accelerator()
+    assert (memory.num_retries(), device_memory(CPU).num_retries()) == (0, 0)
+    for _ in range(2):
+        assert isinstance(raised(lambda: backend.hold(17 * GIB)), torch.OutOfMemoryError)
+    assert memory.num_retries() == 2
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_recovering_frees_what_a_failed_backward_left_in_autograds_engine():
+    """Of two branches that wait in the engine the first fails, so that the other is never run."""
+
+    def failed_backward():
+        x = torch.ones(8, requires_grad=True)
+        kept = x.exp()
+        reference = weakref.ref(kept.untyped_storage())
+        branch = kept.sin()
+        assert isinstance(raised((branch.sum() + FailsInBackward.apply(x).sum()).backward), torch.OutOfMemoryError)
+        return reference
+
+    reference = failed_backward()
+    gc.collect()
+    left = reference() is not None
+    recover(device_memory(CPU))
+    assert (left, reference()) == (True, None)

@@ -229,7 +229,7 @@ def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
 def test_a_probe_block_without_effect_is_said(small):
     finished = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", BUDGET)
     assert [record["message"] for record in records(finished, "no_effect")] == [
-        "the probe block has no effect: nothing that adapts the batch is on"
+        "probe has no effect: nothing that needs to know what fits is on"
     ]
 
 

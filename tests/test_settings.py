@@ -6,7 +6,9 @@ import pytest
 
 from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
-from adaptive_batch.settings import NOT_SUPPORTED_YET, OURS, ProbeSettings, Settings
+from adaptive_batch.keys import NOT_SUPPORTED_YET, OURS
+from adaptive_batch.probe_settings import ProbeSettings
+from adaptive_batch.settings import Settings
 
 GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}

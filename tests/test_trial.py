@@ -8,13 +8,26 @@ import weakref
 import pytest
 import torch
 from fakes import FakeBackend
-from small_training import CPU, OPTIMIZERS, PLENTY, Case, Mishap, Training, differences, traces
+from small_training import (
+    CPU,
+    LENGTH,
+    OPTIMIZERS,
+    PLENTY,
+    VOCABULARY,
+    Case,
+    Mishap,
+    Training,
+    differences,
+    traces,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.memory import GIB, AcceleratorMemory, CountedMemory
+from adaptive_batch.probe import find_max_batch_size
+from adaptive_batch.search import BinarySearch
 from adaptive_batch.snapshot import optimizer_state_tensors
 from adaptive_batch.trial import Rehearsal
 
@@ -264,6 +277,85 @@ def test_a_size_that_made_the_allocator_retry_is_too_large():
         assert [trial(rows).fits for rows in (2, 4, 3, 9, 8)] == [True, False, True, False, True]
         assert trial(7).peak_bytes == 7 * GIB
     assert backend.fraction == 1.0
+
+
+# evaluating
+
+
+def evaluate(training, rows):
+    training.phase = "evaluation"
+    assert not any(module.training for module in training.model.modules())
+    with torch.no_grad():
+        training.model(torch.randint(VOCABULARY, (rows, LENGTH)))
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in backward"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+def test_trials_of_evaluating_leave_no_trace_however_they_end(in_backward, resumed):
+    training = Training(Case("AdamW", in_backward=in_backward, resumed=resumed))
+    before, objects = training.everything(), training.objects()
+
+    def fail(rows):
+        evaluate(training, rows)
+        raise Mishap("index out of range")
+
+    with training.rehearsal(budget_bytes=GIB) as trial:
+        assert trial.evaluation(lambda rows: evaluate(training, rows), 5).fits
+        training.model.burden = {"forward": GIB}
+        assert not trial.evaluation(lambda rows: evaluate(training, rows), 3).fits
+        training.model.burden = {}
+        assert trial(2).fits
+        assert trial.evaluation(lambda rows: evaluate(training, rows), 3).fits
+    assert differences(before, training.everything()) + differences(objects, training.objects()) == []
+    with (
+        pytest.raises(RuntimeError, match="a trial of evaluating 3 rows failed, and not for lack of memory: index out"),
+        training.rehearsal() as trial,
+    ):
+        trial.evaluation(fail, 3)
+    assert differences(before, training.everything()) + differences(objects, training.objects()) == []
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_trial_of_evaluating_peaks_where_evaluating_between_two_steps_does(accumulates):
+    training = Training(Case("AdamW"))
+    training.train(1)
+    with training.rehearsal(accumulates=accumulates) as trial:
+        found = {rows: trial.evaluation(lambda rows: evaluate(training, rows), rows) for rows in (1, 7, 40)}
+        assert all(tried.peak_bytes < trial(rows).peak_bytes for rows, tried in found.items())
+    training.optimizer.zero_grad(set_to_none=True)
+    training.model.eval()
+    for rows, tried in found.items():
+        with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
+            evaluate(training, rows)
+        assert tried.peak_bytes == usage.peak_bytes
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_trial_of_training_takes_the_same_after_one_of_evaluating(accumulates):
+    """Gradients and the mode of training are there again."""
+    training = Training(Case("AdamW"))
+    with training.rehearsal(accumulates=accumulates, budget_bytes=GIB) as trial:
+        before = trial(3).peak_bytes
+        for burden in ({}, {"forward": GIB}):
+            training.model.burden = burden
+            assert trial.evaluation(lambda rows: evaluate(training, rows), 3).fits == (not burden)
+            training.model.burden = {}
+            assert trial(3).peak_bytes == before
+
+
+def test_more_rows_can_be_evaluated_than_trained():
+    training = Training(Case("AdamW"))
+    with training.rehearsal() as trial:
+        budget_bytes = trial(6).peak_bytes
+    with training.rehearsal(budget_bytes=budget_bytes) as trial:
+        trained = find_max_batch_size(trial, search=BinarySearch(maximum=500))
+        evaluated = find_max_batch_size(
+            lambda rows: trial.evaluation(lambda rows: evaluate(training, rows), rows), search=BinarySearch(maximum=500)
+        )
+        assert trial.evaluation(lambda rows: evaluate(training, rows), evaluated.max_batch_size).fits
+        assert not trial.evaluation(lambda rows: evaluate(training, rows), evaluated.max_batch_size + 1).fits
+    assert trained.max_batch_size == 6
+    assert evaluated.max_batch_size > 2 * trained.max_batch_size
 
 
 # the optimizer in backward

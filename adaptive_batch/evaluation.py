@@ -1,0 +1,79 @@
+"""The loss of many rows without gradients, in as large micro-batches as fit; it has a capacity of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from .accumulation import Accumulator
+from .batching import Capacity, micro_batches
+from .memory import DeviceMemory, device_memory
+from .replay import CapacityChange, Replay
+
+_CHUNK = 256  # rows that are read at a time and grouped by length
+
+
+class Evaluator:
+    """Mean loss of a label token over rows, whatever they are split into.
+
+    Args:
+        model: it is in evaluation mode while it is evaluated, and as it was afterwards.
+        accumulator: what trains it; the loss is the one that training has.
+        collate: makes one padded batch of rows on the host.
+        capacity: what one micro-batch may hold; an out-of-memory error lowers it, and never training's.
+        on_change: is told of every lowered capacity; None logs it.
+        memory: of the model's device; None asks torch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        accumulator: Accumulator,
+        *,
+        collate: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
+        capacity: Capacity,
+        on_change: Callable[[CapacityChange], object] | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        self._model = model
+        self._accumulator = accumulator
+        self._collate = collate
+        memory = memory or device_memory(next(model.parameters()).device)
+        self._replay = Replay(capacity, memory=memory, on_change=on_change)
+
+    @property
+    def capacity(self) -> Capacity:
+        """What one micro-batch may hold now."""
+        return self._replay.capacity
+
+    def run(self, rows: Iterable[dict[str, Any]]) -> float:
+        """The mean loss over the label tokens of all `rows`; nan where there are none.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+        """
+        loss_sum, label_tokens = 0.0, 0
+        training = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            unread = iter(rows)
+            while chunk := list(islice(unread, _CHUNK)):
+                loss, count = self._replay.run(lambda chunk=chunk: self._attempt(chunk), undo=lambda: None)  # type: ignore[misc]
+                loss_sum, label_tokens = loss_sum + loss, label_tokens + count
+        finally:
+            for module, was_training in training:
+                module.training = was_training
+        return loss_sum / label_tokens if label_tokens else float("nan")
+
+    def _attempt(self, rows: Sequence[dict[str, Any]]) -> tuple[float, int]:
+        loss_sum, label_tokens = 0.0, 0
+        pieces = micro_batches([len(row["tokens"]) for row in rows], self.capacity)
+        for piece in pieces:
+            self._replay.current = piece
+            loss, count = self._accumulator.evaluate(self._collate([rows[i] for i in piece.rows]))
+            loss_sum, label_tokens = loss_sum + loss, label_tokens + count
+        self._replay.current = max(pieces, key=lambda piece: piece.padded_tokens)
+        return loss_sum, label_tokens

@@ -1,0 +1,148 @@
+"""The names of configuration keys, and how a value is read or refused."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import SettingError
+
+# Keys that are ours by name and that do not work yet, with the values that already mean what happens without them.
+NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
+    "batch_size_schedule": (),
+    "grow_beyond_maximum": (False,),
+    "lr_clock": ("samples",),
+    "sync_gradients_every_micro_batch": (True,),
+    "save_every_n_steps": (),
+    "keep_last_n_checkpoints": (),
+    "plan_only": (False,),
+}
+OURS = (
+    "use_maximum_batch_size",
+    "batch_increase_function",
+    "micro_batch_size",
+    "micro_batch_tokens",
+    "batch_tokens",
+    "sample_order",
+    "sample_window",
+    "min_rows_per_batch",
+    "max_rows_per_batch",
+    "long_rows",
+    "uniform_micro_batches",
+    "pad_to_multiple_of",
+    "drop_last",
+    "lr_scaling",
+    "reference_batch_size",
+    "on_out_of_memory",
+    "dataset_val",
+    "batch_size_val",
+    "run_val_every_n_steps",
+    "max_validation_batches",
+    "probe",
+    *NOT_SUPPORTED_YET,
+)
+
+# Keys of torchtune's full fine-tune configs. One that looks like ours is still torchtune's.
+TORCHTUNE_KEYS = frozenset(
+    [
+        "batch_size",
+        "checkpointer",
+        "clip_grad_norm",
+        "collate_fn",
+        "compile",
+        "cudnn_deterministic_mode",
+        "dataset",
+        "device",
+        "dtype",
+        "enable_activation_checkpointing",
+        "enable_activation_offloading",
+        "epochs",
+        "gradient_accumulation_steps",
+        "log_every_n_steps",
+        "log_peak_memory_stats",
+        "loss",
+        "lr_scheduler",
+        "max_steps_per_epoch",
+        "metric_logger",
+        "model",
+        "optimizer",
+        "optimizer_in_bwd",
+        "output_dir",
+        "profiler",
+        "resume_from_checkpoint",
+        "seed",
+        "shuffle",
+        "tokenizer",
+    ]
+)
+
+
+def check_key_names(config: Mapping[str, Any]) -> None:
+    """Refuse a top-level key that is nearly one of ours, and one of ours that does not work yet.
+
+    Raises:
+        SettingError: with the key that was probably meant, or with the value that must go.
+    """
+    for key in config:
+        if key in OURS or key in TORCHTUNE_KEYS:
+            continue
+        if meant := difflib.get_close_matches(str(key), OURS, n=1, cutoff=0.8):
+            raise SettingError(str(key), config[key], f"there is no such key; {meant[0]} is probably meant")
+    for key, harmless in NOT_SUPPORTED_YET.items():
+        value = config.get(key)
+        if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
+            raise SettingError(key, value, "not supported yet; remove it or set it to null")
+
+
+def switch(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    """The value of a key that is True or False."""
+    value = config.get(key)
+    return default if value is None else check_bool(key, value)
+
+
+def choice(config: Mapping[str, Any], key: str, options: Sequence[str], *, default: str) -> str:
+    """The value of a key that is one of some words."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if value not in options:
+        raise SettingError(key, value, f"give one of {', '.join(options)}")
+    return str(value)
+
+
+def whole(config: Mapping[str, Any], key: str) -> int | None:
+    """The value of a key that is a whole number, 1 or more."""
+    value = config.get(key)
+    return None if value is None else check_whole(key, value)
+
+
+def auto_or_whole(config: Mapping[str, Any], key: str) -> int | str | None:
+    """The value of a key that is ``auto`` or a whole number, 1 or more."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    return check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
+
+
+def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more") -> int:
+    """Refuse what is not a whole number, 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingError(key, value, remedy)
+    return value
+
+
+def check_bool(key: str, value: object) -> bool:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise SettingError(key, value, "give True or False")
+    return value
+
+
+def check_share(key: str, value: object) -> None:
+    """Refuse what is not a share in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1:
+        raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")

@@ -1,0 +1,107 @@
+"""The `probe` block of the configuration, and every check of it that needs no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from .components import nearest
+from .errors import SettingError
+from .keys import check_bool, check_share, check_whole
+from .memory import GIB, parse_size
+
+SEARCHES = ("predict", "binary", "halve")
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """The `probe` block.
+
+    Attributes:
+        search: ``predict``, ``binary`` or ``halve``.
+        device_memory: what a trial may use: None for what is available, a size such as ``"12GiB"``, or a share of the device.
+        headroom: share of that which is left free, in [0, 1).
+        sequence_length: ``longest`` (the longest real rows), ``max_seq_len`` (rows as long as the tokenizer cuts them), or a
+            number of tokens.
+        sequence_lengths: for ``adaptive_probe``: one search for each.
+        round_to_power_of_two: train with the power of two at or below the bound.
+        maximum: no larger size is tried; where ``halve`` starts.
+        cache: use a bound that was found before, after trying it once.
+    """
+
+    search: str = "predict"
+    device_memory: int | float | str | None = None
+    headroom: float = 0.05
+    sequence_length: int | str = "longest"
+    sequence_lengths: tuple[int | str, ...] = ()
+    round_to_power_of_two: bool = True
+    maximum: int = 4096
+    cache: bool = True
+
+    @classmethod
+    def from_config(cls, config: object) -> ProbeSettings:
+        """Read and check the block.
+
+        Raises:
+            SettingError: an unknown key, or a value that cannot be used.
+        """
+        if config is None:
+            return cls()
+        if not isinstance(config, Mapping):
+            raise SettingError("probe", config, "give a block of settings, such as probe.search=predict")
+        known = [field.name for field in fields(cls)]
+        for key in config:
+            if key not in known:
+                raise SettingError(f"probe.{key}", config[key], f"there is no such key; {nearest(str(key), known)}")
+        values = {key: value for key, value in config.items() if value is not None}
+        if "sequence_lengths" in values:
+            lengths = values["sequence_lengths"]
+            if not isinstance(lengths, list | tuple) or not lengths:
+                raise SettingError(
+                    "probe.sequence_lengths", lengths, "give a list of lengths, such as [512, 1024, 2048]"
+                )
+            values["sequence_lengths"] = tuple(lengths)
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if self.search not in SEARCHES:
+            raise SettingError("probe.search", self.search, f"give one of {', '.join(SEARCHES)}")
+        if self.device_memory is not None:
+            try:
+                parse_size(self.device_memory, total_bytes=GIB)
+            except ValueError as error:
+                raise SettingError("probe.device_memory", self.device_memory, str(error)) from None
+        check_share("probe.headroom", self.headroom)
+        for length in (self.sequence_length, *self.sequence_lengths):
+            key = (
+                "probe.sequence_lengths"
+                if self.sequence_lengths and length != self.sequence_length
+                else "probe.sequence_length"
+            )
+            if isinstance(length, str):
+                if length not in ("longest", "max_seq_len"):
+                    raise SettingError(key, length, "give longest, max_seq_len or a number of tokens")
+            else:
+                check_whole(key, length)
+        check_bool("probe.round_to_power_of_two", self.round_to_power_of_two)
+        check_whole("probe.maximum", self.maximum)
+        check_bool("probe.cache", self.cache)
+
+    def budget_bytes(self, *, total_bytes: int, available_bytes: int) -> int:
+        """What a trial may use on a device that has `total_bytes`, of which `available_bytes` can be had.
+
+        Raises:
+            SettingError: more is asked for than the device has.
+        """
+        limit = available_bytes
+        if self.device_memory is not None:
+            limit = parse_size(self.device_memory, total_bytes=total_bytes)
+            if limit > total_bytes:
+                raise SettingError(
+                    "probe.device_memory",
+                    self.device_memory,
+                    f"the device has {total_bytes / GIB:.2f} GiB; give that or less, or null for what is available",
+                )
+        return int(min(limit, available_bytes) * (1 - self.headroom))

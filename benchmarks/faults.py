@@ -1,0 +1,71 @@
+"""Whether a replay leaves a trace: memory runs out at every single operation of a step, each time in a training of its own.
+
+    python benchmarks/faults.py [--quick] [--output DIR]
+
+By rows and by tokens, with and without activation checkpointing, once and again in the replay; in the first step of the
+optimizer and in the second (see tests/small_faults.py). What each training ends with, weights, optimizer, running
+statistics, random numbers and every figure of its steps, is compared bit by bit with one that never ran out and was given
+the same capacity in each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import records
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from small_faults import PHASES, Way, sweep
+
+QUICK = 29  # every so many-th operation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th operation")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the model is tiny
+    flags = (False, True)
+    ways = [Way(*combination) for combination in itertools.product(("rows", "tokens"), flags, flags)]
+    width = max(map(len, PHASES))
+    columns = " ".join(f"{phase:>{width}}" for phase in PHASES)
+    print(f"{'memory runs out':<34} {'places':>6} {columns} {'bit-identical':>13} {'seconds':>8}")
+    rows = []
+    for way in ways:
+        start = time.perf_counter()
+        swept = list(sweep(way, every=QUICK if arguments.quick else 1))
+        seconds = time.perf_counter() - start
+        phases = Counter(phase for phase, _ in swept)
+        differing = Counter(name for _, names in swept for name in names)
+        identical = sum(not names for _, names in swept)
+        rows.append(
+            {
+                "unit": way.unit,
+                "checkpointing": way.checkpointing,
+                "nested": way.nested,
+                "places": len(swept),
+                "by_phase": dict(phases),
+                "identical": identical,
+                "differing": dict(differing),
+                "seconds": round(seconds, 1),
+            }
+        )
+        counts = " ".join(f"{phases[phase]:>{width}}" for phase in PHASES)
+        print(f"{way!s:<34} {len(swept):>6} {counts} {identical:>13} {seconds:>8.1f}", flush=True)
+        if differing:
+            print(f"  DIFFERING {dict(differing)}")
+    places, identical = (sum(row[name] for row in rows) for name in ("places", "identical"))
+    print(f"\n{places} places, bit-identical after {identical}")
+    records.write("faults", arguments.output, places=places, identical=identical, faults=rows)
+    sys.exit(identical != places or not places)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""The search for the largest batch that a run's parts allow, in training and in validation."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from adaptive_parts import TrainingParts, package_version
+from omegaconf import OmegaConf
+
+from adaptive_batch import distributed
+from adaptive_batch.counting import storage_bytes
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
+from adaptive_batch.fingerprint import fingerprint
+from adaptive_batch.lengths import longest_rows
+from adaptive_batch.memory import GIB, DeviceMemory, device_memory
+from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result, try_again
+from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
+from adaptive_batch.snapshot import RandomState, optimizer_state_tensors
+from adaptive_batch.trial import Rehearsal
+
+log = logging.getLogger("adaptive_batch")
+
+Rows = Callable[[int], list[dict[str, Any]]]  # the first so many rows of a trial
+
+# What a trial's memory depends on, of the configuration; the fingerprint of a cached bound is made of it.
+_MEMORY_KEYS = [
+    "model",
+    "optimizer",
+    "loss",
+    "collate_fn",
+    "dtype",
+    "compile",
+    "clip_grad_norm",
+    "optimizer_in_bwd",
+    "pad_to_multiple_of",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+]
+
+
+class BoundSearch:
+    """Runs trials of what training will run, on the parts of a run.
+
+    Use :meth:`check` before the weights are loaded and the others after.
+
+    Args:
+        parts: with their data built.
+    """
+
+    def __init__(self, parts: TrainingParts) -> None:
+        self._parts = parts
+        self._settings = parts.settings
+        self._trials: dict[int | str, tuple[Rows, int]] = {}
+
+    def check(self) -> None:
+        """Choose the rows of trials, and refuse what the model's size or length, or the rows of an epoch, do not allow.
+
+        Raises:
+            SettingError: a probed length is beyond the model's, the memory allowed is below what its weights need, a
+                configured batch is above what can be tried, or the device does not say what it uses.
+        """
+        parts, settings, probe = self._parts, self._settings, self._settings.probe
+        grows_from_configured = settings.batch_changes and not settings.use_maximum_batch_size
+        most = self.most_rows
+        if grows_from_configured and settings.micro_batch_size is None and settings.batch_size > most:
+            raise SettingError("batch_size", settings.batch_size, f"{self._why_most()}; give {most} or less")
+        longest = parts.max_seq_len
+        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
+            key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
+            if longest and isinstance(length, int) and length > longest:
+                raise SettingError(key, length, f"the model takes {longest} tokens at most")
+            self._trials[length] = _, tokens = self._trial_rows(length)
+            if longest and tokens > longest:
+                remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
+                raise SettingError(key, length, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
+        memory = device_memory(parts.device)
+        memory.check_it_can_be_measured()
+        budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=memory.available_bytes(()))
+        weights = sum(p.numel() * p.element_size() for p in parts.skeleton.parameters())
+        if weights > budget:
+            raise SettingError(
+                "probe.device_memory",
+                probe.device_memory,
+                f"the model's weights alone need {weights / GIB:.2f} GiB, and {budget / GIB:.2f} GiB may be used; "
+                "allow more memory or take a smaller model",
+            )
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that are of use at once: what a step or an epoch has of them, and ``probe.maximum``."""
+        settings, rows = self._settings, len(self._parts.dataset)
+        if settings.fits_itself and not settings.batch_changes and not settings.batch_tokens:
+            of_use = min(rows, settings.step_rows)
+        else:
+            of_use = max(1, rows // settings.gradient_accumulation_steps)
+        return min(settings.probe.maximum, of_use)
+
+    def _why_most(self) -> str:
+        if self.most_rows == self._settings.probe.maximum:
+            return f"probe.maximum is {self._settings.probe.maximum}"
+        accumulated = self._settings.gradient_accumulation_steps
+        rows = f"an epoch has {len(self._parts.dataset)} rows"
+        return f"{rows} for {accumulated} micro-batches" if accumulated > 1 else rows
+
+    def of_training(self, *, length: int | str, accumulates: bool, path: Path) -> ProbeResult:
+        """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
+
+        Args:
+            length: ``longest``, ``max_seq_len`` or a number of tokens.
+            accumulates: some step may have two micro-batches or more.
+            path: the file of the result, which is believed after one trial if it depends on the same things.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+        """
+        rows, tokens = self._trials.get(length) or self._trial_rows(length)
+        rounds = self._settings.probe.round_to_power_of_two and self._settings.use_maximum_batch_size
+        return self._find(rows, tokens, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
+
+    def of_row(self, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
+        """The same for one row, repeated: for a row that is longer than any that was tried.
+
+        Raises:
+            DoesNotFitError: it does not fit.
+        """
+        return self._find(lambda size: [row] * size, len(row["tokens"]), maximum=maximum, accumulates=accumulates)
+
+    def of_validation(self) -> ProbeResult:
+        """Find the largest number of the longest rows of validation that fit, without gradients.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+        """
+        parts = self._parts
+        lengths = parts.lengths_val
+        order = longest_rows(lengths, len(lengths))
+        tokens = int(lengths[order[0]])
+        if parts.max_seq_len and tokens > parts.max_seq_len:
+            remedy = f"rows have up to {tokens} tokens, and the model takes {parts.max_seq_len} at most"
+            raise SettingError(
+                "dataset_val", tokens, f"{remedy}; set tokenizer.max_seq_len={parts.max_seq_len} or less"
+            )
+        made: list[dict[str, Any]] = []
+
+        def rows(size: int) -> list[dict[str, Any]]:
+            made.extend(parts.dataset_val[row] for row in order[len(made) : size])
+            return made[:size]
+
+        maximum = min(len(order), self._settings.probe.maximum)
+        result = self._find(rows, tokens, maximum=maximum, accumulates=False, evaluates=True)
+        if result.max_batch_size == 0:
+            raise DoesNotFitError(
+                f"one row of {tokens} tokens of dataset_val does not fit in {result.budget_bytes / GIB:.2f} GiB, even without "
+                f"gradients; {MEMORY_REMEDIES}"
+            )
+        return result
+
+    def _find(
+        self,
+        rows: Rows,
+        tokens: int,
+        *,
+        maximum: int,
+        accumulates: bool,
+        rounds: bool = False,
+        evaluates: bool = False,
+        path: Path | None = None,
+    ) -> ProbeResult:
+        random_state = RandomState(self._parts.device)  # reading a row of some datasets draws from it
+        try:
+            return self._search_on(
+                rows,
+                tokens,
+                maximum=distributed.minimum(maximum),
+                accumulates=accumulates,
+                rounds=rounds,
+                evaluates=evaluates,
+                path=path,
+            )
+        finally:
+            random_state.restore()
+
+    def _search_on(
+        self,
+        rows: Rows,
+        tokens: int,
+        *,
+        maximum: int,
+        accumulates: bool,
+        rounds: bool,
+        evaluates: bool,
+        path: Path | None,
+    ) -> ProbeResult:
+        parts, probe = self._parts, self._settings.probe
+        memory = device_memory(parts.device)
+        resident = [*parts.model.parameters(), *parts.model.buffers(), *optimizer_state_tensors(parts.optimizers)]
+        available = memory.available_bytes(resident)
+        if parts.device.type == "cpu":  # the probe's own copies lie in the same memory
+            available = max(1, available - storage_bytes(resident))
+        budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
+        trained = self._trials[probe.sequence_length][0] if evaluates else rows
+        depends_on = self._fingerprint(rows(1), tokens, memory, budget, maximum, accumulates, rounds)
+        rehearsal = Rehearsal(
+            model=parts.model,
+            optimizer=parts.in_backward or parts.optimizer,
+            forward_backward=lambda size: parts.accumulator.rehearse(trained(size)),
+            step=parts.rehearse_step,
+            accumulates=accumulates,
+            memory=memory,
+            budget_bytes=budget,
+            row=f"one row of {tokens} tokens",
+        )
+        log.info(
+            "probing %srows of %d tokens on %s, up to %d rows in %.2f GiB",
+            "validation of " if evaluates else "",
+            tokens,
+            memory.describe(),
+            maximum,
+            budget / GIB,
+        )
+
+        def run_trial(size: int) -> Trial:
+            tried = rows(size)  # read before anything is measured
+            if not evaluates:
+                return rehearsal(size)
+            return rehearsal.evaluation(
+                lambda _: parts.accumulator.evaluate(parts.collate_val(tried), rehearsing=True), size
+            )
+
+        known = load_result(path, fingerprint=depends_on) if path and probe.cache else None
+        try:
+            with rehearsal:
+                result = known and try_again(known, run_trial)
+                if result is None:
+                    result = find_max_batch_size(
+                        run_trial,
+                        search=self._search(
+                            memory, budget_bytes=budget, maximum=maximum, resident_bytes=rehearsal.resident_bytes
+                        ),
+                        round_to_power_of_two=rounds,
+                        sequence_length=tokens,
+                    )
+                result = replace(result, resident_bytes=rehearsal.resident_bytes, budget_bytes=budget)
+        finally:
+            if parts.cfg.compile:
+                torch._dynamo.reset()  # the sizes of trials must not use up the compiler's limit of variants
+        if path and distributed.is_rank_zero() and not result.from_cache:
+            save_result(result, path, fingerprint=depends_on)
+        return result
+
+    def _fingerprint(
+        self,
+        rows: Sequence[dict[str, Any]],
+        tokens: int,
+        memory: DeviceMemory,
+        budget_bytes: int,
+        maximum: int,
+        accumulates: bool,
+        rounds: bool,
+    ) -> str:
+        """A name for everything that a bound depends on."""
+        parts = self._parts
+        plain = OmegaConf.to_container(parts.cfg, resolve=True)
+        assert isinstance(plain, dict)
+        packages = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
+        return fingerprint(
+            {key: plain.get(key) for key in _MEMORY_KEYS},
+            {name: package_version(name) for name in packages},
+            [memory.describe(), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")],
+            [self._settings.probe.search, tokens, maximum, accumulates, rounds, parts.packed],
+            _shapes(parts.collate(rows)),
+            # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
+            round(math.log(max(1, budget_bytes), 1.01)),
+        )
+
+    def _search(self, memory: DeviceMemory, *, budget_bytes: int, maximum: int, resident_bytes: int) -> Search:
+        match self._settings.probe.search:
+            case "binary":
+                return BinarySearch(maximum=maximum)
+            case "halve":
+                return Halving(start=maximum)
+            case _:
+                return Predictive(
+                    budget_bytes=budget_bytes,
+                    maximum=maximum,
+                    resident_bytes=resident_bytes,
+                    granularity_bytes=memory.granularity_bytes,
+                )
+
+    def _trial_rows(self, length: int | str) -> tuple[Callable[[int], list[dict[str, Any]]], int]:
+        """A function that gives the first so many rows of a trial, and the tokens of the longest."""
+        lengths = self._parts.lengths
+        order = longest_rows(lengths, len(lengths))
+        longest = int(lengths[order[0]])
+        if length == "max_seq_len":
+            limit = getattr(self._parts.tokenizer, "max_seq_len", None)
+            if limit is None:
+                raise SettingError(
+                    "probe.sequence_length", length, "the tokenizer has no max_seq_len; set it, or give a number"
+                )
+            length = int(limit)
+        target = longest if length == "longest" else int(length)
+        made: list[dict[str, Any]] = []
+
+        def rows(count: int) -> list[dict[str, Any]]:
+            while len(made) < count:
+                row = self._parts.dataset[order[len(made)]]
+                made.append(row if length == "longest" else _resized(row, target))
+            return made[:count]
+
+        return rows, target
+
+
+def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """A row of text cut or repeated to so many tokens."""
+    if set(row) - {"tokens", "labels", "mask"}:
+        others = ", ".join(sorted(set(row) - {"tokens", "labels", "mask"}))
+        raise SettingError(
+            "probe.sequence_length", length, f"rows with {others} have a length of their own; use longest"
+        )
+    return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
+
+
+def _shapes(batch: Any) -> Any:
+    """Shapes and dtypes of the tensors in a batch, nested as they are."""
+    if isinstance(batch, torch.Tensor):
+        return [list(batch.shape), str(batch.dtype)]
+    if isinstance(batch, Mapping):
+        return {str(key): _shapes(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_shapes(value) for value in batch]
+    return type(batch).__name__

@@ -1,0 +1,242 @@
+"""What one micro-batch of training may hold: configured or found, lowered by what happens, never won back within a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from adaptive_bound import BoundSearch
+from adaptive_parts import TrainingParts
+
+from adaptive_batch.accumulation import has_batch_norm
+from adaptive_batch.batching import Capacity
+from adaptive_batch.errors import SettingError
+from adaptive_batch.lengths import longest_rows
+from adaptive_batch.memory import GIB
+from adaptive_batch.probe import ProbeResult
+from adaptive_batch.replay import CapacityChange
+from adaptive_batch.report import RunRecord
+
+
+class TrainingCapacity:
+    """Keeps the bound and the capacity of a run, and writes down every change.
+
+    Args:
+        parts: of the run.
+        bounds: finds what fits.
+        record: of the run.
+
+    Attributes:
+        bound: the most rows, of `tried_length` tokens, that were tried and fit; None where nothing needed it.
+        tried_length: the longest row that was tried; 0 where none was.
+        num_out_of_memory: out-of-memory errors so far, those of trials included.
+    """
+
+    def __init__(self, parts: TrainingParts, bounds: BoundSearch, record: RunRecord) -> None:
+        self._parts = parts
+        self._settings = parts.settings
+        self._bounds = bounds
+        self._record = record
+        self._lowered: Capacity | None = None
+        self.bound: int | None = None
+        self.tried_length = 0
+        self.num_out_of_memory = 0
+
+    def find(self, batch_size: int, *, goes_on: bool, saved: Mapping[str, Any]) -> int:
+        """Find how many rows fit at once, where any setting needs it.
+
+        Args:
+            batch_size: configured, or of the checkpoint.
+            goes_on: it is the checkpoint's, and is kept whatever fits.
+            saved: what :meth:`state_dict` gave when the checkpoint was saved; empty without one.
+
+        Returns:
+            The batch size to train with.
+
+        Raises:
+            SettingError: what is configured does not fit; with what would do.
+            DoesNotFitError: not one row fits.
+        """
+        self._warn_of_batch_norm()
+        if self._settings.needs_bound:
+            result = self._search(batch_size, goes_on=goes_on)
+            self.bound, self.tried_length = result.max_batch_size, result.sequence_length
+            if goes_on:
+                self._say_what_is_kept(batch_size)
+            elif self._settings.use_maximum_batch_size:
+                message = f"batch_size {batch_size} -> {result.batch_size} (use_maximum_batch_size; bound {self.bound})"
+                self._record.decision(
+                    "batch_size", message, before=batch_size, after=result.batch_size, bound=self.bound
+                )
+                batch_size = result.batch_size
+            self._check_what_is_configured(batch_size, goes_on=goes_on)
+        if saved.get("capacity") and all(saved[key] == value for key, value in self._conditions().items()):
+            self._lowered = Capacity(**saved["capacity"])
+        if self.bound:
+            (longest,) = longest_rows(self._parts.lengths, 1)
+            if int(self._parts.lengths[longest]) > self.tried_length:
+                self.try_longer([self._parts.read(longest)], batch_size=batch_size)
+        return batch_size
+
+    def of(self, batch_size: int) -> Capacity:
+        """What a micro-batch may hold now, at a batch size."""
+        rows, tokens = self._settings.micro_batch_size, self._settings.micro_batch_tokens
+        if tokens is not None:
+            capacity = Capacity((self.bound or 0) * self.tried_length if tokens == "auto" else int(tokens), "tokens")
+        elif rows is not None:
+            capacity = Capacity((self.bound or 0) if rows == "auto" else int(rows))
+        else:
+            capacity = Capacity(min(batch_size, self.bound or batch_size))
+        return self._lowered if self._lowered and self._lowered.amount < capacity.amount else capacity
+
+    def try_longer(self, rows: list[dict[str, Any]], *, batch_size: int) -> None:
+        """Before a row that is longer than any that was tried is trained on, find how many of its length fit.
+
+        Raises:
+            DoesNotFitError: not even this one.
+            SettingError: fewer, and with the optimizer in backward a step cannot be split.
+        """
+        if not self.tried_length:
+            return
+        row = max(rows, key=lambda row: len(row["tokens"]))
+        length, before = len(row["tokens"]), self.tried_length
+        if length <= before:
+            return
+        capacity = self.of(batch_size)
+        most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // length)
+        fit = self._bounds.of_row(row, maximum=most, accumulates=not self._settings.optimizer_in_bwd).max_batch_size
+        message = f"a row of {length} tokens is longer than the {before} that were tried: {fit} of these fit at once"
+        if fit < most and self._settings.optimizer_in_bwd:
+            remedy = f"{message}, not {most}; set probe.sequence_length=longest"
+            raise SettingError("probe.sequence_length", self._settings.probe.sequence_length, remedy)
+        if fit < most:
+            self._lowered = Capacity(fit if capacity.unit == "rows" else fit * length, capacity.unit)
+        elif self._settings.micro_batch_tokens == "auto":  # of() would multiply the bound by the new length
+            self._lowered = capacity
+        self.tried_length = length
+        after = self.of(batch_size)
+        self._record.decision(
+            "capacity",
+            f"{message}; a micro-batch holds {after}",
+            before=capacity.amount,
+            after=after.amount,
+            unit=after.unit,
+            length=length,
+        )
+        self._parts.accumulator.capacity = after
+
+    def lower(self, change: CapacityChange) -> None:
+        """Write down, at once, what an out-of-memory error in training took away."""
+        self._lowered = change.after
+        self.record(change, kind="capacity")
+
+    def record(self, change: CapacityChange, *, kind: str = "validation_capacity") -> None:
+        """Count and write down a capacity that was lowered, of validation or of training."""
+        self.num_out_of_memory += change.out_of_memory
+        self._record.decision(
+            kind,
+            change.describe(),
+            before=change.before.amount,
+            after=change.after.amount,
+            unit=change.after.unit,
+            rows=change.rows,
+            length=change.length,
+            out_of_memory=change.out_of_memory,
+            error=change.error,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values, for the checkpoint."""
+        return {**self._conditions(), "capacity": asdict(self._lowered) if self._lowered else None}
+
+    def _conditions(self) -> dict[str, Any]:
+        """What a lowered capacity was lowered from; with another bound or setting it is found anew."""
+        settings = self._settings
+        return {
+            "bound": self.bound,
+            "micro_batch_size": settings.micro_batch_size,
+            "micro_batch_tokens": settings.micro_batch_tokens,
+        }
+
+    def _search(self, batch_size: int, *, goes_on: bool) -> ProbeResult:
+        settings = self._settings
+        step_rows = batch_size * settings.gradient_accumulation_steps
+        # A micro-batch that fits itself may hold all micro-batches that are configured: that is tried first.
+        tries_whole_step = settings.fits_itself and not settings.batch_changes and not settings.batch_tokens
+        has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
+        several = has_own_number or bool(settings.batch_tokens)
+        several = several or (settings.gradient_accumulation_steps > 1 and not tries_whole_step)
+        result = self._probe(accumulates=several)
+        if several or step_rows <= result.max_batch_size or not (goes_on or tries_whole_step):
+            return result
+        if settings.optimizer_in_bwd:
+            whose = "the checkpoint's batch_size" if goes_on else "batch_size"
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here, and cannot be split into "
+                "micro-batches; take a smaller one or more memory, or start anew with optimizer_in_bwd=False",
+            )
+        return self._probe(accumulates=True)  # steps of several micro-batches keep gradients beside a forward
+
+    def _probe(self, *, accumulates: bool) -> ProbeResult:
+        """Search for the bound, show the table, and write it to ``probe.json``."""
+        result = self._bounds.of_training(
+            length=self._settings.probe.sequence_length,
+            accumulates=accumulates,
+            path=Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json",
+        )
+        out_of_memory = 0 if result.from_cache else result.num_out_of_memory
+        self.num_out_of_memory += out_of_memory
+        self._record.decision(
+            "bound",
+            "probe of the largest batch:\n" + result.table(),
+            max_batch_size=result.max_batch_size,
+            budget_gib=round(result.budget_bytes / GIB, 3),
+            trials=len(result.trials),
+            out_of_memory=out_of_memory,
+            from_cache=result.from_cache,
+            seconds=round(sum(result.seconds), 2),
+        )
+        return result
+
+    def _say_what_is_kept(self, batch_size: int) -> None:
+        assert self.bound is not None
+        if batch_size > self.bound:
+            self._record.decision(
+                "capacity",
+                f"batch_size {batch_size} is kept; {self.bound} rows fit here, so it runs as more micro-batches",
+                batch_size=batch_size,
+                micro_batch_size=self.bound,
+            )
+
+    def _check_what_is_configured(self, batch_size: int, *, goes_on: bool) -> None:
+        """Refuse a configured size of a micro-batch that is above what fits, never cut it in silence."""
+        assert self.bound is not None
+        settings, fit = self._settings, self.bound
+        rows, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+        if isinstance(rows, int) and rows > fit:
+            raise SettingError("micro_batch_size", rows, f"{fit} rows fit; give {fit} or less, or auto")
+        if isinstance(tokens, int) and tokens > fit * self.tried_length:
+            most = fit * self.tried_length
+            remedy = f"{fit} rows of {self.tried_length} tokens fit; give {most} or less, or auto"
+            raise SettingError("micro_batch_tokens", tokens, remedy)
+        if rows is None and tokens is None and not goes_on and batch_size > fit:
+            raise SettingError(
+                "batch_size",
+                batch_size,
+                f"{fit} rows fit; set batch_size={fit} or less (gradient_accumulation_steps makes up for it), or "
+                "micro_batch_size=auto, or allow more memory",
+            )
+
+    def _warn_of_batch_norm(self) -> None:
+        if has_batch_norm(self._parts.model) and (
+            self._settings.adaptive or self._settings.on_out_of_memory == "shrink"
+        ):
+            self._record.decision(
+                "batch_norm",
+                "the model has BatchNorm, whose statistics are those of a micro-batch: smaller micro-batches change results, "
+                "not by rounding alone",
+            )

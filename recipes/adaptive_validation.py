@@ -1,0 +1,62 @@
+"""Validation during training: the loss on rows that are not trained on, with a capacity of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from adaptive_bound import BoundSearch
+from adaptive_parts import TrainingParts
+
+from adaptive_batch.batching import Capacity
+from adaptive_batch.evaluation import Evaluator
+from adaptive_batch.replay import CapacityChange
+from adaptive_batch.snapshot import RandomState
+
+
+class Validation:
+    """The rows of `dataset_val`, and how many of them are run at once.
+
+    Which rows are validated on depends on ``batch_size_val`` (or ``batch_size``, where that is ``auto``) and
+    ``max_validation_batches`` alone, never on what fits.
+
+    Args:
+        parts: with model and optimizer built.
+        bounds: finds what fits, for ``batch_size_val: auto``.
+        on_change: is told of every lowered capacity.
+
+    Attributes:
+        num_rows: rows that are validated on.
+        capacity: what one micro-batch may hold at first.
+
+    Raises:
+        DoesNotFitError: not one row fits.
+    """
+
+    def __init__(
+        self, parts: TrainingParts, bounds: BoundSearch, *, on_change: Callable[[CapacityChange], object]
+    ) -> None:
+        settings = parts.settings.validation
+        assert settings is not None
+        self._parts = parts
+        self.num_rows = len(parts.dataset_val)
+        if settings.max_batches is not None:
+            self.num_rows = min(self.num_rows, settings.max_batches * settings.batch_size)
+        self.capacity = Capacity(settings.batch_size)
+        if settings.fits_itself:
+            bound = bounds.of_validation()
+            self.capacity = Capacity(bound.max_batch_size * bound.sequence_length, "tokens")
+        self._evaluator = Evaluator(
+            parts.model, parts.accumulator, collate=parts.collate_val, capacity=self.capacity, on_change=on_change
+        )
+
+    def run(self) -> float:
+        """The mean loss over the label tokens of the rows. Training goes on as if this had not been."""
+        random_state = RandomState(self._parts.device)
+        try:
+            return self._evaluator.run(self._rows())
+        finally:
+            random_state.restore()
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        return (self._parts.dataset_val[row] for row in range(self.num_rows))
