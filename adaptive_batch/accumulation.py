@@ -166,7 +166,7 @@ class Accumulator:
 
     def _attempt(self, rows: Sequence[Row]) -> StepResult:
         pieces = micro_batches(list(map(_length, rows)), self.capacity, self._shapes)
-        self._replay.current = largest = max(pieces, key=lambda piece: piece.padded_tokens)
+        self._replay.current = fullest = self.capacity.fullest(pieces)
         loss_sum = label_tokens = torch.zeros(())
         padded_tokens = num_run = 0
         for piece in pieces:
@@ -178,7 +178,7 @@ class Accumulator:
             token_loss, count = self.forward_backward(batch)
             loss_sum, label_tokens = (loss_sum + token_loss, label_tokens + count) if num_run else (token_loss, count)
             num_run += 1
-        self._replay.current = largest
+        self._replay.current = fullest
         if self._scale_gradients and num_run:
             self._divide_gradients_by(label_tokens)
         tokens = sum(map(self._num_real_tokens, rows))

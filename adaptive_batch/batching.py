@@ -37,6 +37,10 @@ class Capacity:
         """Whether `rows` rows padded to `length` tokens may be run at once."""
         return (rows if self.unit == "rows" else rows * length) <= self.amount
 
+    def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
+        """The micro-batch that takes most of it."""
+        return max(pieces, key=lambda piece: (len(piece.rows) if self.unit == "rows" else 0, piece.padded_tokens))
+
     def halved(self, *, rows: int, length: int) -> Capacity | None:
         """Half of a micro-batch that did not fit, `rows` rows padded to `length`; None where it was one row."""
         if rows == 1:

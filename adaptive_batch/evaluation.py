@@ -75,5 +75,5 @@ class Evaluator:
             self._replay.current = piece
             loss, count = self._accumulator.evaluate(self._collate([rows[i] for i in piece.rows]))
             loss_sum, label_tokens = loss_sum + loss, label_tokens + count
-        self._replay.current = max(pieces, key=lambda piece: piece.padded_tokens)
+        self._replay.current = self.capacity.fullest(pieces)
         return loss_sum, label_tokens

@@ -166,7 +166,7 @@ class LearningRate:
                 groups = optimizer.param_groups
                 for group, of_group in zip(groups, _one_each(said, groups), strict=True):
                     rate = of_group.rate if optimizer is first else of_group.of(float(group["initial_lr"]))
-                    _write(group, rate * factor)
+                    write_rate(group, rate * factor)
         if self._scheduler is not None:
             self._scheduler._last_lr = [*_read(first)]
         self._last_clock = clock
@@ -242,7 +242,7 @@ class LearningRate:
             self._rates = _read(first)
         elif self._last_clock is not None and clock != self._last_clock:
             for group, rate in zip(first.param_groups, self._rates, strict=True):
-                _write(group, rate)
+                write_rate(group, rate)
             with warnings.catch_warnings():  # in a resumed run the scheduler steps before the optimizer's first step
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 self._scheduler.step()
@@ -275,8 +275,9 @@ def _read(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _write(group: dict[str, Any], rate: float) -> None:
-    if hasattr(group["lr"], "fill_"):  # a tensor, as torchao's optimizers keep it
+def write_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it."""
+    if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate

@@ -33,6 +33,7 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.utils import batch_to_device
 
 from adaptive_batch.accumulation import Accumulator
+from adaptive_batch.batching import Capacity
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.memory import GIB, device_memory, parse_size
@@ -138,6 +139,7 @@ class Bench:
             mean_loss=self._mean_loss,
             num_real_tokens=lambda row: len(row["tokens"]),
             ignore_index=IGNORED,
+            capacity=Capacity(1),
             scale_gradients=not combination.in_backward,
         )
         tokens = torch.randint(1, 500, (combination.length,)).tolist()

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from adaptive_batch.accumulation import StepResult
 from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
 from adaptive_batch.growth import next_batch_size
-from adaptive_batch.learning_rate import LearningRate, Reference, describe_unscaled
+from adaptive_batch.learning_rate import LearningRate, Reference, describe_unscaled, write_rate
 from adaptive_batch.progress import EpochPlan, Progress, schedule_clock
 from adaptive_batch.report import RunRecord
 from adaptive_batch.settings import Settings
@@ -103,7 +104,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             )
         # a batch that was found or grown goes on; one that now is to be found for the first time is found
         asked_before = ours.get("use_maximum_batch_size") or not self.settings.use_maximum_batch_size
-        if self.settings.adaptive and ours.get("bound") is not None and asked_before:
+        if self.settings.batch_changes and ours.get("bound") is not None and asked_before:
             self.continues_batch = True
             self.batch_size, self.first_batch_size = ours["batch_size"], ours["first_batch_size"]
 
@@ -153,6 +154,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             lengths=parts.lengths if settings.sample_order == "seqlen" else None,
             window=settings.sample_window,
         )
+        self.token_batches = lru_cache(maxsize=2)(lambda epoch: parts.token_batches(self.stream.order(epoch)))
         self._begin_epoch()
         if self.first_batch_size is None:
             self.first_batch_size = self.batch_size
@@ -165,10 +167,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             )
         if not resumed.get(STATE_KEY):
             self.progress = Progress(self.progress.epoch, steps=self.progress.epoch * self.reference.steps)
-        self._setup_learning_rate()
+        self._setup_learning_rate(resumed.get(STATE_KEY, {}))
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
-        if state := resumed.get(STATE_KEY, {}).get("learning_rate"):
-            self.learning_rate.load_state_dict(state)
         if settings.adaptive and resumed.get(STATE_KEY):
             RandomState.from_state_dict(resumed[STATE_KEY]["random_state"], self.device).restore()
         resumed.clear()  # the optimizer has its own copy
@@ -225,6 +225,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     f"it is called with an optimizer, num_training_steps, last_epoch and its other keys: {error}; "
                     "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup would do",
                 ) from None
+            stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+            LearningRate(stand_in, config.instantiate(block, stand_in, num_training_steps=1000, last_epoch=-1))
 
     def _ask_ahead(self) -> None:
         """Ask the growth function once, for nothing, so that its mistakes show before weights load."""
@@ -239,8 +241,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """An epoch, divided into optimizer steps: by rows of this batch size, or by tokens."""
         ends: dict[str, Any] = {"drop_last": self.settings.drop_last, "max_steps": self.max_steps_per_epoch}
         if self.settings.batch_tokens:
-            batches = self.parts.token_batches(self.stream.order(epoch))
-            return EpochPlan.of_sizes(batches.sizes.tolist(), **ends)
+            return EpochPlan.of_sizes(self.token_batches(epoch).sizes.tolist(), **ends)
         step_rows = batch_size * self.settings.gradient_accumulation_steps * distributed.world_size()
         return EpochPlan.of(len(self.stream), step_rows=step_rows, **ends)
 
@@ -304,7 +305,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             message = f"lr {rate:g} belongs to {reference} a step, and is scaled by the rule {settings.lr_scaling}"
             self.record.decision("lr", message, lr=rate, reference=str(reference), rule=settings.lr_scaling)
 
-    def _setup_learning_rate(self) -> None:
+    def _setup_learning_rate(self, saved: Mapping[str, Any]) -> None:
         block = self.cfg.get("lr_scheduler", None)
         scheduler = block and config.instantiate(
             block,
@@ -312,7 +313,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             num_training_steps=self.settings.epochs * self.reference.steps,
             last_epoch=self.progress.epoch * self.reference.steps - 1,
         )
-        settings = self.settings
+        settings, before = self.settings, saved.get("lr_scaling", "none")
+        if saved and before != settings.lr_scaling:
+            message = f"lr_scaling {before} -> {settings.lr_scaling}: not what the checkpoint was trained with"
+            self.record.decision("lr_scaling", message, before=before, after=settings.lr_scaling)
+            for group in (group for optimizer in self.parts.optimizers for group in optimizer.param_groups):
+                write_rate(group, float(group.get("initial_lr", group["lr"])))  # what was saved is scaled
         self.learning_rate = LearningRate(
             self.parts.optimizers,
             scheduler,
@@ -320,6 +326,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             reference=self.reference_batch,
             batch_can_change=settings.batch_increase_function is not None or bool(settings.batch_tokens),
         )
+        self.learning_rate.load_state_dict(saved.get("learning_rate", {}))
 
     @property
     def reference_batch(self) -> Reference:
@@ -351,7 +358,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if not self.settings.batch_tokens:
             self.stream.start_epoch(epoch)
             return
-        batches = self.parts.token_batches(self.stream.order(epoch))
+        batches = self.token_batches(epoch)
         self.stream.start_epoch(epoch, rows=batches.rows)
         if dropped := sorted(batches.dropped.tolist()):
             some = ", ".join(map(str, dropped[:10])) + (", ..." if len(dropped) > 10 else "")
@@ -466,6 +473,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     "batch_size": self.batch_size,
                     "first_batch_size": self.first_batch_size,
                     **self.capacity.state_dict(),
+                    "lr_scaling": self.settings.lr_scaling,
                     "learning_rate": self.learning_rate.state_dict(),
                     "use_maximum_batch_size": self.settings.use_maximum_batch_size,
                     "optimizer": str(self.cfg.optimizer._component_),

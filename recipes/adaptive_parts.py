@@ -217,8 +217,16 @@ class TrainingParts:
         if settings.batch_tokens:
             try:
                 self.token_batches(order=None)
-            except ValueError as error:
-                raise SettingError("batch_tokens", settings.batch_tokens, str(error)) from None
+            except SettingError as error:
+                ours = {
+                    "max_tokens": "batch_tokens",
+                    "min_rows": "min_rows_per_batch",
+                    "max_rows": "max_rows_per_batch",
+                }
+                remedy = error.remedy
+                for name, key in ours.items():
+                    remedy = remedy.replace(name, key)
+                raise SettingError(ours.get(error.key, error.key), error.value, remedy) from None
 
     def token_batches(self, order: torch.Tensor | None) -> TokenBatches:
         """The rows of each step by `batch_tokens`, taken in that order."""
