@@ -413,8 +413,10 @@ def _greedy(units: torch.Tensor, limits: _Limits, min_rows: int) -> list[int]:
                     break
                 filled.append(limits.kept(rows, min_rows))
                 rows -= filled[-1]
-                again = units[position - rows : position]
-                longest, total = (int(again.max()), int(again.sum())) if rows else (0, 0)
+                longest = total = 0
+                if rows:
+                    again = units[position - rows : position]
+                    longest, total = int(again.max()), int(again.sum())
             rows, longest, total = rows + 1, (longest if longest > size else size), total + size
             position += 1
     return [*filled, rows] if rows else filled

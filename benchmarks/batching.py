@@ -319,4 +319,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # on a busy machine, waiting for a second thread takes longer than planning
     main()
