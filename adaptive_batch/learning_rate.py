@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
-from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .errors import SettingError
+from .schedule import Schedule, write_rate
 
 log = logging.getLogger("adaptive_batch")
 
@@ -129,10 +124,7 @@ class LearningRate:
         self._scheduler = scheduler
         self._rule = rule
         self._reference = reference if isinstance(reference, Reference | None) else parse_reference(reference)
-        self._follows_clock = scheduler is None or _is_function_of_clock(scheduler)
-        self._last_clock: float | None = None
-        self._rates: list[float] | None = None  # of a scheduler that is stepped: what it said last, before the rule
-        self._named_left_out = False
+        self._schedule = Schedule(scheduler, self._optimizers[0])
         # a scheduler that is built to resume meets followers whose lr is what the schedule had made of their base
         self._resumes = getattr(scheduler, "last_epoch", 0) > 0
         if scheduler is not None:
@@ -161,15 +153,13 @@ class LearningRate:
         first = self._optimizers[0]
         if self._scheduler is not None or self._rule != "none":
             self._remember_bases()
-            said = self._schedule_at(clock)
+            said = self._schedule.at(clock)
             for optimizer in self._optimizers:
                 groups = optimizer.param_groups
                 for group, of_group in zip(groups, _one_each(said, groups), strict=True):
                     rate = of_group.rate if optimizer is first else of_group.of(float(group["initial_lr"]))
                     write_rate(group, rate * factor)
-        if self._scheduler is not None:
-            self._scheduler._last_lr = [*_read(first)]
-        self._last_clock = clock
+        self._schedule.applied()
         return float(first.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,33 +167,11 @@ class LearningRate:
 
         Nothing where the rate is a function of the clock; else the scheduler's count and its last rate before the rule.
         """
-        if self._follows_clock or self._scheduler is None:
-            return {}
-        left_out: list[str] = []
-        state = {
-            "scheduler": type(self._scheduler).__name__,
-            "scheduler_state": _plain(self._scheduler.state_dict(), left_out),
-            "rates": self._rates or _read(self._optimizers[0]),
-            "clock": self._last_clock,
-        }
-        if left_out and not self._named_left_out:
-            self._named_left_out = True
-            log.warning(
-                "%s keeps %s, which a checkpoint cannot hold: resuming takes what the scheduler is built with then",
-                state["scheduler"],
-                ", ".join(left_out),
-            )
-        return state
+        return self._schedule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, with a scheduler that was built as the saved one was; before or after the optimizers'."""
-        if self._follows_clock or self._scheduler is None or not state:
-            return
-        if state["scheduler"] != (name := type(self._scheduler).__name__):
-            log.warning("the checkpoint's schedule is a %s: %s begins where it was built", state["scheduler"], name)
-            return
-        self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), state["scheduler_state"]))
-        self._rates, self._last_clock = list(state["rates"]), state["clock"]
+        self._schedule.load_state_dict(state)
 
     def _check(self, scheduler: LRScheduler, *, batch_can_change: bool) -> None:
         name = type(scheduler).__name__
@@ -212,7 +180,7 @@ class LearningRate:
             raise SettingError("lr_scheduler", name, remedy)
         if getattr(scheduler, "optimizer", self._optimizers[0]) is not self._optimizers[0]:
             raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
-        if batch_can_change and not self._follows_clock:
+        if batch_can_change and not self._schedule.follows_clock:
             log.warning(
                 "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late when the batch grows; "
                 "a LambdaLR, such as torchtune's cosine schedule, can",
@@ -230,116 +198,7 @@ class LearningRate:
                 if "initial_lr" not in group:
                     group["initial_lr"] = float(leader.get("initial_lr", group["lr"]) if self._resumes else group["lr"])
 
-    def _schedule_at(self, clock: float) -> list[_Scheduled]:
-        """For each group of the first optimizer, before the rule."""
-        first = self._optimizers[0]
-        bases = [float(group["initial_lr"]) for group in first.param_groups]
-        if self._scheduler is None:
-            return [_Scheduled(base, 1.0, base) for base in bases]
-        if self._follows_clock:
-            return _evaluate(self._scheduler, int(clock) if clock == int(clock) else clock)
-        if self._rates is None:
-            self._rates = _read(first)
-        elif self._last_clock is not None and clock != self._last_clock:
-            for group, rate in zip(first.param_groups, self._rates, strict=True):
-                write_rate(group, rate)
-            with warnings.catch_warnings():  # in a resumed run the scheduler steps before the optimizer's first step
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-                self._scheduler.step()
-            self._rates = _read(first)
-        own = _brings_rates(self._scheduler)
-        return [
-            _Scheduled(base, None if own or not base else rate / base, rate)
-            for base, rate in zip(bases, self._rates, strict=True)
-        ]
-
-
-class _Scheduled(NamedTuple):
-    """What a schedule says for one parameter group; no factor where it says a rate whatever the base."""
-
-    base: float
-    factor: float | None
-    rate: float
-
-    def of(self, base: float) -> float:
-        """For a group of another optimizer, with a base of its own."""
-        return self.rate if self.factor is None or base == self.base else base * self.factor
-
 
 def _one_each(items: list[Any], groups: list[Any]) -> list[Any]:
     """One item for each group, as they stand; the first for all where their numbers differ."""
     return items if len(items) == len(groups) else items[:1] * len(groups)
-
-
-def _read(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def write_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it."""
-    if hasattr(group["lr"], "fill_"):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
-
-
-def _is_function_of_clock(scheduler: LRScheduler) -> bool:
-    if type(scheduler) is SequentialLR:
-        parts_follow = all(isinstance(part, LambdaLR) and _is_function_of_clock(part) for part in scheduler._schedulers)
-        return parts_follow and scheduler._milestones == sorted(scheduler._milestones)
-    return isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
-
-
-def _evaluate(scheduler: LRScheduler, clock: float) -> list[_Scheduled]:
-    """A function of the clock, at the clock; a part of a sequence counts from the milestone where it begins."""
-    if isinstance(scheduler, SequentialLR):
-        index = bisect_right(scheduler._milestones, clock)
-        clock -= scheduler._milestones[index - 1] if index else 0
-        scheduler = scheduler._schedulers[index]
-    assert isinstance(scheduler, LambdaLR)
-    bases = [float(base) for base in scheduler.base_lrs]
-    factors = [rule(clock) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]  # torch's are asked at whole steps
-    return [_Scheduled(base, factor, base * factor) for base, factor in zip(bases, factors, strict=True)]
-
-
-def _brings_rates(scheduler: LRScheduler) -> bool:
-    parts = getattr(scheduler, "_schedulers", ())
-    return isinstance(scheduler, OneCycleLR | CyclicLR) or any(_brings_rates(part) for part in parts)
-
-
-def _plain(value: Any, left_out: list[str]) -> Any:
-    """As numbers, strings, lists and dicts; what a dict holds that cannot be written so is named in `left_out`."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(item, left_out) for item in value]
-    if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} is not plain")
-    plain = {}
-    for key, item in value.items():
-        try:
-            plain[_plain(key, left_out)] = _plain(item, left_out)
-        except TypeError:
-            left_out.append(str(key))
-    return plain
-
-
-def _like(own: Any, saved: Any) -> Any:
-    """What was saved plain, in the types of a scheduler's own state; what was left out stays its own."""
-    if isinstance(own, torch.Tensor):
-        return torch.tensor(saved, dtype=own.dtype, device=own.device)
-    if isinstance(own, Counter):
-        return Counter(saved)
-    if isinstance(own, dict) and isinstance(saved, dict):
-        return {**own, **{key: _like(own.get(key), item) for key, item in saved.items()}}
-    if isinstance(saved, list):
-        pairs = zip_longest(own if isinstance(own, list | tuple) else (), saved)
-        items = [_like(*pair) for pair in islice(pairs, len(saved))]
-        return tuple(items) if isinstance(own, tuple) else items
-    return saved

@@ -267,6 +267,8 @@ def main() -> None:
         print(json.dumps(measure_planning(case, int(num_rows))))
         return
 
+    if arguments.deepspeed:  # a record names no folder of this machine
+        sys.argv = [argument.replace(str(arguments.deepspeed), arguments.deepspeed.name) for argument in sys.argv]
     function = deepspeed_function(arguments.deepspeed)
     peer = (
         {}

@@ -23,7 +23,7 @@ import adaptive_demo
 import records
 import torch
 from omegaconf import DictConfig
-from turns import Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval, stock_recipe
+from turns import Enough, Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval, stock_recipe
 
 WARM_UP = 5  # pairs: allocators and lazy initialisation
 TARGET = 1.01
@@ -70,15 +70,22 @@ def measure(
     step_rows = cfg.batch_size * cfg.gradient_accumulation_steps
     steps = rows // step_rows
     epochs = -(-(pairs + WARM_UP) // (steps - 1))
+    kept = [step for step in range(epochs * steps) if step % steps][WARM_UP:][:pairs]
     sides = (comparison.over, comparison.measured)
-    TurnLogger.relay = relay = Relay([side.name for side in sides], torch.device(device))
+
+    def ends_turn(name: str, num_steps: int) -> bool:
+        if num_steps > kept[-1]:
+            raise Enough
+        return True
+
+    names = [side.name for side in sides]
+    TurnLogger.relay = relay = Relay(names, torch.device(device), after_step=ends_turn)
     relay.run(
         {
             side.name: side.build(configuration(folder, side.name, [*common, *side.overrides, f"epochs={epochs}"]))
             for side in sides
         }
     )
-    kept = [step for step in range(epochs * steps) if step % steps][WARM_UP:][:pairs]
     on_clock, of_processor = (
         {side.name: [seconds[side.name][step] for step in kept] for side in sides}
         for seconds in (relay.seconds, relay.cpu_seconds)

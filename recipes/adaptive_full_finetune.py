@@ -35,9 +35,10 @@ from adaptive_batch.accumulation import StepResult
 from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
 from adaptive_batch.growth import next_batch_size
-from adaptive_batch.learning_rate import LearningRate, Reference, describe_unscaled, write_rate
+from adaptive_batch.learning_rate import LearningRate, Reference, describe_unscaled
 from adaptive_batch.progress import EpochPlan, Progress, schedule_clock
 from adaptive_batch.report import RunRecord
+from adaptive_batch.schedule import write_rate
 from adaptive_batch.settings import Settings
 from adaptive_batch.snapshot import RandomState
 from adaptive_batch.stream import RowStream
@@ -187,9 +188,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         now = {
             "gradient_accumulation_steps": self.settings.gradient_accumulation_steps,
             "rows": len(self.parts.dataset),
+            "batch_tokens": self.settings.batch_tokens,
+            "sample_order": self.settings.sample_order,
         }
         for name, value in now.items():
-            if ours and ours[name] != value:
+            if ours.get(name, value) != value:
                 message = f"{name} {ours[name]} -> {value}: not what the checkpoint was trained with"
                 self.record.decision(name, message, before=ours[name], after=value)
         if not resumed and (self.output_dir / "recipe_state").exists():
@@ -480,6 +483,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     "optimizer_in_bwd": self.settings.optimizer_in_bwd,
                     "gradient_accumulation_steps": self.settings.gradient_accumulation_steps,
                     "rows": len(self.parts.dataset),
+                    "batch_tokens": self.settings.batch_tokens,
+                    "sample_order": self.settings.sample_order,
                     "progress": self.progress.state_dict(),
                     "random_state": RandomState(self.device).state_dict(),
                 },

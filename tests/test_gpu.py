@@ -7,9 +7,13 @@ import gc
 import pytest
 import torch
 from small_training import CUDA_OPTIMIZERS, Case, Training, deterministic, differences, traces
+from torch import nn
 
+from adaptive_batch.accumulation import Accumulator
+from adaptive_batch.batching import Capacity
 from adaptive_batch.memory import GIB, AcceleratorMemory, device_memory, is_out_of_memory
 from adaptive_batch.probe import find_max_batch_size
+from adaptive_batch.replay import CapacityChange
 from adaptive_batch.search import BinarySearch, Predictive
 
 pytestmark = [
@@ -143,3 +147,57 @@ def test_statistics_of_peaks_start_afresh_after_a_probe():
     with training.rehearsal() as trial:
         assert trial(64).fits
     assert torch.cuda.max_memory_reserved(CUDA) == torch.cuda.memory_reserved(CUDA)
+
+
+def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
+    """For real: what this process may take is lowered between two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 256), nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 1000)).to(CUDA)
+    rows = [{"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 1000, (64, 256)).tolist()]
+    changes: list[CapacityChange] = []
+
+    def collate(rows):
+        return {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")}
+
+    def to_device(batch):
+        batch.update({key: value.to(CUDA) for key, value in batch.items()})
+
+    def mean_loss(batch):
+        logits = model(batch["tokens"])[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    accumulator = Accumulator(
+        model,
+        collate=collate,
+        to_device=to_device,
+        mean_loss=mean_loss,
+        num_real_tokens=lambda row: len(row["tokens"]),
+        ignore_index=-100,
+        capacity=Capacity(64),
+        on_change=changes.append,
+    )
+
+    def step():
+        model.zero_grad()
+        result = accumulator.run(rows)
+        return result, [parameter.grad.clone() for parameter in model.parameters()]
+
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    whole, expected = step()
+    peak = torch.cuda.max_memory_allocated(CUDA)
+    gc.collect()
+    torch.cuda.empty_cache()
+    resident = torch.cuda.memory_allocated(CUDA)
+    before = fraction()
+    torch.cuda.set_per_process_memory_fraction((resident + (peak - resident) / 3) / memory.total_bytes(), CUDA)
+    try:
+        split, found = step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, CUDA)
+    assert whole.micro_batches == 1
+    assert split.micro_batches > 1
+    assert [change.out_of_memory for change in changes[:1]] == [True]
+    assert accumulator.capacity.amount < 64
+    assert split.loss == pytest.approx(whole.loss, rel=1e-4)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.linalg.norm(one - other) <= 1e-2 * torch.linalg.norm(one)  # matrix products may be in TF32

@@ -205,7 +205,7 @@ def test_the_last_batch_takes_rows_from_the_one_before_where_it_has_too_few():
 
 
 def test_one_group_that_cannot_be_filled_costs_no_other_rows():
-    # With these DeepSpeed 0.16's batch_by_seqlens keeps 4 of 106 rows: it stops at the first batch below the minimum.
+    # With these DeepSpeed 0.19.8's batch_by_seqlens keeps 4 of 106 rows: it stops at the first batch below the minimum.
     lengths = [25] * 4 + [90, 90] + [10] * 100
     for count in COUNTS:
         plan = plan_batches(lengths, 100, min_rows=2, count=count)
