@@ -9,6 +9,7 @@ from typing import Any
 from .batching import UNIFORM, largest_divisor
 from .components import load_increment
 from .errors import SettingError
+from .filling import LONG_ROWS
 from .keys import (
     auto_or_whole,
     check_key_names,
@@ -21,7 +22,6 @@ from .learning_rate import RULES, Reference, parse_reference
 from .order import ORDERS
 from .probe_settings import ProbeSettings
 
-LONG_ROWS = ("error", "drop", "alone")
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
 
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "adaptive_batch"
 
 FLOORS = (
     {"errors", "progress", "extrapolation"},
-    {"counting", "keys", "order", "schedule"},
+    {"counting", "keys", "order", "filling", "schedule"},
     {"memory", "distributed", "token_batches"},
     {"search", "growth", "batching", "learning_rate", "fingerprint", "lengths"},
     {"snapshot", "stream", "probe", "components", "replay"},

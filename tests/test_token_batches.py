@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.errors import SettingError
+from adaptive_batch.filling import COUNTS
 from adaptive_batch.order import ORDERS, row_order
-from adaptive_batch.token_batches import COUNTS, batches_by_tokens, plan_batches
+from adaptive_batch.token_batches import batches_by_tokens, plan_batches
 
 NOT_FITTING = "shortest rows need"
 SECONDS = 60.0  # for what takes well under a second alone; a quadratic plan of these rows takes many minutes
