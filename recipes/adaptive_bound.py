@@ -109,20 +109,49 @@ class BoundSearch:
         rows = f"an epoch has {len(self._parts.dataset)} rows"
         return f"{rows} for {accumulated} micro-batches" if accumulated > 1 else rows
 
-    def of_training(self, *, length: int | str, accumulates: bool, path: Path) -> ProbeResult:
+    def of_training(
+        self, *, length: int | str, batch_size: int, path: Path, goes_on: bool = False
+    ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
 
         Args:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            accumulates: some step may have two micro-batches or more.
+            batch_size: that training begins with, unless it is to be found.
             path: the file of the result, which is believed after one trial if it depends on the same things.
+            goes_on: `batch_size` is a checkpoint's, and is kept whatever fits.
+
+        Returns:
+            The search that counts, last. Where a step fits itself, one micro-batch is tried first; if it has to be several,
+            another search follows, as gradients are then there beside a forward.
 
         Raises:
             DoesNotFitError: one row does not fit.
+            SettingError: a step does not fit, and with the optimizer in backward it cannot be split.
         """
+        settings = self._settings
         rows, tokens = self._trials.get(length) or self._trial_rows(length)
-        rounds = self._settings.probe.round_to_power_of_two and self._settings.use_maximum_batch_size
-        return self._find(rows, tokens, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
+
+        def search(*, accumulates: bool) -> ProbeResult:
+            rounds = settings.probe.round_to_power_of_two and settings.use_maximum_batch_size
+            return self._find(rows, tokens, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
+
+        step_rows = batch_size * settings.gradient_accumulation_steps
+        tries_whole_step = settings.fits_itself and not settings.batch_changes and not settings.batch_tokens
+        has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
+        several = has_own_number or bool(settings.batch_tokens)
+        several = several or (settings.gradient_accumulation_steps > 1 and not tries_whole_step)
+        first = search(accumulates=several)
+        if several or step_rows <= first.max_batch_size or not (goes_on or tries_whole_step):
+            return [first]
+        if settings.optimizer_in_bwd:
+            whose = "the checkpoint's batch_size" if goes_on else "batch_size"
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and cannot be split into "
+                "micro-batches; take a smaller one or more memory, or start anew with optimizer_in_bwd=False",
+            )
+        return [first, search(accumulates=True)]
 
     def of_row(self, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
         """The same for one row, repeated: for a row that is longer than any that was tried.

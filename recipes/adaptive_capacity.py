@@ -161,46 +161,27 @@ class TrainingCapacity:
         }
 
     def _search(self, batch_size: int, *, goes_on: bool) -> ProbeResult:
-        settings = self._settings
-        step_rows = batch_size * settings.gradient_accumulation_steps
-        # A micro-batch that fits itself may hold all micro-batches that are configured: that is tried first.
-        tries_whole_step = settings.fits_itself and not settings.batch_changes and not settings.batch_tokens
-        has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
-        several = has_own_number or bool(settings.batch_tokens)
-        several = several or (settings.gradient_accumulation_steps > 1 and not tries_whole_step)
-        result = self._probe(accumulates=several)
-        if several or step_rows <= result.max_batch_size or not (goes_on or tries_whole_step):
-            return result
-        if settings.optimizer_in_bwd:
-            whose = "the checkpoint's batch_size" if goes_on else "batch_size"
-            raise SettingError(
-                "optimizer_in_bwd",
-                True,
-                f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here, and cannot be split into "
-                "micro-batches; take a smaller one or more memory, or start anew with optimizer_in_bwd=False",
-            )
-        return self._probe(accumulates=True)  # steps of several micro-batches keep gradients beside a forward
-
-    def _probe(self, *, accumulates: bool) -> ProbeResult:
         """Search for the bound, show the table, and write it to ``probe.json``."""
-        result = self._bounds.of_training(
+        results = self._bounds.of_training(
             length=self._settings.probe.sequence_length,
-            accumulates=accumulates,
+            batch_size=batch_size,
+            goes_on=goes_on,
             path=Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json",
         )
-        out_of_memory = 0 if result.from_cache else result.num_out_of_memory
-        self.num_out_of_memory += out_of_memory
-        self._record.decision(
-            "bound",
-            "probe of the largest batch:\n" + result.table(),
-            max_batch_size=result.max_batch_size,
-            budget_gib=round(result.budget_bytes / GIB, 3),
-            trials=len(result.trials),
-            out_of_memory=out_of_memory,
-            from_cache=result.from_cache,
-            seconds=round(sum(result.seconds), 2),
-        )
-        return result
+        for result in results:
+            out_of_memory = 0 if result.from_cache else result.num_out_of_memory
+            self.num_out_of_memory += out_of_memory
+            self._record.decision(
+                "bound",
+                "probe of the largest batch:\n" + result.table(),
+                max_batch_size=result.max_batch_size,
+                budget_gib=round(result.budget_bytes / GIB, 3),
+                trials=len(result.trials),
+                out_of_memory=out_of_memory,
+                from_cache=result.from_cache,
+                seconds=round(sum(result.seconds), 2),
+            )
+        return results[-1]
 
     def _say_what_is_kept(self, batch_size: int) -> None:
         assert self.bound is not None

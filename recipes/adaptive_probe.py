@@ -49,11 +49,8 @@ def probe(cfg: DictConfig) -> list[ProbeResult]:
     results, refused = [], None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            result = bounds.of_training(
-                length=length,
-                accumulates=settings.gradient_accumulation_steps > 1,
-                path=Path(cfg.output_dir) / "adaptive_batch" / "probe.json",
-            )
+            path = Path(cfg.output_dir) / "adaptive_batch" / "probe.json"
+            *_, result = bounds.of_training(length=length, batch_size=settings.batch_size, path=path)
         except DoesNotFitError as error:
             print(f"\n{length} tokens: {error}\n")
             refused = error

@@ -289,7 +289,7 @@ def test_where_it_is_to_be_raised_the_devices_own_error_comes_through(small, ove
 
 
 def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
-    lengths = [1000 - 7 * row for row in range(48)]
+    lengths = [1000 - 7 * row for row in range(32)]
     large = (
         "model.max_seq_len=1024", "epochs=1", "batch_size=16", "micro_batch_size=16", *SGD,
         "dataset._component_=small_growth.OfLengths", f"dataset.lengths={lengths}",
