@@ -38,6 +38,9 @@ from adaptive_batch.token_batches import TokenBatches, plan_batches
 
 log = logging.getLogger("adaptive_batch")
 
+# What a row may have for its tokens to say what it takes: images, for example, take memory of their own.
+_MEASURED_BY_TOKENS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
+
 Collate = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
@@ -194,21 +197,20 @@ class TrainingParts:
             SettingError: rows that tokens do not measure, or a row that is longer than a setting in tokens.
         """
         settings = self.settings
-        counted = next((key for key in TOKEN_KEYS if getattr(settings, key)), None)
-        if counted or settings.uniform_micro_batches or settings.pad_to_multiple_of > 1:
-            key = counted or ("uniform_micro_batches" if settings.uniform_micro_batches else "pad_to_multiple_of")
-            value = self.cfg.get(key, getattr(settings, key))
+        measured = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
+        measured += ["pad_to_multiple_of"] if settings.pad_to_multiple_of > 1 else []
+        if measured:
             row = self.read(0)
-            others = (
-                set(row) - {"tokens", "labels", "mask", "input_pos", "seq_lens"} if isinstance(row, Mapping) else row
-            )
-            if others or not hasattr(row["tokens"], "__len__"):
-                what = (
-                    f"rows have {', '.join(sorted(map(str, others)))}"
-                    if isinstance(row, Mapping)
-                    else "rows are no mapping"
+            lacks = not isinstance(row, Mapping) or not hasattr(row.get("tokens"), "__len__")
+            others = [] if lacks else sorted(set(row) - _MEASURED_BY_TOKENS)
+            if lacks or others:
+                why = (
+                    "rows have no list of tokens"
+                    if lacks
+                    else f"rows have {', '.join(others)}, which no tokens measure"
                 )
-                raise SettingError(key, value, f"{what}, so tokens do not say what a row takes; use micro_batch_size")
+                key = next((key for key in measured if self.cfg.get(key) is not None), measured[0])
+                raise SettingError(key, self.cfg.get(key), f"{why}; remove it, and use micro_batch_size")
         if isinstance(settings.micro_batch_tokens, int):
             needed = self.shapes.padded(int(self.lengths.max()))
             if settings.micro_batch_tokens < needed:
