@@ -51,15 +51,18 @@ class Model:
         overrides: over the demo's configuration.
         epochs: how much is trained on unless ``--epochs`` says otherwise; below 1 saves no checkpoint.
         micro_tokens: a capacity that is far below what fits, so that micro-batches have little padding.
+        more_memory: budgets beside the configured one; in the demo's 32 of the longest rows do not fit at once, which
+            nothing keeps the stock recipe from.
     """
 
     overrides: tuple[str, ...]
     epochs: float
     micro_tokens: int
+    more_memory: tuple[str, ...] = ()
 
 
 MODELS = {
-    "demo": Model((), 2.0, 1024),
+    "demo": Model((), 2.0, 1024, ("1GiB",)),
     "0.5B": Model(
         ("dtype=bf16", "optimizer.lr=2e-5", "tokenizer.max_seq_len=1024", "probe.device_memory=null"), 0.9, 4096
     ),
@@ -89,8 +92,9 @@ class Run:
     turn: int = 0
 
 
-def ways(mean_length: float, longest: int, micro_tokens: int) -> list[Way]:
+def ways(mean_length: float, longest: int, model: Model) -> list[Way]:
     """All that is compared; packed batches have about the tokens of the fixed ones."""
+    micro_tokens, more = model.micro_tokens, model.more_memory
     per_pack = 0.8 * longest
     packs = [round(rows * mean_length / per_pack) for rows in FIXED]
     of_32, of_4 = (f"batch_tokens={round(rows * mean_length)}" for rows in (ROWS, FIXED[0]))
@@ -99,8 +103,10 @@ def ways(mean_length: float, longest: int, micro_tokens: int) -> list[Way]:
     small = f"{micro_tokens:,} at once"
     ours = {
         f"{ROWS} rows, auto": (rows_of_32, auto),
+        **{f"{ROWS} rows, auto, {memory}": (rows_of_32, auto, f"probe.device_memory={memory}") for memory in more},
         f"{ROWS} rows, {small}": (rows_of_32, few_tokens),
         f"tokens of {ROWS} rows, auto": (of_32, auto),
+        **{f"tokens of {ROWS} rows, auto, {memory}": (of_32, auto, f"probe.device_memory={memory}") for memory in more},
         f"tokens of {ROWS} rows, {small}": (of_32, few_tokens),
         f"tokens of {ROWS} rows, window 256, auto": (of_32, auto, *f"{sorted_within}256".split()),
         f"tokens of {ROWS} rows, window 256, {small}": (of_32, few_tokens, *f"{sorted_within}256".split()),
@@ -178,23 +184,26 @@ def steps_of(recipe: Any, rows: list[tuple[int, int]]) -> Iterator[tuple[int, in
         recipe: stock or ours, set up.
         rows: tokens and label tokens of each row of the dataset.
     """
-    longest_counts = None
+    padded_length = None
     if hasattr(recipe, "parts"):
         epochs = (our_rows(recipe, epoch) for epoch in count())
     else:
         dataset, batch_size = recipe._dataloader.dataset, recipe._dataloader.batch_size
         if hasattr(dataset, "packs"):
-            pad_id = recipe._tokenizer.pad_id
-            rows = [
-                (int((pack["tokens"] != pad_id).sum()), int((pack["labels"][1:] >= 0).sum())) for pack in dataset.packs
-            ]
-            longest_counts = dataset.max_seq_len
+            rows = [counts_of_pack(pack, dataset.padding_idx) for pack in dataset.packs]
+            padded_length = dataset.max_seq_len
         epochs = (stock_rows(dataset, batch_size, epoch) for epoch in count())
     for steps in epochs:
         for number, step in enumerate(steps):
             tokens = [rows[row][0] for row in step]
-            padded = len(step) * (longest_counts or max(tokens))
+            padded = len(step) * (padded_length or max(tokens))
             yield len(step), sum(tokens), sum(rows[row][1] for row in step), padded, number == 0
+
+
+def counts_of_pack(pack: dict[str, torch.Tensor], padding_id: int) -> tuple[int, int]:
+    """Tokens and label tokens; no sample ends with the token that packs are filled up with."""
+    last = int((pack["tokens"] != padding_id).nonzero()[-1])
+    return last + 1, int((pack["labels"][1:] >= 0).sum())
 
 
 def stock_rows(dataset: Any, batch_size: int, epoch: int) -> list[list[int]]:
@@ -250,7 +259,7 @@ def measure(
         run.turn += ends
         return ends
 
-    chosen = ways(mean_length, longest, model.micro_tokens)
+    chosen = ways(mean_length, longest, model)
     TurnLogger.relay = relay = Relay([way.name for way in chosen], torch.device(device), after_step=after_step)
     for way in chosen:
         start = time.perf_counter()

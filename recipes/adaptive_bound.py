@@ -234,7 +234,7 @@ class BoundSearch:
         if parts.device.type == "cpu":  # the probe's own copies lie in the same memory
             available = max(1, available - storage_bytes(resident))
         budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
-        trained = self._trials[probe.sequence_length][0] if evaluates else rows
+        trained, trained_tokens = self._trials[probe.sequence_length] if evaluates else (rows, tokens)
         depends_on = self._fingerprint(rows(1), tokens, memory, budget, maximum, accumulates, rounds)
         rehearsal = Rehearsal(
             model=parts.model,
@@ -244,7 +244,7 @@ class BoundSearch:
             accumulates=accumulates,
             memory=memory,
             budget_bytes=budget,
-            row=f"one row of {tokens} tokens",
+            row=f"one row of {trained_tokens} tokens",
         )
         log.info(
             "probing %srows of %d tokens on %s, up to %d rows in %.2f GiB",

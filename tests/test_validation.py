@@ -137,9 +137,16 @@ def test_running_out_of_memory_in_training_takes_nothing_from_it(small):
     assert [len(seen.rows) for seen in evaluated()] == [10, 10]
 
 
-def test_one_row_that_fails_alone_is_an_error(small):
+@pytest.mark.parametrize(
+    ("trained", "validated", "said"),
+    [(10, 500, "one row of 500 tokens of dataset_val does not fit in"), (500, 10, "one row of 500 tokens needs")],
+)
+def test_one_row_that_does_not_fit_is_an_error_that_says_whose(small, trained, validated, said):
     output = small.fresh_folder()
-    memory = ("probe.device_memory=2560KiB", "batch_size_val=auto")
-    with pytest.raises(DoesNotFitError, match=r"one row of 60 tokens of dataset_val does not fit in 0\.00 GiB"):
-        small.run_in_process(OURS, *STEPS, *VALIDATED, *memory, "dataset_val.lengths=[60]", f"output_dir={output}")
+    rows = (f"dataset_val.lengths=[{validated}]", "dataset._component_=small_growth.OfLengths")
+    memory = ("probe.device_memory=3500KiB", "model.max_seq_len=512", "batch_size_val=auto", "batch_size=2")
+    with pytest.raises(DoesNotFitError, match=said):
+        small.run_in_process(
+            OURS, *STEPS, *VALIDATED, *rows, f"dataset.lengths=[{trained},{trained}]", *memory, f"output_dir={output}"
+        )
     assert not losses(output)
