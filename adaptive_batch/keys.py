@@ -88,7 +88,8 @@ def check_key_names(config: Mapping[str, Any]) -> None:
     for key in config:
         if key in OURS or key in TORCHTUNE_KEYS:
             continue
-        if meant := difflib.get_close_matches(str(key), OURS, n=1, cutoff=0.8):
+        # 0.77 sees lr_scaling in lr_scale, and leaves train_batch_size (0.75 of micro_batch_size) to its owner
+        if meant := difflib.get_close_matches(str(key), OURS, n=1, cutoff=0.77):
             raise SettingError(str(key), config[key], f"there is no such key; {meant[0]} is probably meant")
     for key, harmless in NOT_SUPPORTED_YET.items():
         value = config.get(key)

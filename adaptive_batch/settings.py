@@ -228,8 +228,10 @@ class Settings:
                 ("min_rows_per_batch", "max_rows_per_batch", "long_rows"),
                 "it is for steps by batch_tokens, which is not set",
             )
-        elif self.gradient_accumulation_steps > 1:
+        elif self.gradient_accumulation_steps > 1 and (self.lr_scaling == "none" or self.reference_batch_size):
             say(("gradient_accumulation_steps",), "batch_tokens says what a step holds")
+        if self.sample_order != "dataloader" and config.get("shuffle") is False:
+            say(("shuffle",), f"sample_order={self.sample_order} says in which order rows come")
         if self.sample_order != "seqlen":
             say(("sample_window",), "it is for sample_order=seqlen")
         if self.lr_scaling == "none":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tempfile
 import time
 from collections import defaultdict
@@ -40,6 +41,7 @@ ROWS = FIXED[-1]  # of a step of ours, and of what it may run at once
 WARM_UP = 2  # turns
 TURN_ROWS = 64  # tokens of so many rows are a turn: two steps of the largest batch
 EVALUATIONS = 8
+QUICK_EPOCHS = 0.1
 TARGETS = {"fixed": 1.5, "packed": 1.0}
 
 
@@ -224,9 +226,16 @@ def our_rows(recipe: Any, epoch: int) -> list[list[int]]:
 
 
 def measure(
-    folder: Path, model: Model, *, device: str, epochs: float | None, overrides: list[str], name: str
+    folder: Path,
+    name: str,
+    *,
+    device: str,
+    epochs: float | None,
+    only: str,
+    overrides: list[str],
 ) -> tuple[list[Run], Relay, int]:
-    """Train in every way on the same number of tokens."""
+    """Train a model in every way whose name matches, on the same number of tokens."""
+    model = MODELS[name]
     adaptive_demo.prepare(folder)
     blocks = half_billion(folder / name) if name != "demo" else {}
     common = [f"device={device}", *model.overrides, *overrides]
@@ -259,7 +268,7 @@ def measure(
         run.turn += ends
         return ends
 
-    chosen = ways(mean_length, longest, model)
+    chosen = [way for way in ways(mean_length, longest, model) if re.search(only, way.name)]
     TurnLogger.relay = relay = Relay([way.name for way in chosen], torch.device(device), after_step=after_step)
     for way in chosen:
         start = time.perf_counter()
@@ -349,11 +358,12 @@ def print_table(rows: list[dict[str, Any]], best: dict[str, dict[str, Any]], tot
         + f" {'s':>6}"
     )
     for row in rows:
-        over = [row["tokens_per_second"] / best[kind]["tokens_per_second"] for kind in TARGETS]
+        rate = row["tokens_per_second"]
+        over = [f"{rate / best[kind]['tokens_per_second']:.2f}" if kind in best else "" for kind in TARGETS]
         print(
             f"{row['way']:<{width}} {row['rows_per_step']:>5.1f} {row['tokens_per_step']:>7,.0f} "
-            f"{row['micro_batches_per_step']:>7.2f} {row['padding']:>8.1%} {row['tokens_per_second']:>8,.0f} "
-            f"{row['label_tokens_per_second']:>8,.0f} {over[0]:>8.2f} {over[1]:>7.2f} "
+            f"{row['micro_batches_per_step']:>7.2f} {row['padding']:>8.1%} {rate:>8,.0f} "
+            f"{row['label_tokens_per_second']:>8,.0f} {over[0]:>8} {over[1]:>7} "
             + "".join(f"{loss:>8.3f}" for loss in row["held_out_loss_at"].values())
             + f" {row['setup_seconds']:>6.1f}"
         )
@@ -366,15 +376,15 @@ def compare(rows: list[dict[str, Any]], best: dict[str, dict[str, Any]]) -> list
         {"way": row["way"], "over": best[kind]["way"], "kind": kind, "ratio": ratio, "interval_95": [low, high]}
         for row in rows
         if row["kind"] == "ours"
-        for kind in TARGETS
+        for kind in best
         for ratio, low, high in [ratio_with_interval(row, best[kind])]
     ]
 
 
 def print_ratios(ratios: list[dict[str, Any]]) -> None:
-    width = max(len(ratio["way"]) for ratio in ratios) + 1
-    for kind, target in TARGETS.items():
-        of_kind = [ratio for ratio in ratios if ratio["kind"] == kind]
+    width = max((len(ratio["way"]) for ratio in ratios), default=0) + 1
+    for kind in dict.fromkeys(ratio["kind"] for ratio in ratios):
+        target, of_kind = TARGETS[kind], [ratio for ratio in ratios if ratio["kind"] == kind]
         print(f"\ntokens per second over {of_kind[0]['over']}; target {target}")
         for ratio in of_kind:
             low, high = ratio["interval_95"]
@@ -387,10 +397,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, help="epochs' worth of tokens for each way (default: 2; 0.9 for 0.5B)")
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     parser.add_argument("--model", choices=tuple(MODELS), default="demo", help="default: %(default)s")
+    parser.add_argument("--only", default="", metavar="REGEX", help="ways whose name matches; each holds a model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the configuration, for all")
     arguments = parser.parse_args()
+    if arguments.epochs is not None and arguments.epochs < QUICK_EPOCHS:
+        parser.error(f"--epochs must be {QUICK_EPOCHS} or more: the first turns are left out")
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -398,14 +411,14 @@ def main() -> None:
         with printing_into(folder / "printed.txt"):
             runs, relay, total = measure(
                 folder,
-                MODELS[arguments.model],
+                arguments.model,
                 device=arguments.device,
-                epochs=0.1 if arguments.quick else arguments.epochs,
+                epochs=QUICK_EPOCHS if arguments.quick else arguments.epochs,
+                only=arguments.only,
                 overrides=arguments.overrides,
-                name=arguments.model,
             )
         rows = [summary(run, relay, total) for run in runs]
-    best = {kind: best_of(kind, rows) for kind in TARGETS}
+    best = {kind: best_of(kind, rows) for kind in TARGETS if any(row["kind"] == kind for row in rows)}
     ratios = compare(rows, best)
     print(f"{arguments.model} model on {arguments.device}, {torch.get_num_threads()} thread")
     print_table(rows, best, total)

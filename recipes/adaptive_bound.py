@@ -80,6 +80,11 @@ class BoundSearch:
             if longest and tokens > longest:
                 remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
                 raise SettingError(key, length, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
+        if longest and settings.validation and settings.validation.fits_itself:
+            tokens = int(parts.lengths_val.max())
+            if tokens > longest:
+                remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
+                raise SettingError("batch_size_val", "auto", f"{remedy}; set tokenizer.max_seq_len={longest} or less")
         memory = device_memory(parts.device)
         memory.check_it_can_be_measured()
         budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=memory.available_bytes(()))
@@ -171,11 +176,6 @@ class BoundSearch:
         lengths = parts.lengths_val
         order = longest_rows(lengths, len(lengths))
         tokens = int(lengths[order[0]])
-        if parts.max_seq_len and tokens > parts.max_seq_len:
-            remedy = f"rows have up to {tokens} tokens, and the model takes {parts.max_seq_len} at most"
-            raise SettingError(
-                "dataset_val", tokens, f"{remedy}; set tokenizer.max_seq_len={parts.max_seq_len} or less"
-            )
         made: list[dict[str, Any]] = []
 
         def rows(size: int) -> list[dict[str, Any]]:

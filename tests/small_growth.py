@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from small_run import pictures
 from torchtune.models.qwen2 import qwen2
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
@@ -111,6 +112,10 @@ class OfLengths:
         length = NOW.get("row_length") or self.lengths[row]
         tokens = [row + 1, *(1 + (row * row + 7 * i * i) % 500 for i in range(1, length))]
         return {"tokens": tokens, "labels": [-100, *tokens[1:]]}
+
+
+def with_pictures(tokenizer, **_):
+    return pictures(tokenizer, packed=False, subset="")
 
 
 # --- watching a run -----------------------------------------------------------------------------------------------------

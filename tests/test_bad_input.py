@@ -9,6 +9,10 @@ from adaptive_batch.errors import AdaptiveBatchError
 
 FUNCTION = "batch_increase_function"
 PROBE = "use_maximum_batch_size=True"
+LENGTHS = "dataset.lengths=[10,20,30,40]"
+OF_LENGTHS = ("dataset._component_=small_growth.OfLengths", LENGTHS, "batch_size=2")
+VALIDATED = ("dataset_val._component_=small_growth.OfLengths", "dataset_val.lengths=[5]", "run_val_every_n_steps=1")
+PICTURES = "dataset._component_=small_growth.with_pictures"
 
 REFUSED = {
     # the growth function
@@ -141,6 +145,152 @@ REFUSED = {
         "output_dir='/proc/nowhere'",
         "cannot be made",
     ),
+    # micro-batches
+    "both ways to say what is run at once": (
+        ["micro_batch_size=2", "micro_batch_tokens=auto"],
+        "micro_batch_tokens='auto'",
+        "micro_batch_size=2 is set too; both say what is run at once, so remove one",
+    ),
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", "give auto, or a whole number, 1 or more")
+        for key in ("micro_batch_size", "micro_batch_tokens", "batch_size_val")
+        for value in (0, -3, 2.5, "True", "most")
+    },
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", "give a whole number, 1 or more")
+        for key in (
+            "batch_tokens",
+            "sample_window",
+            "min_rows_per_batch",
+            "max_rows_per_batch",
+            "pad_to_multiple_of",
+            "run_val_every_n_steps",
+            "max_validation_batches",
+        )
+        for value in (0, -3, 2.5, "True", "auto")
+    },
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", f"give one of {options}")
+        for key, options in {
+            "sample_order": "dataloader, random, seqlen",
+            "long_rows": "error, drop, alone",
+            "uniform_micro_batches": "rows, lengths, both",
+            "lr_scaling": "none, linear, sqrt",
+            "on_out_of_memory": "shrink, raise",
+        }.items()
+        for value in ("best", 1, -0.5, "True", "[rows]")
+    },
+    **{
+        f"reference_batch_size={value}": (
+            ["lr_scaling=linear", f"reference_batch_size={value}"],
+            "reference_batch_size=",
+            "give a whole number of rows, 1 or more, or tokens as in 8192tok",
+        )
+        for value in (0, -3, 2.5, "True", "tok", "0tok", "-5tok", "many", "nantok")
+    },
+    "rows at once below the longest row": (
+        [*OF_LENGTHS, "micro_batch_tokens=39"],
+        "micro_batch_tokens=39",
+        "a row is padded to 40 tokens; give 40 or more",
+    ),
+    "rows at once below the longest row as it is padded": (
+        [*OF_LENGTHS, "micro_batch_tokens=40", "pad_to_multiple_of=16"],
+        "micro_batch_tokens=40",
+        "a row is padded to 48 tokens; give 48 or more",
+    ),
+    "equal micro-batches that no batch has": (
+        ["uniform_micro_batches=rows", "micro_batch_size=3", "batch_size=7"],
+        "uniform_micro_batches='rows'",
+        "the 7 rows of a step divide into equal micro-batches of up to 3 only one by one",
+    ),
+    **{
+        f"{setting} on rows that are more than text": (
+            [PICTURES, "batch_size=2", setting],
+            setting.partition("=")[0],
+            "rows have encoder_input, encoder_mask, ",
+        )
+        for setting in (
+            "micro_batch_tokens=100",
+            "micro_batch_tokens=auto",
+            "batch_tokens=100",
+            "uniform_micro_batches=lengths",
+            "pad_to_multiple_of=8",
+        )
+    },
+    # steps by tokens
+    "fewer tokens than a row has": (
+        [*OF_LENGTHS, "batch_tokens=35"],
+        "batch_tokens=35",
+        "row 3 alone has 40 tokens",
+    ),
+    "fewer tokens than the shortest rows have": (
+        [*OF_LENGTHS, "batch_tokens=45", "min_rows_per_batch=3"],
+        "min_rows_per_batch=3",
+        "the 3 shortest rows need 60 real tokens, and batch_tokens is 45",
+    ),
+    "more rows at least than at most": (
+        ["batch_tokens=200", "min_rows_per_batch=5", "max_rows_per_batch=4"],
+        "min_rows_per_batch=5",
+        "max_rows_per_batch is 4; give that or less",
+    ),
+    "tokens and the largest number of rows": (["batch_tokens=200", PROBE], "batch_tokens=200", "remove one"),
+    "tokens and rows that grow": (
+        ["batch_tokens=200", f"{FUNCTION}=small_growth.four_more"],
+        "batch_tokens=200",
+        f"{FUNCTION} sets its rows; remove one",
+    ),
+    # with the optimizer in backward
+    **{
+        f"optimizer in backward with {setting}": (
+            ["optimizer_in_bwd=True", setting],
+            setting.partition("=")[0],
+            "optimizer_in_bwd=False",
+        )
+        for setting in (
+            "on_out_of_memory=shrink",
+            "micro_batch_tokens=auto",
+            "micro_batch_tokens=100",
+            "batch_tokens=100",
+            "uniform_micro_batches=rows",
+            "micro_batch_size=2",
+        )
+    },
+    # validation
+    "a validation set that is empty": (
+        [*VALIDATED, "dataset_val._component_=small_growth.empty_dataset"],
+        "dataset_val=",
+        "it has no rows; check its source, split and filter",
+    ),
+    "validation on nothing": (
+        ["run_val_every_n_steps=5"],
+        "run_val_every_n_steps=5",
+        "there is nothing to validate on; set dataset_val",
+    ),
+    "validation rows longer than the model takes": (
+        [*VALIDATED, "dataset_val.lengths=[65]", "batch_size_val=auto"],
+        "batch_size_val='auto'",
+        "rows have up to 65 tokens, and the model takes 64 at most; set tokenizer.max_seq_len=64 or less",
+    ),
+    # the learning rate
+    "a scheduler that waits for a metric": (
+        ["lr_scheduler._component_=small_growth_scheduler.plateau"],
+        "lr_scheduler='ReduceLROnPlateau'",
+        "torchtune's cosine schedule, would do",
+    ),
+    # names
+    **{
+        f"{nearly} for {meant}": ([f"{nearly}=1"], f"{nearly}=1", f"{meant} is probably meant")
+        for nearly, meant in {
+            "micro_batchsize": "micro_batch_size",
+            "micro_batch_token": "micro_batch_tokens",
+            "batch_token": "batch_tokens",
+            "lr_scale": "lr_scaling",
+            "lr_scalling": "lr_scaling",
+            "reference_batchsize": "reference_batch_size",
+            "pad_to_multiple": "pad_to_multiple_of",
+            "run_val_every_steps": "run_val_every_n_steps",
+        }.items()
+    },
     # the data
     "an empty dataset": (["dataset._component_=small_growth.empty_dataset"], "dataset=", "no rows"),
     "a dataset smaller than one batch": (["batch_size=33"], "batch_size=33", "the dataset has 32"),

@@ -7,8 +7,9 @@ import pytest
 from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
 from adaptive_batch.keys import NOT_SUPPORTED_YET, OURS
+from adaptive_batch.learning_rate import Reference
 from adaptive_batch.probe_settings import ProbeSettings
-from adaptive_batch.settings import Settings
+from adaptive_batch.settings import Settings, ValidationSettings
 
 GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
@@ -56,6 +57,9 @@ def test_a_key_for_later_is_refused_unless_it_says_what_happens_anyway(key):
         ("droplast", "drop_last"),
         ("probes", "probe"),
         ("micro_batchsize", "micro_batch_size"),
+        ("micro_batch_token", "micro_batch_tokens"),
+        ("batch_token", "batch_tokens"),
+        ("lr_scale", "lr_scaling"),
     ],
 )
 def test_a_key_that_is_nearly_ours_is_refused_with_the_right_one(key, meant):
@@ -64,7 +68,18 @@ def test_a_key_that_is_nearly_ours_is_refused_with_the_right_one(key, meant):
 
 
 @pytest.mark.parametrize(
-    "key", ["my_note", "data_dir", "demo_dir", "compile_mode", "batch", "wandb_project", "num_workers"]
+    "key",
+    [
+        "my_note",
+        "data_dir",
+        "demo_dir",
+        "compile_mode",
+        "batch",
+        "wandb_project",
+        "num_workers",
+        "train_batch_size",
+        "dataset_train",
+    ],
 )
 def test_a_users_own_key_is_left_alone(key):
     Settings.from_config(PLAIN | {key: 1})
@@ -104,3 +119,132 @@ def test_a_ready_made_function_comes_from_a_block():
     block = {"_component_": "adaptive_batch.growth.at_epochs", "additions": {1: 8}}
     function = Settings.from_config(PLAIN | {"batch_increase_function": block}).batch_increase_function
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
+
+
+# --- what follows from the keys -----------------------------------------------------------------------------------------
+
+VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}
+
+
+def test_the_keys_of_memory_and_tokens_default_to_what_happens_without_them():
+    settings = Settings.from_config(PLAIN)
+    assert settings.micro_batch_size is settings.micro_batch_tokens is settings.batch_tokens is None
+    assert (settings.sample_order, settings.sample_window) == ("dataloader", None)
+    assert (settings.min_rows_per_batch, settings.max_rows_per_batch, settings.long_rows) == (1, None, "error")
+    assert (settings.uniform_micro_batches, settings.pad_to_multiple_of) == (None, 1)
+    assert (settings.lr_scaling, settings.reference_batch_size) == ("none", None)
+    assert settings.on_out_of_memory == "shrink"
+    assert settings.validation is None
+
+
+def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
+    in_backward = PLAIN | {"optimizer_in_bwd": True}
+    assert Settings.from_config(in_backward).on_out_of_memory == "raise"
+    with pytest.raises(SettingError, match=r"^on_out_of_memory='shrink'.*cannot be replayed; give raise, or set"):
+        Settings.from_config(in_backward | {"on_out_of_memory": "shrink"})
+
+
+def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
+    by_tokens = PLAIN | {"batch_tokens": 1000}
+    assert Settings.from_config(by_tokens).micro_batch_tokens == "auto"
+    assert Settings.from_config(by_tokens | {"micro_batch_tokens": 500}).micro_batch_tokens == 500
+    by_rows = Settings.from_config(by_tokens | {"micro_batch_size": 2})
+    assert (by_rows.micro_batch_size, by_rows.micro_batch_tokens) == (2, None)
+    assert not by_rows.needs_bound
+
+
+@pytest.mark.parametrize(
+    ("config", "adaptive", "needs_bound", "fits_itself", "needs_lengths"),
+    [
+        ({"use_maximum_batch_size": True}, True, True, False, True),
+        (
+            {"batch_increase_function": {"_component_": "adaptive_batch.growth.geometric", "factor": 2}},
+            True,
+            True,
+            False,
+            True,
+        ),
+        ({"micro_batch_size": 1}, True, False, False, False),
+        ({"micro_batch_size": "auto"}, True, True, True, True),
+        ({"micro_batch_tokens": 100}, True, False, False, True),
+        ({"micro_batch_tokens": "auto"}, True, True, True, True),
+        ({"batch_tokens": 100}, True, True, True, True),
+        ({"sample_order": "dataloader"}, False, False, False, False),
+        ({"sample_order": "random"}, True, False, False, False),
+        ({"sample_order": "seqlen"}, True, False, False, True),
+        ({"uniform_micro_batches": "rows"}, True, False, False, True),
+        ({"pad_to_multiple_of": 8}, True, False, False, False),
+        ({"pad_to_multiple_of": 1}, False, False, False, False),
+        # what leaves batches, and how they are run, as they are
+        ({"lr_scaling": "linear"}, False, False, False, False),
+        ({"on_out_of_memory": "raise"}, False, False, False, False),
+        (VALIDATED, False, False, False, False),
+        (VALIDATED | {"batch_size_val": "auto"}, False, False, False, False),
+    ],
+    ids=str,
+)
+def test_what_each_key_asks_for(config, adaptive, needs_bound, fits_itself, needs_lengths):
+    settings = Settings.from_config(PLAIN | config)
+    found = (settings.adaptive, settings.needs_bound, settings.fits_itself, settings.needs_lengths)
+    assert found == (adaptive, needs_bound, fits_itself, needs_lengths)
+    assert settings.drop_last is not adaptive
+
+
+def test_validation_takes_the_configured_batch_where_it_has_none_of_its_own():
+    def validation(**keys):
+        return Settings.from_config(PLAIN | VALIDATED | keys).validation
+
+    assert validation() == ValidationSettings(every_n_steps=10, batch_size=2, fits_itself=False, max_batches=None)
+    assert validation(batch_size_val=5).batch_size == 5
+    assert validation(batch_size_val="auto") == ValidationSettings(10, 2, True, None)
+    assert validation(max_validation_batches=-1).max_batches is None  # torchtune's later recipes write all so
+    assert validation(max_validation_batches=3).max_batches == 3
+
+
+def test_a_reference_is_rows_or_tokens():
+    def reference(value):
+        return Settings.from_config(PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}).reference_batch_size
+
+    assert reference(64) == Reference(64, "rows")
+    assert reference("8192tok") == Reference(8192, "tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "without_effect"),
+    [
+        ({}, []),
+        (dict.fromkeys(OURS), []),
+        (
+            {"min_rows_per_batch": 2, "max_rows_per_batch": 3, "long_rows": "drop"},
+            ["min_rows_per_batch", "max_rows_per_batch", "long_rows"],
+        ),
+        ({"batch_tokens": 100, "min_rows_per_batch": 2, "max_rows_per_batch": 3, "long_rows": "drop"}, []),
+        ({"batch_tokens": 100, "gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),
+        # it is part of the batch that the rate belongs to, unless that is given
+        ({"batch_tokens": 100, "gradient_accumulation_steps": 2, "lr_scaling": "sqrt"}, []),
+        (
+            {"batch_tokens": 100, "gradient_accumulation_steps": 2, "lr_scaling": "sqrt", "reference_batch_size": 8},
+            ["gradient_accumulation_steps"],
+        ),
+        ({"shuffle": False}, []),
+        ({"shuffle": False, "sample_order": "random"}, ["shuffle"]),
+        ({"shuffle": True, "sample_order": "random"}, []),
+        ({"sample_window": 8}, ["sample_window"]),
+        ({"sample_window": 8, "sample_order": "random"}, ["sample_window"]),
+        ({"sample_window": 8, "sample_order": "seqlen"}, []),
+        ({"reference_batch_size": 8}, ["reference_batch_size"]),
+        ({"reference_batch_size": 8, "lr_scaling": "linear"}, []),
+        (
+            {"dataset_val": {"_component_": "a.b"}, "batch_size_val": 2, "max_validation_batches": 1},
+            ["dataset_val", "batch_size_val", "max_validation_batches"],
+        ),
+        (VALIDATED | {"batch_size_val": 2, "max_validation_batches": 1}, []),
+        ({"probe": {"maximum": 8}}, ["probe"]),
+        ({"probe": {"maximum": 8}, "micro_batch_size": "auto"}, []),
+        (VALIDATED | {"probe": {"maximum": 8}, "batch_size_val": "auto"}, []),
+    ],
+    ids=str,
+)
+def test_keys_that_are_set_and_do_nothing_are_named(config, without_effect):
+    config = PLAIN | config
+    assert [key for key, _ in Settings.from_config(config).without_effect(config)] == without_effect
