@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,8 @@ log = logging.getLogger("adaptive_batch")
 
 class RunRecord:
     """One JSON object a line: ``kind`` is ``step``, or the decision's name. Each line is written out at once.
+
+    JSON has no word for nan and infinities: they are written as text, which ``float`` reads.
 
     Args:
         path: the file; appended to, so that a record outlives restarts. A line torn by a kill is closed, not joined.
@@ -46,7 +49,8 @@ class RunRecord:
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._file:
-            self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+            finite = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+            self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n")
             self._file.flush()
 
     def __enter__(self) -> RunRecord:

@@ -41,6 +41,10 @@ class ValidationSettings:
     fits_itself: bool
     max_batches: int | None
 
+    def rows_of(self, rows: int) -> int:
+        """How many of the `rows` of a dataset are validated on: its first."""
+        return rows if self.max_batches is None else min(rows, self.max_batches * self.batch_size)
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ValidationSettings | None:
         """Read and check the keys of validation; None where there is none.

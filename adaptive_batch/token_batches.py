@@ -217,10 +217,11 @@ def plan_batches(
         if long_rows == "error":
             row = int(numbers[is_long.to(torch.uint8).argmax()])
             others = int(is_long.sum()) - 1
+            too = f", and {others} more are too long" if others else ""
             raise SettingError(
                 "max_tokens",
                 max_tokens,
-                f"row {row} alone has {int(lengths[row])} tokens{padded_by(limits)}, and {others} more are too long; set "
+                f"row {row} alone has {int(lengths[row])} tokens{padded_by(limits)}{too}; set "
                 f"long_rows to drop or alone, or max_tokens to {int(rows.sizes.max())} or more",
             )
         dropped, rows = numbers[is_long], rows.pick(~is_long)

@@ -4,8 +4,9 @@
     python benchmarks/step_time.py --compare micro ...
 
 ``micro`` compares ours with ``micro_batch_size: auto``, where one micro-batch holds the whole step, with ours adaptive off.
-Both train in one process, each in a thread of its own, one step each in turns: what slows the machine slows both. The
-first step of an epoch, which saves a checkpoint, is left out.
+Both train in one process, each in a thread of its own, one step each in turns: what slows the machine slows both. They are
+built anew for each of several rounds, and take turns at being first: where their tensors happen to lie makes a difference
+of a percent or two, which stays for as long as they live. The first step of an epoch, which saves a checkpoint, is left out.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import torch
 from omegaconf import DictConfig
 from turns import Enough, Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval, stock_recipe
 
-WARM_UP = 5  # pairs: allocators and lazy initialisation
+ROUNDS = 8
+WARM_UP = 5  # pairs of a round: allocators and lazy initialisation
 TARGET = 1.01
 
-Seconds = dict[str, list[float]]
+Seconds = dict[str, list[list[float]]]  # of each side, by rounds
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,14 @@ COMPARISONS = {
 def measure(
     folder: Path, comparison: Comparison, *, pairs: int, device: str, overrides: list[str]
 ) -> tuple[Seconds, Seconds, int]:
-    """Seconds of each side's steps on the clock and of the processor, in pairs; and rows of a step."""
+    """Seconds of each side's steps on the clock and of the processor, by rounds and in pairs; and rows of a step."""
     adaptive_demo.prepare(folder)
     rows = len(adaptive_demo.read_rows(folder / "data" / "train.jsonl"))
     common = [f"device={device}", *overrides]
     cfg = configuration(folder, "any", common)
     step_rows = cfg.batch_size * cfg.gradient_accumulation_steps
     steps = rows // step_rows
+    pairs = -(-pairs // ROUNDS)
     epochs = -(-(pairs + WARM_UP) // (steps - 1))
     kept = [step for step in range(epochs * steps) if step % steps][WARM_UP:][:pairs]
     sides = (comparison.over, comparison.measured)
@@ -78,33 +81,41 @@ def measure(
             raise Enough
         return True
 
-    names = [side.name for side in sides]
-    TurnLogger.relay = relay = Relay(names, torch.device(device), after_step=ends_turn)
-    relay.run(
-        {
-            side.name: side.build(configuration(folder, side.name, [*common, *side.overrides, f"epochs={epochs}"]))
-            for side in sides
-        }
-    )
-    on_clock, of_processor = (
-        {side.name: [seconds[side.name][step] for step in kept] for side in sides}
-        for seconds in (relay.seconds, relay.cpu_seconds)
-    )
+    on_clock: Seconds = {side.name: [] for side in sides}
+    of_processor: Seconds = {side.name: [] for side in sides}
+    for number in range(ROUNDS):
+        in_order = sides if number % 2 == 0 else sides[::-1]
+        names = [side.name for side in in_order]
+        TurnLogger.relay = relay = Relay(names, torch.device(device), after_step=ends_turn)
+        recipes = {}
+        for side in in_order:
+            cfg = configuration(folder, side.name, [*common, *side.overrides, f"epochs={epochs}"])
+            cfg.output_dir = str(folder / f"{side.name}_{number}")
+            recipes[side.name] = side.build(cfg)
+        relay.run(recipes)
+        for side in sides:
+            on_clock[side.name].append([relay.seconds[side.name][step] for step in kept])
+            of_processor[side.name].append([relay.cpu_seconds[side.name][step] for step in kept])
     return on_clock, of_processor, step_rows
 
 
-def ratio_with_interval(seconds: Seconds, comparison: Comparison) -> tuple[float, float, float]:
-    """Median over the pairs of measured / over, and the bounds of its 95% bootstrap confidence interval."""
+def ratios(seconds: Seconds, comparison: Comparison) -> torch.Tensor:
+    """Measured / over of each pair, `[rounds, pairs]`."""
     measured, over = (
         torch.tensor(seconds[side.name], dtype=torch.float64) for side in (comparison.measured, comparison.over)
     )
-    return resampled_interval(lambda values: values[..., 0].quantile(0.5, dim=-1), (measured / over).unsqueeze(1))
+    return measured / over
+
+
+def median_with_interval(ratios: torch.Tensor) -> tuple[float, float, float]:
+    """Median over all pairs, and the bounds of its 95% bootstrap confidence interval."""
+    return resampled_interval(lambda values: values[..., 0].quantile(0.5, dim=-1), ratios.unsqueeze(-1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", choices=tuple(COMPARISONS), default="stock", help="default: %(default)s")
-    parser.add_argument("--pairs", type=int, default=300, help="steps of each recipe (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=320, help="steps of each recipe (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="30 pairs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
@@ -120,17 +131,22 @@ def main() -> None:
             on_clock, of_processor, step_rows = measure(
                 folder, comparison, pairs=pairs, device=arguments.device, overrides=arguments.overrides
             )
-    ratio, low, high = ratio_with_interval(on_clock, comparison)
-    ratio_cpu, low_cpu, high_cpu = ratio_with_interval(of_processor, comparison)
+    ratio, low, high = median_with_interval(ratios(on_clock, comparison))
+    ratio_cpu, low_cpu, high_cpu = median_with_interval(ratios(of_processor, comparison))
+    of_rounds = ratios(on_clock, comparison).quantile(0.5, dim=1).tolist()
 
-    num_pairs = len(on_clock[comparison.measured.name])
+    def flat(seconds: Seconds, side: Side) -> list[float]:
+        return [value for of_round in seconds[side.name] for value in of_round]
+
+    num_pairs = len(flat(on_clock, comparison.measured))
     print(f"{num_pairs} pairs of steps of {step_rows} rows on {arguments.device}, {torch.get_num_threads()} thread")
     print(f"{'':<8} {'median ms':>10} {'10% ms':>8} {'90% ms':>8} {'processor ms':>13}")
     for side in (comparison.over, comparison.measured):
-        tenths = statistics.quantiles(on_clock[side.name], n=10)
+        seconds = flat(on_clock, side)
+        tenths = statistics.quantiles(seconds, n=10)
         print(
-            f"{side.name:<8} {1e3 * statistics.median(on_clock[side.name]):>10.2f} {1e3 * tenths[0]:>8.2f} "
-            f"{1e3 * tenths[-1]:>8.2f} {1e3 * statistics.median(of_processor[side.name]):>13.2f}"
+            f"{side.name:<8} {1e3 * statistics.median(seconds):>10.2f} {1e3 * tenths[0]:>8.2f} "
+            f"{1e3 * tenths[-1]:>8.2f} {1e3 * statistics.median(flat(of_processor, side)):>13.2f}"
         )
     verdict = "met" if low <= TARGET else "NOT met"
     print(
@@ -138,6 +154,7 @@ def main() -> None:
         f"target {TARGET} within it: {verdict}"
     )
     print(f"of the processor's time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}")
+    print(f"by rounds: {', '.join(f'{median:.3f}' for median in of_rounds)}")
 
     records.write(
         comparison.record,
@@ -149,6 +166,7 @@ def main() -> None:
         over=comparison.over.name,
         ratio_median=ratio,
         ratio_interval_95=[low, high],
+        ratio_of_rounds=of_rounds,
         target=TARGET,
         processor_ratio_median=ratio_cpu,
         processor_ratio_interval_95=[low_cpu, high_cpu],

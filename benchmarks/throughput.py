@@ -338,7 +338,7 @@ def ratio_with_interval(way: dict[str, Any], over: dict[str, Any]) -> tuple[floa
         tokens, seconds, tokens_over, seconds_over = values.sum(-2).unbind(-1)
         return tokens / seconds / (tokens_over / seconds_over)
 
-    return resampled_interval(ratio, values)
+    return resampled_interval(ratio, values.unsqueeze(0))
 
 
 def best_of(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -157,14 +157,18 @@ def resampled_interval(
 ) -> tuple[float, float, float]:
     """A statistic of paired values, and the bounds of its 95% bootstrap confidence interval.
 
+    Rounds are drawn, and pairs of each round that was drawn.
+
     Args:
-        statistic: of values drawn from `values`, `[..., pairs, columns]`, for each of the leading dimensions.
-        values: float64, `[pairs, columns]`.
+        statistic: of values `[..., rounds x pairs, columns]`, for each of the leading dimensions.
+        values: float64, `[rounds, pairs, columns]`.
     """
+    num_rounds, num_pairs, _ = values.shape
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(values), (NUM_RESAMPLES, len(values)), generator=generator)
-    low, high = statistic(values[drawn]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return float(statistic(values)), low, high
+    rounds = torch.randint(num_rounds, (NUM_RESAMPLES, num_rounds, 1), generator=generator)
+    pairs = torch.randint(num_pairs, (NUM_RESAMPLES, num_rounds, num_pairs), generator=generator)
+    low, high = statistic(values[rounds, pairs].flatten(1, 2)).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return float(statistic(values.flatten(0, 1))), low, high
 
 
 @contextmanager

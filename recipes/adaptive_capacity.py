@@ -11,11 +11,12 @@ from adaptive_bound import BoundSearch
 from adaptive_parts import TrainingParts
 
 from adaptive_batch.accumulation import has_batch_norm
-from adaptive_batch.batching import Capacity
+from adaptive_batch.batching import Capacity, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.lengths import longest_rows
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
+from adaptive_batch.progress import EpochPlan
 from adaptive_batch.replay import CapacityChange
 from adaptive_batch.report import RunRecord
 
@@ -59,6 +60,7 @@ class TrainingCapacity:
             SettingError: what is configured does not fit; with what would do.
             DoesNotFitError: not one row fits.
         """
+        self.num_out_of_memory = saved.get("oom_count", 0)
         self._warn_of_batch_norm()
         if self._settings.needs_bound:
             result = self._search(batch_size, goes_on=goes_on)
@@ -132,6 +134,19 @@ class TrainingCapacity:
         self._lowered = change.after
         self.record(change, kind="capacity")
 
+    def say_if_one_by_one(self, plan: EpochPlan) -> None:
+        """A line where equal numbers of rows leave no choice but micro-batches of one row."""
+        if self._settings.uniform_micro_batches not in ("rows", "both") or plan.sizes is not None:
+            return
+        capacity, rows = self.of(plan.step_rows), plan.step_rows
+        most = capacity.amount if capacity.unit == "rows" else capacity.amount // max(1, self.tried_length)
+        if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
+            self._record.decision(
+                "uniform_micro_batches",
+                f"the {rows} rows of a step divide into equal micro-batches of up to {most} only one by one, which is slow; "
+                "a batch_size with divisors, such as a power of two, would do",
+            )
+
     def record(self, change: CapacityChange, *, kind: str = "validation_capacity") -> None:
         """Count and write down a capacity that was lowered, of validation or of training."""
         self.num_out_of_memory += change.out_of_memory
@@ -149,7 +164,11 @@ class TrainingCapacity:
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values, for the checkpoint."""
-        return {**self._conditions(), "capacity": asdict(self._lowered) if self._lowered else None}
+        return {
+            **self._conditions(),
+            "oom_count": self.num_out_of_memory,
+            "capacity": asdict(self._lowered) if self._lowered else None,
+        }
 
     def _conditions(self) -> dict[str, Any]:
         """What a lowered capacity was lowered from; with another bound or setting it is found anew."""

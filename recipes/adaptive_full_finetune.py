@@ -145,7 +145,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.batch_size, goes_on=self.continues_batch, saved=resumed.get(STATE_KEY, {})
         )
         self.validation = (
-            Validation(parts, self.bounds, on_change=self.capacity.record) if settings.validation else None
+            Validation(parts, self.bounds, capacities=self.capacity, record=self.record)
+            if settings.validation
+            else None
         )
         self.stream = RowStream(
             parts.dataset,
@@ -166,6 +168,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.batch_size,
                 f"an epoch of {len(self.stream)} rows has no whole step; set drop_last=False",
             )
+        every = settings.validation.every_n_steps if settings.validation else 0
+        if every > settings.epochs * self.reference.steps:
+            message = f"the run has {settings.epochs * self.reference.steps} steps, so nothing is validated"
+            self.record.decision("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not resumed.get(STATE_KEY):
             self.progress = Progress(self.progress.epoch, steps=self.progress.epoch * self.reference.steps)
         self._setup_learning_rate(resumed.get(STATE_KEY, {}))
@@ -260,6 +266,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             )
         if self.settings.adaptive:
             self._say_plan(epoch)
+            self.capacity.say_if_one_by_one(self.plan)
 
     def _grow(self, epoch: int) -> None:
         """Ask the growth function for the rows to add."""
@@ -298,15 +305,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             unit=capacity.unit,
             steps=plan.steps,
         )
-        reference, configured = self.reference_batch, settings.step_rows * distributed.world_size()
+        configured = settings.step_rows * distributed.world_size()
         group = self.parts.optimizers[0].param_groups[0]
         rate = float(group.get("initial_lr", group["lr"]))
         if settings.lr_scaling == "none" and plan.step_rows != configured:
             message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
             self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
-        elif settings.lr_scaling != "none":
-            message = f"lr {rate:g} belongs to {reference} a step, and is scaled by the rule {settings.lr_scaling}"
-            self.record.decision("lr", message, lr=rate, reference=str(reference), rule=settings.lr_scaling)
 
     def _setup_learning_rate(self, saved: Mapping[str, Any]) -> None:
         block = self.cfg.get("lr_scheduler", None)
@@ -330,6 +334,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             batch_can_change=settings.batch_increase_function is not None or bool(settings.batch_tokens),
         )
         self.learning_rate.load_state_dict(saved.get("learning_rate", {}))
+        if settings.lr_scaling != "none":
+            group, reference = self.parts.optimizers[0].param_groups[0], self.reference_batch
+            message = f"lr {group['initial_lr']:g} belongs to {reference} a step, and is scaled by the rule {settings.lr_scaling}"
+            self.record.decision("lr", message, reference=str(reference), rule=settings.lr_scaling)
 
     @property
     def reference_batch(self) -> Reference:

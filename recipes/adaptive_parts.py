@@ -218,7 +218,7 @@ class TrainingParts:
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
             try:
-                self.token_batches(order=None)
+                steps = self.token_batches(order=None)
             except SettingError as error:
                 ours = {
                     "max_tokens": "batch_tokens",
@@ -229,6 +229,26 @@ class TrainingParts:
                 for name, key in ours.items():
                     remedy = remedy.replace(name, key)
                 raise SettingError(ours.get(error.key, error.key), error.value, remedy) from None
+            if len(steps) == 0:
+                most = int(self.lengths.max())
+                remedy = (
+                    f"every row has more than batch_tokens={settings.batch_tokens}; raise that, to {most} for all rows"
+                )
+                raise SettingError("long_rows", settings.long_rows, f"{remedy}, or give alone")
+            if settings.drop_last and len(steps) == 1:
+                remedy = "a step holds all rows of an epoch, and drop_last would drop it; lower batch_tokens"
+                raise SettingError("batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False")
+        if settings.validation:
+            self._check_validation(settings.validation.rows_of(len(self.dataset_val)))
+
+    def _check_validation(self, num_rows: int) -> None:
+        random_state = RandomState(self.device)
+        labels = (label for row in range(num_rows) for label in self.dataset_val[row]["labels"][1:])
+        has_labels = any(int(label) != self.loss_fn.ignore_index for label in labels)
+        random_state.restore()
+        if not has_labels:
+            remedy = "no row that is validated on has a label; see its train_on_input and masks"
+            raise SettingError("dataset_val", _names(self.cfg.dataset_val), remedy)
 
     def token_batches(self, order: torch.Tensor | None) -> TokenBatches:
         """The rows of each step by `batch_tokens`, taken in that order."""

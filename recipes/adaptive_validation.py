@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from adaptive_bound import BoundSearch
+from adaptive_capacity import TrainingCapacity
 from adaptive_parts import TrainingParts
 
 from adaptive_batch.batching import Capacity
 from adaptive_batch.evaluation import Evaluator
-from adaptive_batch.replay import CapacityChange
+from adaptive_batch.report import RunRecord
 from adaptive_batch.snapshot import RandomState
 
 
@@ -23,7 +24,8 @@ class Validation:
     Args:
         parts: with model and optimizer built.
         bounds: finds what fits, for ``batch_size_val: auto``.
-        on_change: is told of every lowered capacity.
+        capacities: of training; out-of-memory errors are counted and written down there.
+        record: of the run.
 
     Attributes:
         num_rows: rows that are validated on.
@@ -34,20 +36,32 @@ class Validation:
     """
 
     def __init__(
-        self, parts: TrainingParts, bounds: BoundSearch, *, on_change: Callable[[CapacityChange], object]
+        self, parts: TrainingParts, bounds: BoundSearch, *, capacities: TrainingCapacity, record: RunRecord
     ) -> None:
         settings = parts.settings.validation
         assert settings is not None
         self._parts = parts
-        self.num_rows = len(parts.dataset_val)
-        if settings.max_batches is not None:
-            self.num_rows = min(self.num_rows, settings.max_batches * settings.batch_size)
+        self.num_rows = settings.rows_of(len(parts.dataset_val))
         self.capacity = Capacity(settings.batch_size)
         if settings.fits_itself:
             bound = bounds.of_validation()
+            capacities.num_out_of_memory += bound.num_out_of_memory
             self.capacity = Capacity(bound.max_batch_size * bound.sequence_length, "tokens")
+            record.decision(
+                "validation_bound",
+                f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",
+                max_batch_size=bound.max_batch_size,
+                sequence_length=bound.sequence_length,
+                trials=len(bound.trials),
+                out_of_memory=bound.num_out_of_memory,
+                seconds=round(sum(bound.seconds), 2),
+            )
         self._evaluator = Evaluator(
-            parts.model, parts.accumulator, collate=parts.collate_val, capacity=self.capacity, on_change=on_change
+            parts.model,
+            parts.accumulator,
+            collate=parts.collate_val,
+            capacity=self.capacity,
+            on_change=capacities.record,
         )
 
     def run(self) -> float:
