@@ -30,3 +30,4 @@ measure: $(INSTALLED)  ## the long sweeps and benchmarks, with what they compare
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,dev,bench]"
 	$(BIN)/python -m adaptive_demo
 	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/step_time.py --compare micro

@@ -141,6 +141,8 @@ class TrainingParts:
             )
         collate = load_function(cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
         self._pad_id: int = self.tokenizer.pad_id
+        first = self.dataset._datasets[0] if isinstance(self.dataset, ConcatDataset) else self.dataset
+        self._pack_filler: int = getattr(first, "padding_idx", self._pad_id)  # torchtune's builders leave it at 0
         padded = partial(collate, padding_idx=self._pad_id, ignore_idx=self.loss_fn.ignore_index)
         self.collate: Collate = padded_collate_packed if self.packed else padded
         self.collate_val: Collate = padded_collate_packed if self._packed_val else padded
@@ -270,7 +272,7 @@ class TrainingParts:
         tokens = row["tokens"]
         if not self.packed:
             return len(tokens)
-        real = (tokens != self._pad_id).nonzero()
+        real = (tokens != self._pack_filler).nonzero()
         return int(real[-1]) + 1 if len(real) else 0
 
     # --- model ------------------------------------------------------------------------------------------------------

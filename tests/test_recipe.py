@@ -168,6 +168,13 @@ def test_a_schedule_that_counts_steps_is_warned_about(small, caplog):
     assert "cannot follow a batch that changes" in finished.output
 
 
+def test_packed_rows_have_the_tokens_of_the_rows_in_them(small):
+    packed = small.run_in_process(OURS, "dataset.packed=True", "batch_size=1", "epochs=1")
+    plain = small.run_in_process(OURS, "batch_size=1", "epochs=1")
+    assert records(packed, "step")[-1]["tokens_seen"] == records(plain, "step")[-1]["tokens_seen"]
+    assert max(step["padding_fraction"] for step in records(packed, "step")) > 0
+
+
 def test_without_a_whole_step_the_epoch_is_one_short_step(small):
     finished = small.run_in_process(OURS, "batch_size=100", "drop_last=False", "epochs=1")
     assert [step["batch_size"] for step in records(finished, "step")] == [NUM_ROWS]
