@@ -33,13 +33,13 @@ class Capacity:
     def __str__(self) -> str:
         return f"{self.amount} {'padded ' if self.unit == 'tokens' else ''}{self.unit}"
 
-    def holds(self, rows: int, length: int) -> bool:
-        """Whether `rows` rows padded to `length` tokens may be run at once."""
-        return (rows if self.unit == "rows" else rows * length) <= self.amount
-
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
         """The micro-batch that takes most of it."""
-        return max(pieces, key=lambda piece: (len(piece.rows) if self.unit == "rows" else 0, piece.padded_tokens))
+
+        def key(piece: MicroBatch) -> tuple[int, int]:  # by tokens, one that can be made smaller
+            return (len(piece.rows) if self.unit == "rows" else min(2, len(piece.rows)), piece.padded_tokens)
+
+        return max(pieces, key=key)
 
     def halved(self, *, rows: int, length: int) -> Capacity | None:
         """Half of a micro-batch that did not fit, `rows` rows padded to `length`; None where it was one row."""
@@ -172,7 +172,7 @@ def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
     Rows sorted by length are cut into consecutive groups, which some best grouping always is: swapping two rows so that
     the shorter lies in the group with the shorter longest row lengthens neither. For each number of shortest rows in turn:
-    the fewest groups of them, and the least padded tokens with so few.
+    the fewest groups of them, and the least padded tokens with so few. Takes time in rows x rows of a group.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     fewest, area, begin = [0], [0], [0]

@@ -149,15 +149,6 @@ class Settings:
             or any((self.micro_batch_size, self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
         )
 
-    @property
-    def needs_lengths(self) -> bool:
-        """Whether the length of every row must be known before training."""
-        return (
-            self.needs_bound
-            or self.sample_order == "seqlen"
-            or any((self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
-        )
-
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
         """Read and check a whole recipe configuration, as plain dicts and lists.

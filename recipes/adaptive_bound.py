@@ -69,7 +69,8 @@ class BoundSearch:
         parts, settings, probe = self._parts, self._settings, self._settings.probe
         grows_from_configured = settings.batch_changes and not settings.use_maximum_batch_size
         most = self.most_rows
-        if grows_from_configured and settings.micro_batch_size is None and settings.batch_size > most:
+        splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
+        if grows_from_configured and not splits and settings.batch_size > most:
             raise SettingError("batch_size", settings.batch_size, f"{self._why_most()}; give {most} or less")
         longest = parts.max_seq_len
         for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
@@ -104,7 +105,7 @@ class BoundSearch:
         if settings.fits_itself and not settings.batch_changes and not settings.batch_tokens:
             of_use = min(rows, settings.step_rows)
         else:
-            of_use = max(1, rows // settings.gradient_accumulation_steps)
+            of_use = rows if settings.batch_tokens else max(1, rows // settings.gradient_accumulation_steps)
         return min(settings.probe.maximum, of_use)
 
     def _why_most(self) -> str:

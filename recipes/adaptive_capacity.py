@@ -16,7 +16,6 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.lengths import longest_rows
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.progress import EpochPlan
 from adaptive_batch.replay import CapacityChange
 from adaptive_batch.report import RunRecord
 
@@ -86,12 +85,15 @@ class TrainingCapacity:
         """What a micro-batch may hold now, at a batch size."""
         rows, tokens = self._settings.micro_batch_size, self._settings.micro_batch_tokens
         if tokens is not None:
-            capacity = Capacity((self.bound or 0) * self.tried_length if tokens == "auto" else int(tokens), "tokens")
+            capacity = Capacity(self._tried_tokens() if tokens == "auto" else int(tokens), "tokens")
         elif rows is not None:
             capacity = Capacity((self.bound or 0) if rows == "auto" else int(rows))
         else:
             capacity = Capacity(min(batch_size, self.bound or batch_size))
         return self._lowered if self._lowered and self._lowered.amount < capacity.amount else capacity
+
+    def _tried_tokens(self) -> int:
+        return (self.bound or 0) * self._parts.shapes.padded(self.tried_length)
 
     def try_longer(self, rows: list[dict[str, Any]], *, batch_size: int) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its length fit.
@@ -106,15 +108,21 @@ class TrainingCapacity:
         length, before = len(row["tokens"]), self.tried_length
         if length <= before:
             return
-        capacity = self.of(batch_size)
-        most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // length)
-        fit = self._bounds.of_row(row, maximum=most, accumulates=not self._settings.optimizer_in_bwd).max_batch_size
+        capacity, padded = self.of(batch_size), self._parts.shapes.padded(length)
+        most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // padded)
+        if self._settings.batch_increase_function and self._settings.micro_batch_size is None and self.bound:
+            most = max(most, self.bound) if capacity.unit == "rows" else most  # what the batch may grow to
+        result = self._bounds.of_row(row, maximum=most, accumulates=not self._settings.optimizer_in_bwd)
+        self.num_out_of_memory += result.num_out_of_memory
+        fit = result.max_batch_size
         message = f"a row of {length} tokens is longer than the {before} that were tried: {fit} of these fit at once"
-        if fit < most and self._settings.optimizer_in_bwd:
-            remedy = f"{message}, not {most}; set probe.sequence_length=longest"
-            raise SettingError("probe.sequence_length", self._settings.probe.sequence_length, remedy)
-        if fit < most:
-            self._lowered = Capacity(fit if capacity.unit == "rows" else fit * length, capacity.unit)
+        if self._settings.optimizer_in_bwd:
+            if fit < batch_size:
+                remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
+                raise SettingError("probe.sequence_length", self._settings.probe.sequence_length, remedy)
+            self.bound = min(self.bound or fit, fit)  # a step cannot be split, so it may not grow beyond this
+        elif fit < most:
+            self._lowered = Capacity(fit if capacity.unit == "rows" else fit * padded, capacity.unit)
         elif self._settings.micro_batch_tokens == "auto":  # of() would multiply the bound by the new length
             self._lowered = capacity
         self.tried_length = length
@@ -126,20 +134,23 @@ class TrainingCapacity:
             after=after.amount,
             unit=after.unit,
             length=length,
+            trials=len(result.trials),
+            out_of_memory=result.num_out_of_memory,
         )
         self._parts.accumulator.capacity = after
 
     def lower(self, change: CapacityChange) -> None:
         """Write down, at once, what an out-of-memory error in training took away."""
         self._lowered = change.after
-        self.record(change, kind="capacity")
+        self.write_down(change, kind="capacity")
 
-    def say_if_one_by_one(self, plan: EpochPlan) -> None:
+    def say_if_one_by_one(self, batch_size: int) -> None:
         """A line where equal numbers of rows leave no choice but micro-batches of one row."""
-        if self._settings.uniform_micro_batches not in ("rows", "both") or plan.sizes is not None:
+        if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
-        capacity, rows = self.of(plan.step_rows), plan.step_rows
-        most = capacity.amount if capacity.unit == "rows" else capacity.amount // max(1, self.tried_length)
+        capacity, rows = self.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
+        longest = self._parts.shapes.padded(int(self._parts.lengths.max()))
+        most = capacity.amount if capacity.unit == "rows" else capacity.amount // longest
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
             self._record.decision(
                 "uniform_micro_batches",
@@ -147,8 +158,8 @@ class TrainingCapacity:
                 "a batch_size with divisors, such as a power of two, would do",
             )
 
-    def record(self, change: CapacityChange, *, kind: str = "validation_capacity") -> None:
-        """Count and write down a capacity that was lowered, of validation or of training."""
+    def write_down(self, change: CapacityChange, *, kind: str) -> None:
+        """Count and record a capacity that was lowered."""
         self.num_out_of_memory += change.out_of_memory
         self._record.decision(
             kind,
@@ -219,8 +230,8 @@ class TrainingCapacity:
         rows, tokens = settings.micro_batch_size, settings.micro_batch_tokens
         if isinstance(rows, int) and rows > fit:
             raise SettingError("micro_batch_size", rows, f"{fit} rows fit; give {fit} or less, or auto")
-        if isinstance(tokens, int) and tokens > fit * self.tried_length:
-            most = fit * self.tried_length
+        most = self._tried_tokens()
+        if isinstance(tokens, int) and tokens > most:
             remedy = f"{fit} rows of {self.tried_length} tokens fit; give {most} or less, or auto"
             raise SettingError("micro_batch_tokens", tokens, remedy)
         if rows is None and tokens is None and not goes_on and batch_size > fit:

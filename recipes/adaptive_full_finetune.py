@@ -191,13 +191,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             what = "the checkpoint's goes on" if self.continues_batch else f"the checkpoint was trained with {saved}"
             message = f"batch_size {self.batch_size}: configured is {configured}, {what}"
             self.record.decision("batch_size", message, before=saved, after=self.batch_size)
-        now = {
-            "gradient_accumulation_steps": self.settings.gradient_accumulation_steps,
-            "rows": len(self.parts.dataset),
-            "batch_tokens": self.settings.batch_tokens,
-            "sample_order": self.settings.sample_order,
-        }
-        for name, value in now.items():
+        for name, value in self._what_results_depend_on().items():
             if ours.get(name, value) != value:
                 message = f"{name} {ours[name]} -> {value}: not what the checkpoint was trained with"
                 self.record.decision(name, message, before=ours[name], after=value)
@@ -211,6 +205,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.settings.optimizer_in_bwd and self.cfg.get("on_out_of_memory") is None:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
             self.record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
+
+    def _what_results_depend_on(self) -> dict[str, Any]:
+        names = (
+            "gradient_accumulation_steps",
+            "batch_tokens",
+            "sample_order",
+            "sample_window",
+            "min_rows_per_batch",
+            "max_rows_per_batch",
+            "long_rows",
+        )
+        settings = {name: getattr(self.settings, name) for name in names}
+        return {**settings, "rows": len(self.parts.dataset), "reference_batch_size": str(self.reference_batch)}
 
     def _say_whose_rate(self) -> None:
         group = self.parts.optimizers[0].param_groups[0]
@@ -266,7 +273,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             )
         if self.settings.adaptive:
             self._say_plan(epoch)
-            self.capacity.say_if_one_by_one(self.plan)
+            self.capacity.say_if_one_by_one(self.batch_size)
 
     def _grow(self, epoch: int) -> None:
         """Ask the growth function for the rows to add."""
@@ -371,12 +378,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             return
         batches = self.token_batches(epoch)
         self.stream.start_epoch(epoch, rows=batches.rows)
-        if dropped := sorted(batches.dropped.tolist()):
-            some = ", ".join(map(str, dropped[:10])) + (", ..." if len(dropped) > 10 else "")
-            message = (
-                f"epoch {epoch}: {len(dropped)} rows of more than batch_tokens={self.settings.batch_tokens} are dropped"
-            )
-            self.record.decision("dropped", f"{message}: {some}", epoch=epoch, rows=dropped)
+        left_out = {
+            f"of more than batch_tokens={self.settings.batch_tokens}": batches.dropped.tolist(),
+            "of the last step (drop_last)": batches[-1] if self.settings.drop_last else [],
+        }
+        for which, rows in left_out.items():
+            if rows:
+                some = ", ".join(map(str, sorted(rows)[:10])) + (", ..." if len(rows) > 10 else "")
+                message = f"epoch {epoch}: {len(rows)} rows {which} are dropped: {some}"
+                self.record.decision("dropped", message, epoch=epoch, rows=sorted(rows))
 
     def train(self) -> None:
         """Every epoch: grow, step through its rows, save."""
@@ -489,10 +499,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     "use_maximum_batch_size": self.settings.use_maximum_batch_size,
                     "optimizer": str(self.cfg.optimizer._component_),
                     "optimizer_in_bwd": self.settings.optimizer_in_bwd,
-                    "gradient_accumulation_steps": self.settings.gradient_accumulation_steps,
-                    "rows": len(self.parts.dataset),
-                    "batch_tokens": self.settings.batch_tokens,
-                    "sample_order": self.settings.sample_order,
+                    **self._what_results_depend_on(),
                     "progress": self.progress.state_dict(),
                     "random_state": RandomState(self.device).state_dict(),
                 },

@@ -30,7 +30,7 @@ from adaptive_batch.fingerprint import described_with_files, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.lengths import cache_directory, row_lengths
 from adaptive_batch.memory import is_out_of_memory
-from adaptive_batch.replay import CapacityChange
+from adaptive_batch.replay import CapacityChange, lengthened
 from adaptive_batch.settings import TOKEN_KEYS, Settings
 from adaptive_batch.shipped import config_path, shipped_configs
 from adaptive_batch.snapshot import RandomState
@@ -143,9 +143,15 @@ class TrainingParts:
         self._pad_id: int = self.tokenizer.pad_id
         first = self.dataset._datasets[0] if isinstance(self.dataset, ConcatDataset) else self.dataset
         self._pack_filler: int = getattr(first, "padding_idx", self._pad_id)  # torchtune's builders leave it at 0
-        padded = partial(collate, padding_idx=self._pad_id, ignore_idx=self.loss_fn.ignore_index)
-        self.collate: Collate = padded_collate_packed if self.packed else padded
-        self.collate_val: Collate = padded_collate_packed if self._packed_val else padded
+        self._padded: Collate = partial(collate, padding_idx=self._pad_id, ignore_idx=self.loss_fn.ignore_index)
+        self.collate: Collate = padded_collate_packed if self.packed else self._padded
+        self.collate_val: Collate = padded_collate_packed if self._packed_val else self._collate_lengthened
+
+    def _collate_lengthened(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A batch of validation, padded as :attr:`shapes_val` asks for."""
+        length = self.shapes_val.padded(max(len(row["tokens"]) for row in rows))
+        ignored = self.loss_fn.ignore_index
+        return self._padded(lengthened(rows, length, pad_id=self._pad_id, ignore_index=ignored))
 
     def _dataset(self, key: str) -> tuple[Any, bool]:
         """The dataset of a block, or of a list of them, and whether its rows are packed."""
@@ -338,6 +344,12 @@ class TrainingParts:
             replays=self.settings.on_out_of_memory == "shrink",
             on_change=on_change,
         )
+
+    @cached_property
+    def shapes_val(self) -> Shapes:
+        """The same of validation."""
+        multiple = 1 if self._packed_val else self.settings.pad_to_multiple_of
+        return Shapes(None, multiple, self.max_seq_len if multiple > 1 else None)
 
     def to_device(self, batch: dict[str, Any]) -> None:
         """Move a batch to the device, in place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from adaptive_bound import BoundSearch
@@ -46,7 +47,8 @@ class Validation:
         if settings.fits_itself:
             bound = bounds.of_validation()
             capacities.num_out_of_memory += bound.num_out_of_memory
-            self.capacity = Capacity(bound.max_batch_size * bound.sequence_length, "tokens")
+            padded = parts.shapes_val.padded(bound.sequence_length)
+            self.capacity = Capacity(bound.max_batch_size * padded, "tokens")
             record.decision(
                 "validation_bound",
                 f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",
@@ -61,7 +63,8 @@ class Validation:
             parts.accumulator,
             collate=parts.collate_val,
             capacity=self.capacity,
-            on_change=capacities.record,
+            shapes=parts.shapes_val,
+            on_change=partial(capacities.write_down, kind="validation_capacity"),
         )
 
     def run(self) -> float:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.batching import Capacity, Shapes, micro_batches, split_by_rows, split_by_tokens
+from adaptive_batch.batching import Capacity, MicroBatch, Shapes, micro_batches, split_by_rows, split_by_tokens
 
 
 @given(rows=st.lists(st.integers()), micro_batch_size=st.integers(1, 50))
@@ -113,8 +113,12 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 CAPACITIES = st.builds(Capacity, st.integers(1, 200), UNITS)
 
 
+def may_hold(capacity, rows, length):
+    return (rows if capacity.unit == "rows" else rows * length) <= capacity.amount
+
+
 def holds(capacity, piece):
-    return len(piece.rows) == 1 or capacity.holds(len(piece.rows), piece.length)
+    return len(piece.rows) == 1 or may_hold(capacity, len(piece.rows), piece.length)
 
 
 @given(LENGTHS, CAPACITIES, SHAPES)
@@ -157,7 +161,7 @@ def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_capacity_i
 @given(LENGTHS, CAPACITIES, st.sampled_from(["rows", "lengths", "both"]))
 def test_uniform_micro_batches_are_as_few_as_there_can_be(lengths, capacity, uniform):
     """Each holds the longest row or is as large as the one that does, so so many of it must fit."""
-    most = max(n for n in range(1, len(lengths) + 1) if n == 1 or capacity.holds(n, max(lengths)))
+    most = max(n for n in range(1, len(lengths) + 1) if n == 1 or may_hold(capacity, n, max(lengths)))
     if uniform != "lengths":
         most = max(n for n in range(1, most + 1) if len(lengths) % n == 0)
     assert len(micro_batches(lengths, capacity, Shapes(uniform))) == -(-len(lengths) // most)
@@ -206,7 +210,7 @@ def test_with_less_capacity_no_micro_batch_is_as_large_as_the_one_that_was_too_l
             continue
         assert 1 <= lower.amount < capacity.amount
         assert lower.unit == capacity.unit
-        assert not lower.holds(len(piece.rows), piece.length)
+        assert not may_hold(lower, len(piece.rows), piece.length)
         for other in micro_batches(lengths, lower, shapes):
             assert not set(piece.rows) <= set(other.rows)
             assert len(other.rows) < len(piece.rows) or other.length < piece.length
@@ -234,11 +238,18 @@ def test_capacity_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, uni
     capacity = Capacity(10**6, unit)
     assert capacity.halved(rows=rows, length=length) == Capacity(rows * tokens // 2, unit)
     reduced = capacity.reduced(rows=rows, length=length)
-    assert reduced.holds(rows - max(1, rows // 16), length)
-    assert not reduced.holds(rows - max(1, rows // 16) + 1, length)
+    assert may_hold(reduced, rows - max(1, rows // 16), length)
+    assert not may_hold(reduced, rows - max(1, rows // 16) + 1, length)
 
 
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
 def test_one_row_cannot_be_halved(unit):
     assert Capacity(64, unit).halved(rows=1, length=64) is None
     assert Capacity(64, unit).reduced(rows=1, length=64) is None
+
+
+def test_the_fullest_micro_batch_is_one_that_can_be_made_smaller():
+    long, several, more = MicroBatch([0], 192), MicroBatch([1, 2], 90), MicroBatch([3, 4, 5], 10)
+    assert Capacity(192, "tokens").fullest([long, several, more]) is several
+    assert Capacity(3, "rows").fullest([long, several, more]) is more
+    assert Capacity(192, "tokens").fullest([long]) is long

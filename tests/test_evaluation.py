@@ -228,3 +228,15 @@ def test_where_it_thrashes_the_largest_micro_batch_is_made_a_little_smaller(capa
     validated.evaluator.run([row(9)] * 32 + [row(3)] * 2)
     assert [(change.rows, change.out_of_memory) for change in validated.changes] == [(32, False)]
     assert validated.evaluator.capacity == after
+
+
+def test_as_many_rows_are_run_at_once_as_the_capacity_holds():
+    validated = Validated(Capacity(1000))
+    validated.evaluator.run([row(2, seed=i) for i in range(1100)])
+    assert [rows for rows, _ in validated.shapes_run] == [1000, 100]
+    validated = Validated(Capacity(100))
+    validated.evaluator.run([row(2, seed=i) for i in range(650)])
+    assert [rows for rows, _ in validated.shapes_run] == [100] * 6 + [50]
+    validated = Validated(Capacity(800, "tokens"))
+    validated.evaluator.run([row(2, seed=i) for i in range(1200)])
+    assert [rows for rows, _ in validated.shapes_run] == [400] * 3

@@ -170,6 +170,23 @@ def test_a_row_longer_than_the_probes_is_tried_before_training(small, whole, key
     assert audit(finished) == audit(whole[0])
 
 
+def test_a_batch_that_grows_runs_no_more_of_the_longest_rows_at_once_than_fit(small):
+    grows = (*BASE, "batch_size=2", "batch_increase_function=small_growth.a_thousand_more", SMALL_MEMORY)
+    fit = records(small.run_in_process(OURS, *grows), "bound")[-1]["max_batch_size"]
+    finished = small.run_in_process(OURS, *grows, "probe.sequence_length=20")
+    (plan,) = records(finished, "plan")
+    assert plan["batch_size"] > fit  # as many rows of 20 tokens fit
+    assert plan["capacity"] <= fit
+
+
+def test_a_capacity_in_tokens_counts_rows_as_they_are_padded(small):
+    padded = ("pad_to_multiple_of=40", f"batch_size={len(LENGTHS)}", "micro_batch_tokens=auto", MUCH_MEMORY)
+    finished = small.run_in_process(OURS, *BASE, *padded)
+    (plan,) = records(finished, "plan")
+    assert plan["capacity"] == len(LENGTHS) * 64  # 80, but for what the model takes
+    assert figures(finished, "micro_batches") == [1]
+
+
 GROWS = ("metric_logger.after_step=1", "metric_logger.row_length=60", "dataset.lengths=[" + "20," * 31 + "20]")
 
 

@@ -154,39 +154,38 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
 
 
 @pytest.mark.parametrize(
-    ("config", "adaptive", "needs_bound", "fits_itself", "needs_lengths"),
+    ("config", "adaptive", "needs_bound", "fits_itself"),
     [
-        ({"use_maximum_batch_size": True}, True, True, False, True),
+        ({"use_maximum_batch_size": True}, True, True, False),
         (
             {"batch_increase_function": {"_component_": "adaptive_batch.growth.geometric", "factor": 2}},
             True,
             True,
             False,
-            True,
         ),
-        ({"micro_batch_size": 1}, True, False, False, False),
-        ({"micro_batch_size": "auto"}, True, True, True, True),
-        ({"micro_batch_tokens": 100}, True, False, False, True),
-        ({"micro_batch_tokens": "auto"}, True, True, True, True),
-        ({"batch_tokens": 100}, True, True, True, True),
-        ({"sample_order": "dataloader"}, False, False, False, False),
-        ({"sample_order": "random"}, True, False, False, False),
-        ({"sample_order": "seqlen"}, True, False, False, True),
-        ({"uniform_micro_batches": "rows"}, True, False, False, True),
-        ({"pad_to_multiple_of": 8}, True, False, False, False),
-        ({"pad_to_multiple_of": 1}, False, False, False, False),
+        ({"micro_batch_size": 1}, True, False, False),
+        ({"micro_batch_size": "auto"}, True, True, True),
+        ({"micro_batch_tokens": 100}, True, False, False),
+        ({"micro_batch_tokens": "auto"}, True, True, True),
+        ({"batch_tokens": 100}, True, True, True),
+        ({"sample_order": "dataloader"}, False, False, False),
+        ({"sample_order": "random"}, True, False, False),
+        ({"sample_order": "seqlen"}, True, False, False),
+        ({"uniform_micro_batches": "rows"}, True, False, False),
+        ({"pad_to_multiple_of": 8}, True, False, False),
+        ({"pad_to_multiple_of": 1}, False, False, False),
         # what leaves batches, and how they are run, as they are
-        ({"lr_scaling": "linear"}, False, False, False, False),
-        ({"on_out_of_memory": "raise"}, False, False, False, False),
-        (VALIDATED, False, False, False, False),
-        (VALIDATED | {"batch_size_val": "auto"}, False, False, False, False),
+        ({"lr_scaling": "linear"}, False, False, False),
+        ({"on_out_of_memory": "raise"}, False, False, False),
+        (VALIDATED, False, False, False),
+        (VALIDATED | {"batch_size_val": "auto"}, False, False, False),
     ],
     ids=str,
 )
-def test_what_each_key_asks_for(config, adaptive, needs_bound, fits_itself, needs_lengths):
+def test_what_each_key_asks_for(config, adaptive, needs_bound, fits_itself):
     settings = Settings.from_config(PLAIN | config)
-    found = (settings.adaptive, settings.needs_bound, settings.fits_itself, settings.needs_lengths)
-    assert found == (adaptive, needs_bound, fits_itself, needs_lengths)
+    found = (settings.adaptive, settings.needs_bound, settings.fits_itself)
+    assert found == (adaptive, needs_bound, fits_itself)
     assert settings.drop_last is not adaptive
 
 
