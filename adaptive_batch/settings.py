@@ -58,9 +58,15 @@ class ValidationSettings:
         most = None if most in (None, -1) else check_whole("max_validation_batches", most)
         if every is None:
             return None
-        if config.get("dataset_val") is None:
+        dataset = config.get("dataset_val")
+        if dataset is None:
             raise SettingError(
                 "run_val_every_n_steps", every, "there is nothing to validate on; set dataset_val to a dataset block"
+            )
+        blocks = dataset if isinstance(dataset, list) else [dataset]
+        if not blocks or not all(isinstance(block, Mapping) and block.get("_component_") for block in blocks):
+            raise SettingError(
+                "dataset_val", dataset, "give a block with _component_, as dataset is, or a list of such"
             )
         rows = size if isinstance(size, int) else config["batch_size"]
         return cls(every, rows, size == "auto", most)

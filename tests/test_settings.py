@@ -247,3 +247,9 @@ def test_a_reference_is_rows_or_tokens():
 def test_keys_that_are_set_and_do_nothing_are_named(config, without_effect):
     config = PLAIN | config
     assert [key for key, _ in Settings.from_config(config).without_effect(config)] == without_effect
+
+
+@pytest.mark.parametrize("dataset", ["my_dataset", {}, {"source": "json"}, [], [{"source": "json"}]], ids=str)
+def test_what_is_validated_on_is_a_block_or_a_list_of_them(dataset):
+    with pytest.raises(SettingError, match=r"^dataset_val=.*_component_"):
+        Settings.from_config(PLAIN | VALIDATED | {"dataset_val": dataset})
