@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Progress:
-    """What training has consumed so far, over all ranks.
+    """What training has consumed so far, over all ranks, and what a rule may want to know beside it.
 
     Attributes:
         epoch: epochs that are done.
@@ -17,6 +17,11 @@ class Progress:
         steps: optimizer steps.
         samples: rows.
         tokens: real tokens, padding not counted.
+        epoch_steps: optimizer steps of the current epoch.
+        epoch_tokens: real tokens of the current epoch.
+        rows_per_epoch: rows that an epoch has; 0 where that is not known.
+        batch: what the last step was asked to hold on one device, in rows or, by `batch_tokens`, in tokens; 0 before the first.
+        noise_scale: the smoothed gradient noise scale, in rows; None where it is not measured or not known yet.
     """
 
     epoch: int = 0
@@ -24,6 +29,16 @@ class Progress:
     steps: int = 0
     samples: int = 0
     tokens: int = 0
+    epoch_steps: int = 0
+    epoch_tokens: int = 0
+    rows_per_epoch: int = 0
+    batch: int = 0
+    noise_scale: float | None = None
+
+    @property
+    def epochs(self) -> float:
+        """Epochs that are done, and the part of this one."""
+        return self.epoch + (self.epoch_rows / self.rows_per_epoch if self.rows_per_epoch else 0.0)
 
     def after_step(self, *, rows: int, tokens: int) -> Progress:
         """After one optimizer step of that many rows and real tokens, over all ranks."""
@@ -33,14 +48,28 @@ class Progress:
             steps=self.steps + 1,
             samples=self.samples + rows,
             tokens=self.tokens + tokens,
+            epoch_steps=self.epoch_steps + 1,
+            epoch_tokens=self.epoch_tokens + tokens,
         )
 
     def after_epoch(self) -> Progress:
         """At the start of the next epoch."""
-        return replace(self, epoch=self.epoch + 1, epoch_rows=0)
+        return replace(self, epoch=self.epoch + 1, epoch_rows=0, epoch_steps=0, epoch_tokens=0)
+
+    def at_epoch_start(self) -> Progress:
+        """Where the current epoch began, as far as what is counted goes."""
+        return replace(
+            self,
+            epoch_rows=0,
+            steps=self.steps - self.epoch_steps,
+            samples=self.samples - self.epoch_rows,
+            tokens=self.tokens - self.epoch_tokens,
+            epoch_steps=0,
+            epoch_tokens=0,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """As ints, which ``torch.load(weights_only=True)`` reads; ``Progress(**state)`` takes it back."""
+        """As plain numbers, which ``torch.load(weights_only=True)`` reads; ``Progress(**state)`` takes it back."""
         return asdict(self)
 
 
