@@ -1,13 +1,15 @@
-"""The command line of the package itself: ``python -m adaptive_batch check | configs``."""
+"""The command line of the package itself: ``python -m adaptive_batch check | configs | audit | report``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from .errors import SettingError
+from .errors import AdaptiveBatchError, SettingError
 from .shipped import copy_config, shipped_configs
+
+Command = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,22 +19,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None takes it from the command line.
 
     Returns:
-        The exit status: 0, or 1 where ``check`` found something wrong. A mistake in the arguments exits with 2.
+        The exit status: 0, or 1 where ``check`` found something wrong or what ``audit`` is to prove does not hold, or
+        ``report`` has no matplotlib. A mistake in the arguments exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="python -m adaptive_batch", description="The batch size, known instead of guessed."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("check", help="look at the versions and devices here; say what is wrong and what mends it")
+    for add in (_add_check, _add_configs, _add_audit, _add_report):
+        add(commands)
+    given = parser.parse_args(arguments)
+    run: Command = given.run
+    try:
+        return run(given)
+    except SettingError as error:
+        commands.choices[given.command].error(str(error))
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    check = commands.add_parser(
+        "check", help="look at the versions and devices here; say what is wrong and what mends it"
+    )
+    check.set_defaults(run=_check)
+
+
+def _check(given: argparse.Namespace) -> int:
+    from .environment import check  # imports torch, which listing and copying need not wait for
+
+    return 0 if check() else 1
+
+
+def _add_configs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     configs = commands.add_parser("configs", help="list the shipped configurations, or copy one to edit it")
     configs.add_argument("name", nargs="?", metavar="NAME", help="the configuration to copy")
     configs.add_argument("destination", nargs="?", metavar="DEST", help="a folder, or the new file; never overwritten")
-    given = parser.parse_args(arguments)
+    configs.set_defaults(run=_configs)
 
-    if given.command == "check":
-        from .environment import check  # imports torch, which listing and copying need not wait for
 
-        return 0 if check() else 1
+def _configs(given: argparse.Namespace) -> int:
     if given.name is None:
         listed = shipped_configs()
         width = max((len(name) for name, _ in listed), default=0)
@@ -40,11 +64,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:<{width}}  {description}")
         return 0
     if given.destination is None:
-        configs.error(f"say where to copy it: configs {given.name} DEST")
+        raise SettingError("DEST", None, f"say where to copy it: configs {given.name} DEST")
+    print(copy_config(given.name, given.destination))
+    return 0
+
+
+def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    audit = commands.add_parser(
+        "audit", help="prove from a run's record that each row was used exactly once an epoch, across all restarts"
+    )
+    audit.add_argument("output_dir", metavar="OUTPUT_DIR", help="the output_dir of the run")
+    audit.set_defaults(run=_audit)
+
+
+def _audit(given: argparse.Namespace) -> int:
+    from .audit import audit
+
+    found = audit(given.output_dir)
+    print("\n".join(found.lines))
+    return 0 if found.holds else 1
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser("report", help="draw a run: one HTML page to look at, and the same as a PNG")
+    report.add_argument("output_dir", metavar="OUTPUT_DIR", help="the output_dir of the run")
+    report.add_argument(
+        "--output", metavar="FILE", help="the page; OUTPUT_DIR/adaptive_batch/report.html where it is not given"
+    )
+    report.set_defaults(run=_report)
+
+
+def _report(given: argparse.Namespace) -> int:
+    from .page import write_report  # torch and matplotlib, which the other commands need not wait for
+
     try:
-        print(copy_config(given.name, given.destination))
-    except SettingError as error:
-        configs.error(str(error))
+        for path in write_report(given.output_dir, output=given.output):
+            print(path)
+    except SettingError:
+        raise
+    except AdaptiveBatchError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

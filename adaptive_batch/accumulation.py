@@ -15,6 +15,7 @@ from torch import nn
 
 from .batching import Capacity, Shapes, micro_batches
 from .memory import DeviceMemory, device_memory
+from .noise_scale import NoiseSample, squared_norm
 from .replay import CapacityChange, Replay, lengthened
 from .snapshot import RandomState, TensorSnapshot
 
@@ -34,6 +35,8 @@ class StepResult:
         micro_batches: forward and backward passes that were run.
         padding_fraction: share of the padded tokens that were padding.
         grad_norm: of all gradients before they were clipped, where clipping is configured; a scalar tensor.
+        noise: what the step says of the gradient's noise, where that is measured; None of a step that ran as one
+            micro-batch, or whose micro-batches were grouped by length.
     """
 
     loss: float
@@ -43,6 +46,7 @@ class StepResult:
     micro_batches: int
     padding_fraction: float
     grad_norm: torch.Tensor | None = None
+    noise: NoiseSample | None = None
 
 
 class Accumulator:
@@ -60,6 +64,8 @@ class Accumulator:
         pad_id: the token that rows are padded with where `shapes` pads them.
         max_grad_norm: clip the norm of all gradients to this; None does not.
         scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as it comes.
+        measures_noise: say in each result what the step's first micro-batch and the whole of it tell of the gradient's
+            noise; not with the optimizer in backward, which leaves no gradient.
         replays: replay a step that ran out of memory with half of the capacity; False lets the error through.
         on_change: is told of every lowered capacity, before anything is run with it; None logs it.
         memory: of the model's device; None asks torch.
@@ -79,6 +85,7 @@ class Accumulator:
         pad_id: int = 0,
         max_grad_norm: float | None = None,
         scale_gradients: bool = True,
+        measures_noise: bool = False,
         replays: bool = True,
         on_change: Callable[[CapacityChange], object] | None = None,
         memory: DeviceMemory | None = None,
@@ -93,6 +100,8 @@ class Accumulator:
         self._pad_id = pad_id
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
+        assert scale_gradients or not measures_noise, "there are no gradients to measure with the optimizer in backward"
+        self._measures_noise = measures_noise
         self._replays = replays
         self._device = next(model.parameters()).device
         self._replay = Replay(capacity, memory=memory or device_memory(self._device), on_change=on_change)
@@ -165,10 +174,15 @@ class Accumulator:
         return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=self._max_grad_norm)
 
     def _attempt(self, rows: Sequence[Row]) -> StepResult:
-        pieces = micro_batches(list(map(_length, rows)), self.capacity, self._shapes)
+        lengths = list(map(_length, rows))
+        pieces = micro_batches(lengths, self.capacity, self._shapes)
         self._replay.current = fullest = self.capacity.fullest(pieces)
         loss_sum = label_tokens = torch.zeros(())
         padded_tokens = num_run = 0
+        small: tuple[torch.Tensor, torch.Tensor] | None = None  # label tokens, and squared norm
+        # Grouped by length, the first micro-batch is no random sample of the step.
+        in_order = self.capacity.unit == "rows" or len(set(lengths)) == 1
+        measures = self._measures_noise and in_order and len(pieces) > 1
         for piece in pieces:
             self._replay.current = piece
             batch = self.collate([rows[i] for i in piece.rows], piece.length)
@@ -178,10 +192,17 @@ class Accumulator:
             token_loss, count = self.forward_backward(batch)
             loss_sum, label_tokens = (loss_sum + token_loss, label_tokens + count) if num_run else (token_loss, count)
             num_run += 1
+            if measures and num_run == 1:
+                small = count, squared_norm(self._gradients()) / count**2
         self._replay.current = fullest
         if self._scale_gradients and num_run:
             self._divide_gradients_by(label_tokens)
         tokens = sum(map(self._num_real_tokens, rows))
+        if small is None or num_run == 1:
+            grad_norm, noise = self.clip(), None
+        else:
+            grad_norm, squared = self._clip_and_measure()
+            noise = NoiseSample(small[0] / label_tokens * len(rows), small[1], len(rows), squared)
         return StepResult(
             loss=float(loss_sum.item() / label_tokens) if num_run else 0.0,
             label_tokens=label_tokens,
@@ -189,8 +210,22 @@ class Accumulator:
             tokens=tokens,
             micro_batches=num_run,
             padding_fraction=max(0.0, 1 - tokens / padded_tokens),
-            grad_norm=self.clip(),
+            grad_norm=grad_norm,
+            noise=noise,
         )
+
+    def _clip_and_measure(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Clip; returns the norm as :meth:`clip` does, and the squared norm that there was before."""
+        gradients = self._gradients()
+        if self._max_grad_norm is not None and all(gradient.dtype.itemsize >= 4 for gradient in gradients):
+            grad_norm = self.clip()
+            assert grad_norm is not None
+            return grad_norm, grad_norm**2
+        before = squared_norm(gradients)
+        return self.clip(), before
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
 
     def _loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self._to_device(batch)

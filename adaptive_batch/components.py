@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from .errors import SettingError
-from .growth import check_increment
+from .growth import check_increment, check_schedule
+from .progress import Progress
 
 
 def load_function(path: str, *, key: str) -> Any:
@@ -49,13 +50,30 @@ def load_increment(value: object, *, key: str) -> Callable[[int, int], int]:
     Raises:
         SettingError: it cannot be imported, built, or called with an epoch and a batch size.
     """
+    function: Callable[[int, int], int] = _load(value, key=key)
+    check_increment(function, key=key)
+    return function
+
+
+def load_schedule(value: object, *, key: str) -> Callable[[Progress], int]:
+    """The same of a rule that says what a step holds.
+
+    Raises:
+        SettingError: it cannot be imported, built, or called with a progress.
+    """
+    function: Callable[[Progress], int] = _load(value, key=key)
+    check_schedule(function, key=key)
+    return function
+
+
+def _load(value: object, *, key: str) -> Any:
     if isinstance(value, str):
-        function: Callable[[int, int], int] = load_function(value, key=key)
-    elif isinstance(value, Mapping) and isinstance(value.get("_component_"), str):
+        return load_function(value, key=key)
+    if isinstance(value, Mapping) and isinstance(value.get("_component_"), str):
         build = load_function(value["_component_"], key=f"{key}._component_")
         arguments = {str(k): v for k, v in value.items() if k != "_component_"}
         try:
-            function = build(**arguments)
+            return build(**arguments)
         except SettingError:
             raise
         except Exception as error:
@@ -65,12 +83,7 @@ def load_increment(value: object, *, key: str) -> Callable[[int, int], int]:
                 f"it is called with {arguments} to build the function, and failed: {error}; "
                 f"for a function itself write {key}: {value['_component_']}",
             ) from error
-    else:
-        raise SettingError(
-            key, value, "give the dotted path of a function, or a block with _component_ that builds one"
-        )
-    check_increment(function, key=key)
-    return function
+    raise SettingError(key, value, "give the dotted path of a function, or a block with _component_ that builds one")
 
 
 def nearest(name: str, names: list[str]) -> str:

@@ -13,22 +13,46 @@ It is a function of the user's, or one of the ready-made ones here::
       _component_: adaptive_batch.growth.geometric
       factor: 2
       every: 1
+
+A *schedule* is ``rule(progress) -> rows of a step on one device``, see :mod:`adaptive_batch.batch_schedules`; configurations
+name its ready-made ones here, ``adaptive_batch.growth.linear_ramp`` for instance.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from adaptive_batch.batch_schedules import (
+    MOST_ROWS,
+    by_noise_scale,
+    check_schedule,
+    linear_ramp,
+    name_of,
+    ramp_by_doubling,
+    shortened,
+    steps,
+    whole_number,
+)
 from adaptive_batch.errors import GrowthFunctionError, SettingError
+
+__all__ = [
+    "Growth",
+    "at_epochs",
+    "by_noise_scale",
+    "check_increment",
+    "check_schedule",
+    "geometric",
+    "linear_ramp",
+    "next_batch_size",
+    "ramp_by_doubling",
+    "steps",
+]
 
 Increment = Callable[[int, int], int]
 KEY = "batch_increase_function"
-# Far above any batch that can be trained; an answer beyond it is a mistake, in units for instance (tokens, bytes).
-MOST_ROWS = 10**9
 WHAT_WOULD_DO = "it must return how many rows to add to batch_size: a whole number, 0 or more"
 
 
@@ -86,14 +110,14 @@ def next_batch_size(
     Raises:
         GrowthFunctionError: the function raised (its error is the cause), or answered with no whole number, 0 to 10**9.
     """
-    call = f"{KEY} {_name(increment)}(epoch={epoch}, batch_size={batch_size})"
+    call = f"{KEY} {name_of(increment)}(epoch={epoch}, batch_size={batch_size})"
     try:
         answer = increment(epoch, batch_size)
     except Exception as error:
         raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
-    rows = _whole(answer)
+    rows = whole_number(answer)
     if rows is None or not 0 <= rows <= MOST_ROWS:
-        raise GrowthFunctionError(f"{call} returned {_short(answer)}: {WHAT_WOULD_DO}, at most {MOST_ROWS}")
+        raise GrowthFunctionError(f"{call} returned {shortened(answer)}: {WHAT_WOULD_DO}, at most {MOST_ROWS}")
     requested = batch_size + rows
     after = requested if maximum is None else min(requested, max(maximum, batch_size))
     return Growth(epoch=epoch, before=batch_size, requested=requested, after=after, maximum=maximum)
@@ -122,7 +146,7 @@ def check_increment(function: object, *, key: str = KEY) -> None:
     except TypeError as error:
         raise SettingError(
             key,
-            _name(function),
+            name_of(function),
             f"it takes {signature} ({error}); it is called as f(epoch, batch_size) with two positional arguments",
         ) from error
 
@@ -157,8 +181,8 @@ def at_epochs(additions: Mapping[int | str, int]) -> Increment:
     for given_epoch, given_rows in additions.items():
         # Digits as text: keys of a mapping that came through JSON or the command line.
         is_text = isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit()
-        epoch = int(given_epoch) if is_text else _whole(given_epoch)
-        rows = _whole(given_rows)
+        epoch = int(given_epoch) if is_text else whole_number(given_epoch)
+        rows = whole_number(given_rows)
         if epoch is None or epoch < 0:
             raise SettingError(key, additions, f"the epoch {given_epoch!r} must be a whole number, 0 or more")
         if rows is None or not 0 <= rows <= MOST_ROWS:
@@ -188,45 +212,22 @@ class _Geometric:
 def geometric(factor: float, *, every: int = 1) -> Increment:
     """Makes an increment that multiplies the batch size.
 
-        At the start of each `every`-th epoch but epoch 0 the batch size becomes `factor` times itself, rounded to the
-        nearest row, a half up; it grows by one row at least, so that a small batch times a small factor does not stand
-    still.
-        Args:
-            factor: above 1.
-            every: epochs from one multiplication to the next, 1 or more.
+    At the start of each `every`-th epoch but epoch 0 the batch size becomes `factor` times itself, rounded to the
+    nearest row, a half up; it grows by one row at least, so that a small batch times a small factor does not stand still.
 
-        Returns:
-            ``f(epoch, batch_size) -> rows to add``.
+    Args:
+        factor: above 1.
+        every: epochs from one multiplication to the next, 1 or more.
 
-        Raises:
-            SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or more.
+    Returns:
+        ``f(epoch, batch_size) -> rows to add``.
+
+    Raises:
+        SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or more.
     """
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor < math.inf:
         raise SettingError(f"{KEY}.factor", factor, "must be a number above 1, such as 2.0")
-    whole_every = _whole(every)
+    whole_every = whole_number(every)
     if whole_every is None or whole_every < 1:
         raise SettingError(f"{KEY}.every", every, "must be a whole number of epochs, 1 or more")
     return _Geometric(factor=float(factor), every=whole_every)
-
-
-def _whole(value: object) -> int | None:
-    """Returns a whole number of Python, numpy or torch as an int, and None for all else, their bools included."""
-    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def _name(function: object) -> str:
-    qualified = getattr(function, "__qualname__", None)
-    return repr(function) if qualified is None else f"{getattr(function, '__module__', '?')}.{qualified}"
-
-
-def _short(value: object) -> str:
-    """Returns a value for a message: a huge number would fill the screen, or refuse to be printed at all."""
-    if isinstance(value, int) and abs(value) > 10**18:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."

@@ -11,17 +11,14 @@ from .errors import SettingError
 
 # Keys that are ours by name and that do not work yet, with the values that already mean what happens without them.
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
-    "batch_size_schedule": (),
-    "grow_beyond_maximum": (False,),
-    "lr_clock": ("samples",),
     "sync_gradients_every_micro_batch": (True,),
-    "save_every_n_steps": (),
-    "keep_last_n_checkpoints": (),
-    "plan_only": (False,),
 }
 OURS = (
     "use_maximum_batch_size",
     "batch_increase_function",
+    "batch_size_schedule",
+    "grow_beyond_maximum",
+    "plan_only",
     "micro_batch_size",
     "micro_batch_tokens",
     "batch_tokens",
@@ -35,11 +32,16 @@ OURS = (
     "drop_last",
     "lr_scaling",
     "reference_batch_size",
+    "lr_clock",
+    "log_gradient_noise_scale",
     "on_out_of_memory",
     "dataset_val",
     "batch_size_val",
     "run_val_every_n_steps",
     "max_validation_batches",
+    "save_every_n_steps",
+    "keep_last_n_checkpoints",
+    "resume_allow_changes",
     "probe",
     *NOT_SUPPORTED_YET,
 )
@@ -58,6 +60,7 @@ TORCHTUNE_KEYS = frozenset(
         "dtype",
         "enable_activation_checkpointing",
         "enable_activation_offloading",
+        "enable_async_checkpointing",
         "epochs",
         "gradient_accumulation_steps",
         "log_every_n_steps",

@@ -131,6 +131,11 @@ class LearningRate:
             self._check(scheduler, batch_can_change=batch_can_change)
         self._remember_bases()
 
+    @property
+    def follows_clock(self) -> bool:
+        """Whether the scheduler is a function of the clock, and keeps no count of its own."""
+        return self._schedule.follows_clock
+
     def set(self, clock: float, *, batch: float | None = None) -> float:
         """Apply the rate that belongs to a point of training and to the batch that is stepped there.
 

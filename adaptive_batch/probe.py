@@ -162,15 +162,21 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
     return replace(known, trials=(*known.trials, trial), seconds=seconds, from_cache=True)
 
 
-def save_result(result: ProbeResult, path: Path, *, fingerprint: str) -> None:
-    """Write a result as JSON, aside and renamed, with the fingerprint of everything it depends on.
+def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: str = "") -> None:
+    """Write a result as JSON, aside and renamed, with the fingerprint of everything it depends on, and that of settings alone.
 
     Results of other fingerprints that the file holds, such as those of other lengths, are kept under ``earlier``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier = [record for record in _read_records(path, say=False) if record["fingerprint"] != fingerprint]
     result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
-    record = {"format": _FORMAT, "fingerprint": fingerprint, **asdict(result), "bytes_per_row": result.bytes_per_row()}
+    record = {
+        "format": _FORMAT,
+        "fingerprint": fingerprint,
+        "settings": settings,
+        **asdict(result),
+        "bytes_per_row": result.bytes_per_row(),
+    }
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with aside.open("w") as file:
         json.dump({**record, "earlier": earlier[-_KEPT:]}, file, indent=2)
@@ -187,6 +193,16 @@ def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
         if records:
             log.info("%s is of other settings, other rows or another device; probing again", path)
         return None
+    return _result(record, path)
+
+
+def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
+    """Read the last result of some settings, whatever the device had free then; None where there is none."""
+    records = [record for record in _read_records(path) if record.get("settings") == settings]
+    return _result(records[-1], path) if records else None
+
+
+def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
     try:
         names = [name for name in ProbeResult.__dataclass_fields__ if name not in ("trials", "seconds")]
         values: dict[str, Any] = {name: record[name] for name in names}

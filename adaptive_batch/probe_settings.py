@@ -27,6 +27,7 @@ class ProbeSettings:
         round_to_power_of_two: train with the power of two at or below the bound.
         maximum: no larger size is tried; where ``halve`` starts.
         cache: use a bound that was found before, after trying it once.
+        assumed_maximum: rows that fit, for ``plan_only``, which tries nothing; None for what a search has found before.
     """
 
     search: str = "predict"
@@ -37,6 +38,7 @@ class ProbeSettings:
     round_to_power_of_two: bool = True
     maximum: int = 4096
     cache: bool = True
+    assumed_maximum: int | None = None
 
     @classmethod
     def from_config(cls, config: object) -> ProbeSettings:
@@ -88,6 +90,8 @@ class ProbeSettings:
         check_bool("probe.round_to_power_of_two", self.round_to_power_of_two)
         check_whole("probe.maximum", self.maximum)
         check_bool("probe.cache", self.cache)
+        if self.assumed_maximum is not None:
+            check_whole("probe.assumed_maximum", self.assumed_maximum)
 
     def budget_bytes(self, *, total_bytes: int, available_bytes: int) -> int:
         """What a trial may use on a device that has `total_bytes`, of which `available_bytes` can be had.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -57,9 +56,11 @@ class Progress:
         return replace(self, epoch=self.epoch + 1, epoch_rows=0, epoch_steps=0, epoch_tokens=0)
 
     def at_epoch_start(self) -> Progress:
-        """Where the current epoch began, as far as what is counted goes."""
+        """Where the current epoch began, as far as what is counted goes; the last batch and the noise are not known."""
         return replace(
             self,
+            batch=0,
+            noise_scale=None,
             epoch_rows=0,
             steps=self.steps - self.epoch_steps,
             samples=self.samples - self.epoch_rows,
@@ -71,57 +72,3 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """As plain numbers, which ``torch.load(weights_only=True)`` reads; ``Progress(**state)`` takes it back."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class EpochPlan:
-    """How an epoch divides into optimizer steps.
-
-    Attributes:
-        rows: rows that the epoch has, over all ranks.
-        step_rows: rows of one full optimizer step, the global batch; where steps differ, their mean, rounded.
-        steps: optimizer steps that the epoch has.
-        sizes: rows of each step; None where all are `step_rows` but perhaps the last.
-    """
-
-    rows: int
-    step_rows: int
-    steps: int
-    sizes: Sequence[int] | None = None
-
-    @classmethod
-    def of(cls, rows: int, *, step_rows: int, drop_last: bool, max_steps: int | None = None) -> EpochPlan:
-        """Divide `rows` into steps; the last, short one is dropped or trained; `max_steps` cuts the epoch."""
-        steps = rows // step_rows if drop_last else -(-rows // step_rows)
-        return cls(rows, step_rows, steps if max_steps is None else min(steps, max_steps))
-
-    @classmethod
-    def of_sizes(cls, sizes: Sequence[int], *, drop_last: bool, max_steps: int | None = None) -> EpochPlan:
-        """Steps of given numbers of rows; the last one, which the end of the epoch cut, is dropped or trained."""
-        kept = sizes[: len(sizes) - drop_last][:max_steps]
-        return cls(sum(sizes), round(sum(kept) / max(1, len(kept))), len(kept), kept)
-
-    def rows_of_step(self, step: int) -> int:
-        """Rows of step number `step` of the epoch, counted from 0."""
-        if self.sizes is not None:
-            return self.sizes[step]
-        return min(self.step_rows, self.rows - step * self.step_rows)
-
-    @property
-    def slots(self) -> int:
-        """Rows that the epoch's steps have room for; a short last step counts in full where steps are of one size."""
-        return self.steps * self.step_rows if self.sizes is None else sum(self.sizes)
-
-
-def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan) -> float:
-    """The step that a constant batch would be at: epochs done plus the part of this one, in that batch's steps per epoch.
-
-    Growing the batch then neither stretches nor cuts a schedule, and with a constant batch the clock is the number of
-    optimizer steps, exactly.
-
-    Args:
-        progress: where training is.
-        plan: the current epoch, divided by the current batch.
-        reference: an epoch, divided by the batch that training began with.
-    """
-    return progress.epoch * reference.steps + progress.epoch_rows * reference.steps / plan.slots

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +29,7 @@ class RunRecord:
         self._file = None
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torn = path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n")
+            torn = _ends_torn(path)
             self._file = path.open("a", encoding="utf-8")
             if torn:
                 self._file.write("\n")
@@ -41,6 +43,12 @@ class RunRecord:
         if self._file:
             log.info("%s", message)
         self._write(kind, {"message": message, **values})
+
+    def sync(self) -> None:
+        """Bring what was recorded to the disk, so that nothing saved after it is ahead of its record."""
+        if self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; later records are an error."""
@@ -62,12 +70,29 @@ class RunRecord:
         self.close()
 
 
+def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The records of a run, line by line; None for a line that a kill has torn."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            yield record if isinstance(record, dict) else None
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a run; a line that a kill has torn is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            log.warning("%s: a torn line is left out: %.60r", path, line)
-    return records
+    """The records of a run; lines that a kill has torn are left out, which is said."""
+    records = list(iterate_records(path))
+    if torn := records.count(None):
+        log.warning("%s: %d torn %s left out", path, torn, "line is" if torn == 1 else "lines are")
+    return [record for record in records if record is not None]
+
+
+def _ends_torn(path: Path) -> bool:
+    """Whether the last line of a file has no end. Only its last byte is read: records grow large."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .batching import UNIFORM, largest_divisor
-from .components import load_increment
+from .batch_schedules import follows_measurements
+from .clock import Clock
+from .components import load_increment, load_schedule
 from .errors import SettingError
 from .filling import LONG_ROWS
 from .keys import (
@@ -21,6 +23,7 @@ from .keys import (
 from .learning_rate import RULES, Reference, parse_reference
 from .order import ORDERS
 from .probe_settings import ProbeSettings
+from .progress import Progress
 
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
 
@@ -83,6 +86,9 @@ class Settings:
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for none.
         use_maximum_batch_size: set `batch_size` to what the probe finds.
         batch_increase_function: rows to add at the start of each epoch; None for none.
+        batch_size_schedule: rows of a step on one device (tokens, with `batch_tokens`) as a function of progress; None for none.
+        grow_beyond_maximum: a batch that grows may pass what fits at once.
+        plan_only: show the plan and stop before weights load.
         micro_batch_size: rows at once: a number, ``auto``, or None for `batch_size`.
         micro_batch_tokens: padded tokens at once: a number, ``auto``, or None.
         batch_tokens: real tokens of a step, in place of a number of rows; None for rows.
@@ -95,9 +101,15 @@ class Settings:
         drop_last: whether the last, short step of an epoch is dropped; follows `adaptive` where the key is absent.
         lr_scaling: ``none``, ``linear`` or ``sqrt``.
         reference_batch_size: the global batch that the configured rate belongs to; None for the configured one.
+        lr_clock: what the learning rate's schedule counts.
+        log_gradient_noise_scale: measure it and log it.
         on_out_of_memory: ``shrink`` or ``raise``.
         optimizer_in_bwd: step each parameter inside the backward pass.
         validation: None for none.
+        save_every_n_steps: optimizer steps from one resume point to the next; None for none.
+        keep_last_n_checkpoints: resume points that are kept; None for all.
+        saves_asynchronously: write resume points while training goes on.
+        resume_allow_changes: keys that may differ from the checkpoint's.
         probe: the `probe` block.
     """
 
@@ -107,6 +119,9 @@ class Settings:
     max_steps_per_epoch: int | None
     use_maximum_batch_size: bool
     batch_increase_function: Callable[[int, int], int] | None
+    batch_size_schedule: Callable[[Progress], int] | None
+    grow_beyond_maximum: bool
+    plan_only: bool
     micro_batch_size: int | str | None
     micro_batch_tokens: int | str | None
     batch_tokens: int | None
@@ -120,9 +135,15 @@ class Settings:
     drop_last: bool
     lr_scaling: str
     reference_batch_size: Reference | None
+    lr_clock: Clock
+    log_gradient_noise_scale: bool
     on_out_of_memory: str
     optimizer_in_bwd: bool
     validation: ValidationSettings | None
+    save_every_n_steps: int | None
+    keep_last_n_checkpoints: int | None
+    saves_asynchronously: bool
+    resume_allow_changes: tuple[str, ...]
     probe: ProbeSettings
 
     @property
@@ -136,6 +157,22 @@ class Settings:
         return self.use_maximum_batch_size or self.batch_increase_function is not None
 
     @property
+    def grows(self) -> bool:
+        """Whether a rule says how the batch changes during training."""
+        return self.batch_increase_function is not None or self.batch_size_schedule is not None
+
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the gradient noise scale is measured."""
+        rule = self.batch_size_schedule
+        return self.log_gradient_noise_scale or (rule is not None and follows_measurements(rule))
+
+    @property
+    def restores_random_state(self) -> bool:
+        """Whether a resumed run goes on with the random numbers of the saved one; torchtune's recipe seeds anew."""
+        return self.adaptive or self.save_every_n_steps is not None
+
+    @property
     def fits_itself(self) -> bool:
         """Whether a micro-batch holds as much as fits."""
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
@@ -143,13 +180,16 @@ class Settings:
     @property
     def needs_bound(self) -> bool:
         """Whether training needs to know the largest batch that fits."""
-        return self.batch_changes or self.fits_itself
+        has_own_number = isinstance(self.micro_batch_size or self.micro_batch_tokens, int)
+        grows_freely = self.grow_beyond_maximum and has_own_number
+        return self.use_maximum_batch_size or self.fits_itself or (self.grows and not grows_freely)
 
     @property
     def adaptive(self) -> bool:
         """Whether any key is on that changes batches or how they are run; off means torchtune's own behaviour."""
         return (
             self.needs_bound
+            or self.grows
             or self.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
             or any((self.micro_batch_size, self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
@@ -169,6 +209,9 @@ class Settings:
                 "batch_increase_function is set too; both say how the batch grows, so remove one",
             )
         check_key_names(config)
+        schedule = config.get("batch_size_schedule")
+        if schedule is not None:
+            schedule = load_schedule(schedule, key="batch_size_schedule")
         for key in ("batch_size", "gradient_accumulation_steps", "epochs"):
             check_whole(key, config.get(key))
         function = config.get("batch_increase_function")
@@ -186,6 +229,9 @@ class Settings:
             max_steps_per_epoch=whole(config, "max_steps_per_epoch"),
             use_maximum_batch_size=switch(config, "use_maximum_batch_size", default=False),
             batch_increase_function=function,
+            batch_size_schedule=schedule,
+            grow_beyond_maximum=switch(config, "grow_beyond_maximum", default=False),
+            plan_only=switch(config, "plan_only", default=False),
             micro_batch_size=micro_rows,
             micro_batch_tokens=micro_tokens,
             batch_tokens=by_tokens,
@@ -199,14 +245,21 @@ class Settings:
             drop_last=True,
             lr_scaling=choice(config, "lr_scaling", RULES, default="none"),
             reference_batch_size=_reference(config.get("reference_batch_size")),
+            lr_clock=Clock.from_config(config.get("lr_clock")),
+            log_gradient_noise_scale=switch(config, "log_gradient_noise_scale", default=False),
             on_out_of_memory=choice(
                 config, "on_out_of_memory", ("shrink", "raise"), default="raise" if in_backward else "shrink"
             ),
             optimizer_in_bwd=in_backward,
             validation=ValidationSettings.from_config(config),
+            save_every_n_steps=whole(config, "save_every_n_steps"),
+            keep_last_n_checkpoints=whole(config, "keep_last_n_checkpoints"),
+            saves_asynchronously=switch(config, "enable_async_checkpointing", default=False),
+            resume_allow_changes=_names_of_keys(config, "resume_allow_changes"),
             probe=ProbeSettings.from_config(config.get("probe")),
         )
         settings._check_batches(config)
+        settings._check_schedule(config)
         settings._check_optimizer_in_backward(config)
         if "left_pad_sequence" in str(config.get("collate_fn") or ""):
             raise SettingError(
@@ -224,6 +277,9 @@ class Settings:
         def say(keys: tuple[str, ...], reason: str) -> None:
             found.extend((key, reason) for key in keys if config.get(key) is not None)
 
+        def say_if_on(keys: tuple[str, ...], reason: str) -> None:
+            found.extend((key, reason) for key in keys if config.get(key))
+
         if not self.batch_tokens:
             say(
                 ("min_rows_per_batch", "max_rows_per_batch", "long_rows"),
@@ -235,11 +291,24 @@ class Settings:
             say(("shuffle",), f"sample_order={self.sample_order} says in which order rows come")
         if self.sample_order != "seqlen":
             say(("sample_window",), "it is for sample_order=seqlen")
+        if not self.grows:
+            say_if_on(("grow_beyond_maximum",), "no rule makes the batch grow")
+        if self.batch_size_schedule is not None:
+            say_if_on(("use_maximum_batch_size",), "batch_size_schedule says how many rows a step has")
+        if self.save_every_n_steps is None:
+            say(("keep_last_n_checkpoints",), "it is for save_every_n_steps, which is not set")
+            say_if_on(("enable_async_checkpointing",), "it is for save_every_n_steps, which is not set")
+        if not config.get("resume_from_checkpoint"):
+            say(("resume_allow_changes",), "resume_from_checkpoint is False, so nothing is compared")
+        if config.get("lr_scheduler") is None:
+            say(("lr_clock",), "there is no lr_scheduler")
         if self.lr_scaling == "none":
             say(("reference_batch_size",), "lr_scaling is none; linear or sqrt would use it")
         if self.validation is None:
             reason = "run_val_every_n_steps is not set, so nothing is validated"
             say(("dataset_val", "batch_size_val", "max_validation_batches"), reason)
+        if self.probe.assumed_maximum is not None and not self.plan_only:
+            found.append(("probe.assumed_maximum", "it is for plan_only; training finds what fits"))
         if config.get("probe") and self.probe != ProbeSettings():
             if not self.needs_bound and not (self.validation and self.validation.fits_itself):
                 say(("probe",), "nothing that needs to know what fits is on")
@@ -278,6 +347,30 @@ class Settings:
                 "change batch_size or micro_batch_size so that one divides the other",
             )
 
+    def _check_schedule(self, config: Mapping[str, Any]) -> None:
+        rule = self.batch_size_schedule
+        if rule is not None and self.gradient_accumulation_steps > 1:
+            raise SettingError(
+                "gradient_accumulation_steps",
+                self.gradient_accumulation_steps,
+                "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1",
+            )
+        if rule is not None and self.batch_tokens and follows_measurements(rule):
+            raise SettingError(
+                "batch_tokens",
+                self.batch_tokens,
+                "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule",
+            )
+        if self.lr_clock.warmup != self.lr_clock.decay and config.get("lr_scheduler") is not None:
+            steps = config["lr_scheduler"].get("num_warmup_steps")
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+                raise SettingError(
+                    "lr_clock",
+                    config["lr_clock"],
+                    "a warm-up of its own unit needs a scheduler with num_warmup_steps, such as "
+                    "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
+                )
+
     def _check_optimizer_in_backward(self, config: Mapping[str, Any]) -> None:
         if not self.optimizer_in_bwd:
             return
@@ -302,11 +395,15 @@ class Settings:
                 "with the optimizer in backward a step that failed has changed some weights already, and cannot be replayed; "
                 f"give raise, {off}",
             )
-        for key in (*TOKEN_KEYS, "uniform_micro_batches"):
-            if config.get(key) is not None:
+        if self.measures_noise:
+            key = "log_gradient_noise_scale" if self.log_gradient_noise_scale else "batch_size_schedule"
+            remedy = "with the optimizer in backward there is no gradient left to measure; remove it"
+            raise SettingError(key, config[key], f"{remedy}, {off}")
+        for key in (*TOKEN_KEYS, "uniform_micro_batches", "grow_beyond_maximum"):
+            if config.get(key):
                 raise SettingError(key, config[key], f"{nothing_accumulates}; remove it, {off}")
         size = self.micro_batch_size
-        if isinstance(size, int) and (size < self.batch_size or self.batch_changes):
+        if isinstance(size, int) and (size < self.batch_size or self.batch_changes or self.grows):
             raise SettingError("micro_batch_size", size, f"{nothing_accumulates}; remove it, {off}")
 
 
@@ -317,3 +414,11 @@ def _reference(value: object) -> Reference | None:
         return parse_reference(value)
     except ValueError as error:
         raise SettingError("reference_batch_size", value, str(error)) from None
+
+
+def _names_of_keys(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = config.get(key)
+    names = [value] if isinstance(value, str) else ([] if value is None else value)
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise SettingError(key, value, "give the names of keys, such as [dataset]")
+    return tuple(names)

@@ -29,6 +29,7 @@ class RowStream:
 
     Attributes:
         position: rows of this epoch that have been handed out.
+        taken: the numbers, in the dataset, of the rows that were handed out last.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class RowStream:
         self._window = window
         self._seed = seed
         self._rows: Iterator[Any] = iter(())
+        self._numbers = torch.zeros(0, dtype=torch.int64)
         self.position = 0
+        self.taken: list[int] = []
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -69,16 +72,18 @@ class RowStream:
 
     def start_epoch(self, epoch: int, *, position: int = 0, rows: Sequence[int] | torch.Tensor | None = None) -> None:
         """Begin an epoch, or go on within it after `position` rows; `rows` are its row numbers if not those of `order`."""
-        numbers = self.order(epoch) if rows is None else torch.as_tensor(rows)
+        self._numbers = self.order(epoch) if rows is None else torch.as_tensor(rows)
         loader: DataLoader[Any] = DataLoader(
-            self._dataset, batch_size=None, sampler=numbers[position:].tolist(), collate_fn=_as_it_is
+            self._dataset, batch_size=None, sampler=self._numbers[position:].tolist(), collate_fn=_as_it_is
         )
         self._rows = iter(loader)
         self.position = position
+        self.taken = []
 
     def take(self, count: int) -> list[Any]:
         """The next `count` rows; fewer at the end of the epoch, none after it."""
         rows = list(islice(self._rows, count))
+        self.taken = self._numbers[self.position : self.position + len(rows)].tolist()
         self.position += len(rows)
         return rows
 

@@ -20,7 +20,7 @@ from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.fingerprint import fingerprint
 from adaptive_batch.lengths import longest_rows
 from adaptive_batch.memory import GIB, DeviceMemory, device_memory
-from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result, try_again
+from adaptive_batch.probe import load_latest, ProbeResult, find_max_batch_size, load_result, save_result, try_again
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 from adaptive_batch.snapshot import RandomState, optimizer_state_tensors
 from adaptive_batch.trial import Rehearsal
@@ -67,7 +67,7 @@ class BoundSearch:
                 configured batch is above what can be tried, or the device does not say what it uses.
         """
         parts, settings, probe = self._parts, self._settings, self._settings.probe
-        grows_from_configured = settings.batch_changes and not settings.use_maximum_batch_size
+        grows_from_configured = settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         most = self.most_rows
         splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
         if grows_from_configured and not splits and settings.batch_size > most:
@@ -102,7 +102,7 @@ class BoundSearch:
     def most_rows(self) -> int:
         """The most rows that are of use at once: what a step or an epoch has of them, and ``probe.maximum``."""
         settings, rows = self._settings, len(self._parts.dataset)
-        if settings.fits_itself and not settings.batch_changes and not settings.batch_tokens:
+        if settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens):
             of_use = min(rows, settings.step_rows)
         else:
             of_use = rows if settings.batch_tokens else max(1, rows // settings.gradient_accumulation_steps)
@@ -142,9 +142,10 @@ class BoundSearch:
             return self._find(rows, tokens, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
 
         step_rows = batch_size * settings.gradient_accumulation_steps
-        tries_whole_step = settings.fits_itself and not settings.batch_changes and not settings.batch_tokens
+        may_be_another = settings.batch_changes or settings.grows or bool(settings.batch_tokens)
+        tries_whole_step = settings.fits_itself and not may_be_another
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
-        several = has_own_number or bool(settings.batch_tokens)
+        several = has_own_number or bool(settings.batch_tokens) or (settings.grows and settings.grow_beyond_maximum)
         several = several or (settings.gradient_accumulation_steps > 1 and not tries_whole_step)
         first = search(accumulates=several)
         if several or step_rows <= first.max_batch_size or not (goes_on or tries_whole_step):
@@ -158,6 +159,17 @@ class BoundSearch:
                 "micro-batches; take a smaller one or more memory, or start anew with optimizer_in_bwd=False",
             )
         return [first, search(accumulates=True)]
+
+    def known(self, path: Path) -> tuple[int, int, str]:
+        """What fits as far as it is known without trying: rows, the tokens of each, and where that is from; 0 rows for unknown."""
+        probe = self._settings.probe
+        _, tokens = self._trials.get(probe.sequence_length) or self._trial_rows(probe.sequence_length)
+        if probe.assumed_maximum is not None:
+            return probe.assumed_maximum, tokens, "probe.assumed_maximum says so"
+        found = load_latest(path, settings=self._settings_name(tokens))
+        if found is None:
+            return 0, tokens, f"no search is in {path}; probe.assumed_maximum=N would be taken for it"
+        return found.max_batch_size, tokens, f"a search found that before ({path})"
 
     def of_row(self, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
         """The same for one row, repeated: for a row that is longer than any that was tried.
@@ -282,7 +294,7 @@ class BoundSearch:
             if parts.cfg.compile:
                 torch._dynamo.reset()  # the sizes of trials must not use up the compiler's limit of variants
         if path and distributed.is_rank_zero() and not result.from_cache:
-            save_result(result, path, fingerprint=depends_on)
+            save_result(result, path, fingerprint=depends_on, settings=self._settings_name(tokens))
         return result
 
     def _fingerprint(
@@ -297,17 +309,25 @@ class BoundSearch:
     ) -> str:
         """A name for everything that a bound depends on."""
         parts = self._parts
+        return fingerprint(
+            self._settings_name(tokens),
+            [memory.describe(), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")],
+            [maximum, accumulates, rounds],
+            _shapes(parts.collate(rows)),
+            # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
+            round(math.log(max(1, budget_bytes), 1.01)),
+        )
+
+    def _settings_name(self, tokens: int) -> str:
+        """A name for the part of it that is the same wherever it is run."""
+        parts, probe = self._parts, self._settings.probe
         plain = OmegaConf.to_container(parts.cfg, resolve=True)
         assert isinstance(plain, dict)
         packages = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
         return fingerprint(
             {key: plain.get(key) for key in _MEMORY_KEYS},
             {name: package_version(name) for name in packages},
-            [memory.describe(), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")],
-            [self._settings.probe.search, tokens, maximum, accumulates, rounds, parts.packed],
-            _shapes(parts.collate(rows)),
-            # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
-            round(math.log(max(1, budget_bytes), 1.01)),
+            [probe.search, tokens, parts.packed, str(parts.cfg.device), probe.device_memory, probe.headroom],
         )
 
     def _search(self, memory: DeviceMemory, *, budget_bytes: int, maximum: int, resident_bytes: int) -> Search:

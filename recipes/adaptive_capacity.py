@@ -66,7 +66,7 @@ class TrainingCapacity:
             self.bound, self.tried_length = result.max_batch_size, result.sequence_length
             if goes_on:
                 self._say_what_is_kept(batch_size)
-            elif self._settings.use_maximum_batch_size:
+            elif self._settings.use_maximum_batch_size and self._settings.batch_size_schedule is None:
                 message = f"batch_size {batch_size} -> {result.batch_size} (use_maximum_batch_size; bound {self.bound})"
                 self._record.decision(
                     "batch_size", message, before=batch_size, after=result.batch_size, bound=self.bound
@@ -110,7 +110,7 @@ class TrainingCapacity:
             return
         capacity, padded = self.of(batch_size), self._parts.shapes.padded(length)
         most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // padded)
-        if self._settings.batch_increase_function and self._settings.micro_batch_size is None and self.bound:
+        if self._settings.grows and self._settings.micro_batch_size is None and self.bound:
             most = max(most, self.bound) if capacity.unit == "rows" else most  # what the batch may grow to
         result = self._bounds.of_row(row, maximum=most, accumulates=not self._settings.optimizer_in_bwd)
         self.num_out_of_memory += result.num_out_of_memory
@@ -234,7 +234,8 @@ class TrainingCapacity:
         if isinstance(tokens, int) and tokens > most:
             remedy = f"{fit} rows of {self.tried_length} tokens fit; give {most} or less, or auto"
             raise SettingError("micro_batch_tokens", tokens, remedy)
-        if rows is None and tokens is None and not goes_on and batch_size > fit:
+        scheduled = settings.batch_size_schedule is not None  # which says what a step holds
+        if rows is None and tokens is None and not goes_on and not scheduled and batch_size > fit:
             raise SettingError(
                 "batch_size",
                 batch_size,

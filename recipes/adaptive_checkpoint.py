@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,8 @@ class EpochCheckpoints:
 
     Attributes:
         recipe_state: what :meth:`save` was given at the end of the last whole epoch; None unless resuming.
+        order: when it was saved, in nanoseconds; 0 for a recipe of torchtune's own.
+        source: where the weights are.
 
     Raises:
         CheckpointError: resuming, and a file is missing, torn, or belongs to another epoch; the file is named.
@@ -51,7 +54,8 @@ class EpochCheckpoints:
         self._aside = self._output_dir / ".saving"
         self.recipe_state: dict[str, Any] | None = None
         overrides: dict[str, Any] = {"output_dir": str(self._aside), "should_load_recipe_state": False}
-        self._weights = "the base checkpoint"
+        self.source = "the base checkpoint"
+        self.order = 0
         if resume:
             self.recipe_state = self._read_recipe_state(cfg)
             folder = self._weights_folder(cfg, self.recipe_state)
@@ -59,7 +63,8 @@ class EpochCheckpoints:
             if not files:
                 raise CheckpointError(f"{folder} holds no weights; resume needs the folder as it was saved")
             overrides["checkpoint_files"] = [str(path) for path in files]
-            self._weights = str(folder)
+            self.source = str(folder)
+            self.order = self.recipe_state.get(STATE_KEY, {}).get("weights", {}).get("order", 0)
             log.info("resuming from %s: %s", folder, ", ".join(path.name for path in files))
         self._checkpointer = config.instantiate(cfg, **overrides)
         _remove_if_empty(self._aside)
@@ -89,7 +94,7 @@ class EpochCheckpoints:
         """
         shutil.rmtree(self._aside, ignore_errors=True)
         folder = f"epoch_{epoch}"
-        identity = {"id": uuid.uuid4().hex, "folder": folder}
+        identity = {"id": uuid.uuid4().hex, "folder": folder, "order": time.time_ns()}
         state = {training.MODEL_KEY: dict(model_state), **(recipe_state or {})}
         if recipe_state is not None:
             state[STATE_KEY] = {**state.get(STATE_KEY, {}), "weights": identity}

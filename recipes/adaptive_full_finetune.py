@@ -12,17 +12,21 @@ import math
 import os
 import sys
 import time
+import uuid
 from collections.abc import Mapping
-from functools import lru_cache
-from inspect import signature
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from adaptive_batches import TrainingBatches
 from adaptive_bound import BoundSearch
 from adaptive_capacity import TrainingCapacity
-from adaptive_checkpoint import STATE_KEY, EpochCheckpoints
+from adaptive_checkpoint import STATE_KEY
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
+from adaptive_plan import TrainingPlan
+from adaptive_rate import TrainingRate, check_scheduler, reference_batch
+from adaptive_resume import Checkpoints, compare, conditions, say_changes
 from adaptive_validation import Validation
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
@@ -32,16 +36,15 @@ from tqdm import tqdm
 
 from adaptive_batch import distributed
 from adaptive_batch.accumulation import StepResult
-from adaptive_batch.components import load_function
-from adaptive_batch.errors import SettingError
-from adaptive_batch.growth import next_batch_size
-from adaptive_batch.learning_rate import LearningRate, Reference, describe_unscaled
-from adaptive_batch.progress import EpochPlan, Progress, schedule_clock
+from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.full_batch_loss import FullBatchLoss
+from adaptive_batch.learning_rate import describe_unscaled
+from adaptive_batch.noise_scale import NoiseScale
+from adaptive_batch.preemption import EXIT_STATUS, Preemption
+from adaptive_batch.progress import Progress
 from adaptive_batch.report import RunRecord
-from adaptive_batch.schedule import write_rate
 from adaptive_batch.settings import Settings
 from adaptive_batch.snapshot import RandomState
-from adaptive_batch.stream import RowStream
 
 log = utils.get_logger("INFO")
 
@@ -71,16 +74,22 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             log.info("log_peak_memory_stats has no effect on a CPU")
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.max_steps_per_epoch = self.settings.max_steps_per_epoch
-        self.batch_size = self.settings.batch_size
-        self.first_batch_size: int | None = None
         self.continues_batch = False
         self.progress = Progress()
+        self.noise_scale = NoiseScale()
+        self.unlabelled = 0
+        self.begun_anew = 0
+        self.run = uuid.uuid4().hex[:12]
 
     # --- setup ------------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self) -> None:
-        """Find the weights, and where training stood if it is resumed."""
-        self.checkpoints = EpochCheckpoints(self.cfg.checkpointer, resume=self.cfg.resume_from_checkpoint)
+        """Find the weights, and where training stood if it is resumed; refuse to go on with another run's."""
+        self.checkpoints = Checkpoints(self.cfg, self.settings)
+        self.conditions = conditions(self.parts)
+        self.differs: list[str] = []
+        self.saved: dict[str, Any] = {}
+        self.begins_epoch_anew = False
         state = self.checkpoints.recipe_state
         if state is None:
             return
@@ -90,8 +99,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     "%s=%s differs from the checkpoint's; going on with %s", name, getattr(self, name), state[key]
                 )
                 setattr(self, name, state[key])
-        ours: dict[str, Any] = state.get(STATE_KEY, {})
+        self.saved = ours = state.get(STATE_KEY, {})
         self.progress = Progress(**ours["progress"]) if ours else Progress(epoch=state[training.EPOCHS_KEY])
+        self.run = ours.get("run", self.run)
+        self.unlabelled = ours.get("unlabelled", 0)
+        self.begun_anew = ours.get("begun_anew", 0)
         component = str(self.cfg.optimizer._component_)
         if ours and ours["optimizer"] != component:
             raise SettingError(
@@ -103,11 +115,20 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.settings.optimizer_in_bwd,
                 f"the checkpoint's optimizer state was saved with {ours['optimizer_in_bwd']}; go on with that",
             )
+        self.differs, self.begins_epoch_anew = compare(
+            ours,
+            self.conditions,
+            allowed=self.settings.resume_allow_changes,
+            in_mid_epoch=self.progress.epoch_steps > 0,
+        )
+        if self.begins_epoch_anew:
+            self.begun_anew += 1
+            self.progress = self.progress.at_epoch_start()
+            self.unlabelled = 0
         # a batch that was found or grown goes on; one that now is to be found for the first time is found
         asked_before = ours.get("use_maximum_batch_size") or not self.settings.use_maximum_batch_size
-        if self.settings.batch_changes and ours.get("bound") is not None and asked_before:
-            self.continues_batch = True
-            self.batch_size, self.first_batch_size = ours["batch_size"], ours["first_batch_size"]
+        knows_bound = ours.get("bound") is not None or self.settings.grow_beyond_maximum
+        self.continues_batch = bool(self.settings.batch_changes and ours and knows_bound and asked_before)
 
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
@@ -116,23 +137,26 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         parts.build_data()
         parts.check_rows()
         self.load_checkpoint()
+        self.batches = TrainingBatches(parts, seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch)
+        if self.continues_batch:
+            self.batches.batch_size = self.saved["batch_size"]
+        self.batches.first_batch_size = self.saved.get("first_batch_size") if self.continues_batch else None
         validates_what_fits = settings.validation is not None and settings.validation.fits_itself
         if settings.needs_bound or validates_what_fits:
             self.bounds.check()
-        self._check_scheduler()
-        if settings.batch_increase_function and self.progress.epoch < settings.epochs:
-            self._ask_ahead()
+        check_scheduler(self.cfg)
+        self.plan = TrainingPlan(parts, self.batches)
+        self.plan.check(self.progress)
+        if settings.plan_only:
+            print(
+                self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch)
+            )
+            return
         self.metric_logger = config.instantiate(self.cfg.metric_logger)
         self.metric_logger.log_config(self.cfg)
         self.record = RunRecord(self.output_dir / "adaptive_batch" / "run.jsonl", enabled=distributed.is_rank_zero())
         resumed = self.checkpoints.recipe_state or {}
-        self.record.decision(
-            "start",
-            f"{'resuming' if resumed else 'starting'} with epoch {self.progress.epoch}; {len(parts.dataset)} rows",
-            resumed=bool(resumed),
-            rows=len(parts.dataset),
-            progress=self.progress.state_dict(),
-        )
+        self._say_where_it_starts(bool(resumed))
         self._say_what_changed(resumed)
         self.capacity = TrainingCapacity(parts, self.bounds, self.record)
         parts.build_model(self.checkpoints.load_weights, on_change=self.capacity.lower)
@@ -141,83 +165,96 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         parts.build_optimizer(resumed.get(training.OPT_KEY))
         if resumed:
             self._say_whose_rate()
-        self.batch_size = self.capacity.find(
-            self.batch_size, goes_on=self.continues_batch, saved=resumed.get(STATE_KEY, {})
+        self.batches.batch_size = self.capacity.find(
+            self.batches.batch_size,
+            goes_on=self.continues_batch or bool(self.saved and settings.batch_size_schedule),
+            saved=self.saved,
         )
         self.validation = (
             Validation(parts, self.bounds, capacities=self.capacity, record=self.record)
             if settings.validation
             else None
         )
-        self.stream = RowStream(
-            parts.dataset,
-            shuffle=self.cfg.shuffle,
-            seed=0 if settings.sample_order == "dataloader" else self.seed,  # 0 is the seed of torchtune's sampler
-            order=settings.sample_order,
-            lengths=parts.lengths if settings.sample_order == "seqlen" else None,
-            window=settings.sample_window,
-        )
-        self.token_batches = lru_cache(maxsize=2)(lambda epoch: parts.token_batches(self.stream.order(epoch)))
-        self._begin_epoch()
-        if self.first_batch_size is None:
-            self.first_batch_size = self.batch_size
-        self.reference = self._plan(0, self.first_batch_size)
-        if self.reference.steps == 0:
-            raise SettingError(
-                "batch_size",
-                self.batch_size,
-                f"an epoch of {len(self.stream)} rows has no whole step; set drop_last=False",
-            )
+        self.batches.use(self.capacity, self.record, saved_bound=self.saved.get("bound"))
+        self.progress = self.batches.begin(self.progress)
+        self._say_epoch()
+        reference = self.batches.reference
         every = settings.validation.every_n_steps if settings.validation else 0
-        if every > settings.epochs * self.reference.steps:
-            message = f"the run has {settings.epochs * self.reference.steps} steps, so nothing is validated"
+        if every > settings.epochs * reference.steps:
+            message = f"the run has {settings.epochs * reference.steps} steps, so nothing is validated"
             self.record.decision("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
-        if not resumed.get(STATE_KEY):
-            self.progress = Progress(self.progress.epoch, steps=self.progress.epoch * self.reference.steps)
-        self._setup_learning_rate(resumed.get(STATE_KEY, {}))
+        if not self.saved:
+            self.progress = replace(self.progress, steps=self.progress.epoch * reference.steps)
+        self.plan.look_ahead(self.progress, saved=self.saved)
+        self.full_batch_loss = FullBatchLoss(self.plan.full_batch_rows)
+        if "full_batch_loss" in self.saved:
+            self.full_batch_loss.load_state_dict(self.saved["full_batch_loss"])
+        if "noise_scale" in self.saved:
+            self.noise_scale.load_state_dict(self.saved["noise_scale"])
+        self.rate = TrainingRate(
+            parts,
+            self.batches,
+            parts.optimizers,
+            progress=self.progress,
+            total_steps=self.plan.schedule_steps,
+            saved=self.saved,
+            record=self.record,
+        )
+        if message := self.rate.describe():
+            reference = reference_batch(settings)
+            self.record.decision("lr", message, reference=str(reference), rule=settings.lr_scaling)
+        if settings.grows and self.progress.epoch < settings.epochs:
+            group = parts.optimizers[0].param_groups[0]
+            rate = float(group.get("initial_lr", group["lr"]))
+            table, stages = self.plan.table(
+                self.progress, base_rate=rate, capacity=self.capacity, saved=self.saved
+            )
+            self.record.decision("stages", f"the plan:\n{table}", stages=stages)
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
-        if settings.adaptive and resumed.get(STATE_KEY):
-            RandomState.from_state_dict(resumed[STATE_KEY]["random_state"], self.device).restore()
         resumed.clear()  # the optimizer has its own copy
+
+    def _say_where_it_starts(self, resumed: bool) -> None:
+        for line in self.checkpoints.passed_over:
+            self.record.decision("passed_over", line)
+        rows, progress = len(self.parts.dataset), self.progress
+        where = f"epoch {progress.epoch}"
+        if progress.epoch_steps:
+            where += f", row {progress.epoch_rows} of it (step {progress.steps})"
+        self.record.decision(
+            "start",
+            f"{f'resuming from {self.checkpoints.source}' if resumed else 'starting'} with {where}; {rows} rows",
+            resumed=resumed,
+            run=self.run,
+            rows=rows,
+            progress=self.progress.state_dict(),
+        )
+        if self.begins_epoch_anew:
+            message = f"epoch {progress.epoch} begins anew: which of its rows are left is not known with other rows"
+            self.record.decision("epoch_restarted", message, epoch=progress.epoch)
 
     def _say_what_changed(self, resumed: Mapping[str, Any]) -> None:
         """One line for each setting that differs from the checkpoint's, or that has no effect."""
-        before, ours = resumed.get(training.TOTAL_EPOCHS_KEY), resumed.get(STATE_KEY, {})
+        before, ours = resumed.get(training.TOTAL_EPOCHS_KEY), self.saved
         if before is not None and before != self.settings.epochs:
             message = f"epochs {before} -> {self.settings.epochs}: the learning rate's schedule spans the new number"
             self.record.decision("epochs", message, before=before, after=self.settings.epochs)
-        configured, saved = self.settings.batch_size, ours.get("batch_size", self.settings.batch_size)
-        if configured != saved and not (self.settings.use_maximum_batch_size and not self.continues_batch):
-            what = "the checkpoint's goes on" if self.continues_batch else f"the checkpoint was trained with {saved}"
-            message = f"batch_size {self.batch_size}: configured is {configured}, {what}"
-            self.record.decision("batch_size", message, before=saved, after=self.batch_size)
-        for name, value in self._what_results_depend_on().items():
-            if ours.get(name, value) != value:
-                message = f"{name} {ours[name]} -> {value}: not what the checkpoint was trained with"
-                self.record.decision(name, message, before=ours[name], after=value)
-        if not resumed and (self.output_dir / "recipe_state").exists():
-            message = f"{self.output_dir} holds an earlier run, which this one replaces epoch by epoch"
-            self.record.decision(
-                "replaces", f"{message}; until its first epoch is saved, resuming goes on with the earlier"
-            )
+        configured, saved = self.settings.batch_size, ours.get("configured_batch_size", self.settings.batch_size)
+        kept = ours.get("batch_size", configured)
+        if self.continues_batch and configured != kept:
+            message = f"batch_size {kept}: configured is {configured}, the checkpoint's goes on"
+            self.record.decision("batch_size", message, before=kept, after=kept)
+        elif configured != saved and not self.continues_batch and not self.settings.use_maximum_batch_size:
+            message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {saved}"
+            self.record.decision("batch_size", message, before=saved, after=configured)
+        say_changes(self.differs, ours, self.conditions, record=self.record)
+        if not resumed and self.checkpoints.holds_earlier_run:
+            message = f"{self.output_dir} holds an earlier run, which this one replaces save by save"
+            self.record.decision("replaces", f"{message}; until its first save, resuming goes on with the earlier")
         for key, reason in self.without_effect:
             self.record.decision("no_effect", f"{key} has no effect: {reason}", key=key)
         if self.settings.optimizer_in_bwd and self.cfg.get("on_out_of_memory") is None:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
             self.record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
-
-    def _what_results_depend_on(self) -> dict[str, Any]:
-        names = (
-            "gradient_accumulation_steps",
-            "batch_tokens",
-            "sample_order",
-            "sample_window",
-            "min_rows_per_batch",
-            "max_rows_per_batch",
-            "long_rows",
-        )
-        settings = {name: getattr(self.settings, name) for name in names}
-        return {**settings, "rows": len(self.parts.dataset), "reference_batch_size": str(self.reference_batch)}
 
     def _say_whose_rate(self) -> None:
         group = self.parts.optimizers[0].param_groups[0]
@@ -226,87 +263,27 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
             self.record.decision("lr", message, configured=float(configured), lr=saved)
 
-    def _check_scheduler(self) -> None:
-        """Refuse a scheduler that cannot be built as torchtune's recipes build one."""
-        if block := self.cfg.get("lr_scheduler", None):
-            key = "lr_scheduler._component_"
-            component = load_function(block._component_, key=key)
-            arguments = {str(name): value for name, value in block.items() if name != "_component_"}
-            try:
-                signature(component).bind(None, num_training_steps=1, last_epoch=-1, **arguments)
-            except TypeError as error:
-                raise SettingError(
-                    key,
-                    block._component_,
-                    f"it is called with an optimizer, num_training_steps, last_epoch and its other keys: {error}; "
-                    "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup would do",
-                ) from None
-            stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-            LearningRate(stand_in, config.instantiate(block, stand_in, num_training_steps=1000, last_epoch=-1))
-
-    def _ask_ahead(self) -> None:
-        """Ask the growth function once, for nothing, so that its mistakes show before weights load."""
-        assert self.settings.batch_increase_function
-        random_state = RandomState(self.device)
-        next_batch_size(
-            self.settings.batch_increase_function, epoch=self.progress.epoch, batch_size=self.batch_size, maximum=None
-        )
-        random_state.restore()
-
-    def _plan(self, epoch: int, batch_size: int) -> EpochPlan:
-        """An epoch, divided into optimizer steps: by rows of this batch size, or by tokens."""
-        ends: dict[str, Any] = {"drop_last": self.settings.drop_last, "max_steps": self.max_steps_per_epoch}
-        if self.settings.batch_tokens:
-            return EpochPlan.of_sizes(self.token_batches(epoch).sizes.tolist(), **ends)
-        step_rows = batch_size * self.settings.gradient_accumulation_steps * distributed.world_size()
-        return EpochPlan.of(len(self.stream), step_rows=step_rows, **ends)
-
-    def _begin_epoch(self) -> None:
-        """Grow the batch, and plan the steps of the epoch that begins."""
-        epoch = self.progress.epoch
-        self._grow(epoch)
-        self.parts.accumulator.capacity = self.capacity.of(self.batch_size)
-        self.plan = self._plan(epoch, self.batch_size)
-        if self.plan.steps == 0 and self.settings.adaptive and self.settings.drop_last:
-            raise SettingError(
-                "drop_last", True, f"a step of {self.plan.step_rows} rows is more than an epoch's {self.plan.rows}"
-            )
-        if self.settings.adaptive:
-            self._say_plan(epoch)
-            self.capacity.say_if_one_by_one(self.batch_size)
-
-    def _grow(self, epoch: int) -> None:
-        """Ask the growth function for the rows to add."""
-        function = self.settings.batch_increase_function
-        if function is None or epoch >= self.settings.epochs:
+    def _say_epoch(self) -> None:
+        """A line on the epoch that begins, where anything adaptive is on."""
+        plan, settings, batches = self.batches.plan, self.settings, self.batches
+        capacity, epoch = self.parts.accumulator.capacity, self.progress.epoch
+        if not settings.adaptive:
             return
-        growth = distributed.from_rank_zero(
-            lambda: next_batch_size(function, epoch=epoch, batch_size=self.batch_size, maximum=self.capacity.bound)
-        )
-        self.record.decision(
-            "batch_size",
-            growth.describe(),
-            epoch=epoch,
-            before=growth.before,
-            requested=growth.requested,
-            after=growth.after,
-        )
-        self.batch_size = growth.after
-
-    def _say_plan(self, epoch: int) -> None:
-        plan, settings, capacity = self.plan, self.settings, self.capacity.of(self.batch_size)
         if plan.sizes is not None:
-            rows = f"{min(plan.sizes)} to {max(plan.sizes)} rows"
-            what = f"{plan.steps} steps of up to {settings.batch_tokens} tokens, {rows} each"
+            rows = f"{min(plan.sizes)} to {max(plan.sizes)} rows" if plan.sizes else "no rows"
+            if settings.batch_tokens and settings.batch_size_schedule is None:
+                what = f"{plan.steps} steps of up to {settings.batch_tokens} tokens, {rows} each"
+            else:
+                what = f"{'about ' if plan.is_open else ''}{plan.steps} steps of {rows}"
         else:
-            accumulated = f"batch_size {self.batch_size} x {settings.gradient_accumulation_steps} accumulated"
+            accumulated = f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated"
             what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
         self.record.decision(
             "plan",
             f"epoch {epoch}: {what}; a micro-batch holds {capacity}",
             epoch=epoch,
             global_batch=plan.step_rows,
-            batch_size=self.batch_size,
+            batch_size=batches.batch_size,
             batch_tokens=settings.batch_tokens,
             capacity=capacity.amount,
             unit=capacity.unit,
@@ -318,47 +295,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if settings.lr_scaling == "none" and plan.step_rows != configured:
             message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
             self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
-
-    def _setup_learning_rate(self, saved: Mapping[str, Any]) -> None:
-        block = self.cfg.get("lr_scheduler", None)
-        scheduler = block and config.instantiate(
-            block,
-            self.parts.optimizers[0],
-            num_training_steps=self.settings.epochs * self.reference.steps,
-            last_epoch=self.progress.epoch * self.reference.steps - 1,
-        )
-        settings, before = self.settings, saved.get("lr_scaling", "none")
-        if saved and before != settings.lr_scaling:
-            message = f"lr_scaling {before} -> {settings.lr_scaling}: not what the checkpoint was trained with"
-            self.record.decision("lr_scaling", message, before=before, after=settings.lr_scaling)
-            for group in (group for optimizer in self.parts.optimizers for group in optimizer.param_groups):
-                write_rate(group, float(group.get("initial_lr", group["lr"])))  # what was saved is scaled
-        self.learning_rate = LearningRate(
-            self.parts.optimizers,
-            scheduler,
-            rule=settings.lr_scaling,
-            reference=self.reference_batch,
-            batch_can_change=settings.batch_increase_function is not None or bool(settings.batch_tokens),
-        )
-        self.learning_rate.load_state_dict(saved.get("learning_rate", {}))
-        if settings.lr_scaling != "none":
-            group, reference = self.parts.optimizers[0].param_groups[0], self.reference_batch
-            message = f"lr {group['initial_lr']:g} belongs to {reference} a step, and is scaled by the rule {settings.lr_scaling}"
-            self.record.decision("lr", message, reference=str(reference), rule=settings.lr_scaling)
-
-    @property
-    def reference_batch(self) -> Reference:
-        """The global batch that the configured learning rate belongs to."""
-        return self.settings.reference_batch_size or Reference(
-            self.settings.step_rows * distributed.world_size(), "rows"
-        )
-
-    def _set_learning_rate(self, rows: list[dict[str, Any]]) -> float:
-        """Apply the rate of a step of these rows, and return it."""
-        in_tokens = self.reference_batch.unit == "tokens"
-        batch = distributed.total(sum(map(self.parts.num_real_tokens, rows)) if in_tokens else len(rows))
-        clock = schedule_clock(self.progress, plan=self.plan, reference=self.reference)
-        return self.learning_rate.set(clock, batch=batch)
+        self.capacity.say_if_one_by_one(batches.batch_size)
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
         block = OmegaConf.create(dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False})
@@ -370,69 +307,99 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def _start_epoch(self) -> None:
-        """Hand out the rows of the epoch from its beginning; list those that no step has room for."""
-        epoch = self.progress.epoch
-        if not self.settings.batch_tokens:
-            self.stream.start_epoch(epoch)
-            return
-        batches = self.token_batches(epoch)
-        self.stream.start_epoch(epoch, rows=batches.rows)
-        left_out = {
-            f"of more than batch_tokens={self.settings.batch_tokens}": batches.dropped.tolist(),
-            "of the last step (drop_last)": batches[-1] if self.settings.drop_last else [],
-        }
-        for which, rows in left_out.items():
-            if rows:
-                some = ", ".join(map(str, sorted(rows)[:10])) + (", ..." if len(rows) > 10 else "")
-                message = f"epoch {epoch}: {len(rows)} rows {which} are dropped: {some}"
-                self.record.decision("dropped", message, epoch=epoch, rows=sorted(rows))
-
     def train(self) -> None:
         """Every epoch: grow, step through its rows, save."""
+        if self.settings.plan_only:
+            return
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
         self.profiler.start()
         first_epoch = self.progress.epoch
         if first_epoch >= self.settings.epochs:
             log.info("nothing to train: %d epochs are done and epochs=%d", first_epoch, self.settings.epochs)
-        for epoch in range(first_epoch, self.settings.epochs):
-            if epoch > first_epoch:
-                self._begin_epoch()
-            self._start_epoch()
-            unlabelled = 0
-            with tqdm(total=self.plan.steps, disable=not distributed.is_rank_zero()) as bar:
-                for step in range(self.plan.steps):
-                    self._record_memory_history(step)
-                    start = time.perf_counter()
-                    rows = self.stream.take(self.plan.rows_of_step(step))
-                    self.capacity.try_longer(rows, batch_size=self.batch_size)
-                    rate = self._set_learning_rate(rows)
-                    result = self.parts.accumulator.run(rows)
-                    self.parts.step()
-                    self.progress = self.progress.after_step(rows=result.rows, tokens=result.tokens)
-                    unlabelled += not result.micro_batches
-                    bar.update(1)
-                    bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
-                    self._log(result, rate=rate, seconds=time.perf_counter() - start)
-                    self._validate()
-                    self.profiler.step()
-            self._check_labels(unlabelled)
-            self.progress = self.progress.after_epoch()
-            self.save_checkpoint(epoch=epoch)
+        with Preemption() as self.preemption:
+            for epoch in range(first_epoch, self.settings.epochs):
+                if epoch > first_epoch:
+                    self.progress = self.batches.begin_epoch(self.progress)
+                    self._say_epoch()
+                within = self.progress.epoch_steps > 0
+                if epoch == first_epoch and not within:
+                    self._restore_random_state()
+                self.batches.start_epoch(self.progress)
+                if epoch == first_epoch and within:  # beginning to read rows draws; the saved run had drawn that already
+                    self._restore_random_state()
+                self._train_epoch()
+                self.progress = self.progress.after_epoch()
+                self.unlabelled = 0
+                self.save_checkpoint(epoch=epoch)
+        self.checkpoints.close()
+        self.record.decision("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
         self.profiler.stop()
 
-    def _check_labels(self, unlabelled: int) -> None:
-        """Say how many steps of the epoch had no label to learn from; refuse to go on when none had any."""
-        if unlabelled == self.plan.steps:
+    def _train_epoch(self) -> None:
+        """Step through the rows of the epoch, from where it stands."""
+        epoch, done = self.progress.epoch, self.progress.epoch_steps
+        with tqdm(total=self.batches.plan.steps, initial=done, disable=not distributed.is_rank_zero()) as bar:
+            while True:
+                self._record_memory_history(self.progress.epoch_steps)
+                start = time.perf_counter()
+                progress, rows = self.batches.next_step(self.progress)
+                if not rows:
+                    break
+                self.capacity.try_longer(rows, batch_size=self.batches.batch_size)
+                tokens = sum(map(self.parts.num_real_tokens, rows))
+                rate = self.rate.set(progress, plan=self.batches.plan, rows=len(rows), tokens=tokens)
+                result = self.parts.accumulator.run(rows)
+                self.parts.step()
+                self.progress = self._after(result, progress)
+                bar.update(1)
+                bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
+                self._log(result, rate=rate, seconds=time.perf_counter() - start)
+                self._validate()
+                self.profiler.step()
+                self._save_where_due()
+        self._end_epoch()
+
+    def _after(self, result: StepResult, progress: Progress) -> Progress:
+        """Progress after a step, with what it has measured."""
+        self.unlabelled += not result.micro_batches
+        if result.noise is not None:
+            noise = result.noise
+            self.noise_scale.update(
+                noise.small_rows, noise.small_squared_norm, noise.big_rows, noise.big_squared_norm
+            )
+        progress = progress.after_step(rows=result.rows, tokens=result.tokens)
+        if self.settings.measures_noise:
+            progress = replace(progress, noise_scale=self.noise_scale.value)
+        return progress
+
+    def _end_epoch(self) -> None:
+        """Say how many steps of the epoch had no label to learn from, and which rows none has used."""
+        steps, unlabelled = self.progress.epoch_steps, self.unlabelled
+        if steps and unlabelled == steps:
             raise SettingError(
                 "dataset",
                 str(self.cfg.dataset),
                 "no row of a whole epoch has a label; see its train_on_input and masks",
             )
         if unlabelled:
-            message = f"{unlabelled} of {self.plan.steps} steps had no label at all, and changed nothing"
+            message = f"{unlabelled} of {steps} steps had no label at all, and changed nothing"
             self.record.decision("no_labels", message, steps=unlabelled)
+        reasons = self.batches.left_out(self.progress)
+        left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
+        self.record.decision(
+            "epoch",
+            f"epoch {self.progress.epoch}: {self.progress.epoch_rows} rows trained{left_out}",
+            epoch=self.progress.epoch,
+            used=self.progress.epoch_rows,
+            left_out=sum(reasons.values()),
+            reasons=reasons,
+        )
+
+    def _restore_random_state(self) -> None:
+        """Go on with the random numbers of the checkpoint, after everything that building and searching drew."""
+        if self.saved and (self.settings.restores_random_state or self.progress.epoch_steps):
+            RandomState.from_state_dict(self.saved["random_state"], self.device).restore()
 
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""
@@ -443,10 +410,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.metric_logger.log_dict({"val_loss": loss}, step=self.progress.steps)
 
     def _log(self, result: StepResult, *, rate: float, seconds: float) -> None:
+        label_tokens = float(result.label_tokens)
         metrics = {
             "loss": result.loss,
             "lr": rate,
-            "tokens_per_second_per_gpu": float(result.label_tokens) / seconds,
+            "tokens_per_second_per_gpu": label_tokens / seconds,
             "batch_size": result.rows,
             "micro_batches": result.micro_batches,
             "padding_fraction": result.padding_fraction,
@@ -456,9 +424,22 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         }
         if result.grad_norm is not None:
             metrics["grad_norm"] = float(result.grad_norm)
+        full = self.full_batch_loss.add(result.loss, label_tokens=label_tokens, rows=result.rows)
+        if full is not None:
+            metrics["loss_per_full_batch"] = full
+        if self.settings.measures_noise and self.progress.noise_scale is not None:
+            metrics["gradient_noise_scale"] = self.progress.noise_scale
         if self.log_peak_memory_stats:
             metrics.update(training.get_memory_stats(device=self.device))
-        self.record.step(step=self.progress.steps, epoch=self.progress.epoch, position=self.stream.position, **metrics)
+        stream = self.batches.stream
+        self.record.step(
+            step=self.progress.steps,
+            epoch=self.progress.epoch,
+            position=stream.position,
+            rows=stream.taken,
+            seconds=round(seconds, 6),
+            **metrics,
+        )
         if self.progress.steps % self.log_every_n_steps == 0:
             self.metric_logger.log_dict(metrics, step=self.progress.steps)
 
@@ -480,37 +461,79 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, epoch: int) -> None:
-        """Save the weights and, unless training is done, all that resuming needs."""
-        state = None
-        if epoch + 1 < self.settings.epochs:
-            state = {
-                training.SEED_KEY: self.seed,
-                training.EPOCHS_KEY: self.progress.epoch,
-                training.TOTAL_EPOCHS_KEY: self.settings.epochs,
-                training.MAX_STEPS_KEY: self.max_steps_per_epoch,
-                training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
-                training.OPT_KEY: self.parts.optimizer.state_dict(),
-                STATE_KEY: {
-                    "batch_size": self.batch_size,
-                    "first_batch_size": self.first_batch_size,
-                    **self.capacity.state_dict(),
-                    "lr_scaling": self.settings.lr_scaling,
-                    "learning_rate": self.learning_rate.state_dict(),
-                    "use_maximum_batch_size": self.settings.use_maximum_batch_size,
-                    "optimizer": str(self.cfg.optimizer._component_),
-                    "optimizer_in_bwd": self.settings.optimizer_in_bwd,
-                    **self._what_results_depend_on(),
-                    "progress": self.progress.state_dict(),
-                    "random_state": RandomState(self.device).state_dict(),
-                },
-            }
-        self.checkpoints.save(self.parts.model.state_dict(), recipe_state=state, epoch=epoch)
+        """Save the weights and, unless training is done, all that resuming needs; end here if that was asked for."""
+        last = epoch + 1 >= self.settings.epochs
+        state = None if last else {**self._state(), training.OPT_KEY: self.parts.optimizer.state_dict()}
+        self.record.sync()
+        self.checkpoints.save_epoch(self.parts.model.state_dict(), recipe_state=state, epoch=epoch)
         self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
+        if self.preemption.requested and not last:
+            self._end_early()
+
+    def _save_where_due(self) -> None:
+        """A resume point every so many steps, and where the process is asked to end."""
+        every, step = self.settings.save_every_n_steps, self.progress.steps
+        if not (self.preemption.requested or (every and step % every == 0)):
+            return
+        self.record.sync()
+        try:
+            seconds = self.checkpoints.save_step(
+                step,
+                model_state=self.parts.model.state_dict(),
+                optimizer_state=self.parts.optimizer.state_dict(),
+                state=self._state(),
+            )
+            if self.preemption.requested:
+                self.checkpoints.wait()
+        except CheckpointError as error:
+            if self.preemption.requested:
+                raise
+            self.record.decision("checkpoint_failed", f"training goes on without a resume point: {error}", step=step)
+            return
+        message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
+        self.record.decision("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
+        if self.preemption.requested:
+            self._end_early()
+
+    def _end_early(self) -> None:
+        message = f"asked to end: saved at step {self.progress.steps}; resume_from_checkpoint=True goes on from there"
+        self.record.decision("preempted", message, step=self.progress.steps, exit_status=EXIT_STATUS)
+        raise SystemExit(EXIT_STATUS)
+
+    def _state(self) -> dict[str, Any]:
+        """All that resuming needs beside weights and optimizer, as plain values and tensors."""
+        return {
+            training.SEED_KEY: self.seed,
+            training.EPOCHS_KEY: self.progress.epoch,
+            training.TOTAL_EPOCHS_KEY: self.settings.epochs,
+            training.MAX_STEPS_KEY: self.max_steps_per_epoch,
+            training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
+            STATE_KEY: {
+                "run": self.run,
+                "batch_size": self.batches.batch_size,
+                "configured_batch_size": self.settings.batch_size,
+                "first_batch_size": self.batches.first_batch_size,
+                **self.capacity.state_dict(),
+                **self.rate.state_dict(),
+                **self.plan.state_dict(),
+                "use_maximum_batch_size": self.settings.use_maximum_batch_size,
+                "optimizer": str(self.cfg.optimizer._component_),
+                "optimizer_in_bwd": self.settings.optimizer_in_bwd,
+                **self.conditions,
+                "progress": self.progress.state_dict(),
+                "unlabelled": self.unlabelled,
+                "begun_anew": self.begun_anew,
+                "full_batch_loss": self.full_batch_loss.state_dict(),
+                "noise_scale": self.noise_scale.state_dict(),
+                "random_state": RandomState(self.device).state_dict(),
+            },
+        }
 
     def cleanup(self) -> None:
         """Close the logs."""
-        self.metric_logger.close()
-        self.record.close()
+        if not self.settings.plan_only:
+            self.metric_logger.close()
+            self.record.close()
 
 
 def check_output_dir(folder: Path) -> None:
@@ -530,8 +553,10 @@ def recipe_main(cfg: DictConfig) -> None:
     config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
     recipe = AdaptiveFullFinetuneRecipe(cfg=cfg)
     recipe.setup()
-    recipe.train()
-    recipe.cleanup()
+    try:
+        recipe.train()
+    finally:
+        recipe.cleanup()
 
 
 def main() -> None:

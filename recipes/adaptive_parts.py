@@ -78,7 +78,7 @@ def set_up_terminal() -> None:
             print(f"\n{kind.__name__}: {error}", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print(
-                "\ninterrupted; resume_from_checkpoint=True goes on after the last epoch that was saved",
+                "\ninterrupted; resume_from_checkpoint=True goes on from what was saved last",
                 file=sys.stderr,
             )
         else:
@@ -178,6 +178,16 @@ class TrainingParts:
     def lengths_val(self) -> torch.Tensor:
         """The same of the rows that are validated on."""
         return self._lengths("dataset_val", self.dataset_val)
+
+    @cached_property
+    def real_lengths(self) -> torch.Tensor:
+        """Tokens of every row that are not padding, as training counts them: int64, `[rows]`."""
+        if not self.packed:
+            return self.lengths
+        random_state = RandomState(self.device)
+        lengths = [self.num_real_tokens(self.dataset[row]) for row in range(len(self.dataset))]
+        random_state.restore()
+        return torch.tensor(lengths, dtype=torch.int64)
 
     def _lengths(self, key: str, dataset: Any) -> torch.Tensor:
         blocks = (self.cfg[key], self.cfg.tokenizer)
@@ -342,6 +352,7 @@ class TrainingParts:
             max_grad_norm=None if limit is None else float(limit),
             scale_gradients=not self.settings.optimizer_in_bwd,
             replays=self.settings.on_out_of_memory == "shrink",
+            measures_noise=self.settings.measures_noise,
             on_change=on_change,
         )
 

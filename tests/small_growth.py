@@ -230,3 +230,16 @@ class FailingCheckpointer(FullModelHFCheckpointer):
         super().save_checkpoint(state_dict, epoch, **rest)
         if epoch == self.fails_at_epoch:
             out_of_memory()
+
+
+def refusing(*, refused, rows_fit, **model):
+    """A Qwen2 that runs out of memory wherever one of some rows of :class:`OfLengths` is run with too many beside it."""
+    built = qwen2(**model)
+
+    def before(module, args, kwargs):
+        numbers = (kwargs["tokens"][:, 0] - 1).tolist()
+        if torch.is_grad_enabled() and len(numbers) > rows_fit and any(number in refused for number in numbers):
+            out_of_memory()
+
+    built.register_forward_pre_hook(before, with_kwargs=True)
+    return built

@@ -178,3 +178,126 @@ def test_in_backward_the_loss_is_a_mean_and_not_multiplied_by_its_tokens():
 def test_a_model_that_normalizes_over_rows_is_told():
     assert has_batch_norm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     assert not has_batch_norm(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+
+
+# what a step says of the gradient's noise
+
+
+def squared_norm(gradients):
+    """Exactly, of whatever type they are."""
+    return sum(float(gradient.double().square().sum()) for gradient in gradients if gradient is not None)
+
+
+def numbers(sample):
+    return {name: float(value) for name, value in vars(sample).items()}
+
+
+LIMITS = st.sampled_from([None, 1e-3, 1e3])
+
+
+@given(batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES, limit=LIMITS)
+@settings(max_examples=60, deadline=None)
+def test_measuring_the_noise_changes_no_bit_of_a_step(batch, capacity, shapes, limit):
+    for dtype in (torch.float64, torch.bfloat16):
+        nets = model().to(dtype), model().to(dtype)
+        results = [
+            accumulator(net, capacity, shapes=shapes, max_grad_norm=limit, measures_noise=measures).run(batch)
+            for net, measures in zip(nets, (False, True), strict=True)
+        ]
+        plain, measured = [vars(result) for result in results]
+        assert plain.pop("noise") is None
+        measured.pop("noise")
+        assert plain == measured
+        for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+@given(batch=st.lists(rows(), min_size=2, max_size=9), capacity=st.builds(Capacity, st.integers(1, 8)), limit=LIMITS)
+@settings(max_examples=60, deadline=None)
+def test_the_sample_is_of_the_first_micro_batch_with_labels_and_of_the_whole_step(batch, capacity, limit):
+    result, _ = gradients(batch, capacity, measures_noise=True, max_grad_norm=limit)
+    if result.micro_batches < 2:
+        assert result.noise is None
+        return
+    pieces = [batch[start : start + capacity.amount] for start in range(0, len(batch), capacity.amount)]
+    alone = (gradients(piece, capacity) for piece in pieces)
+    first, of_first = next((one, found) for one, found in alone if one.micro_batches)
+    whole, of_whole = gradients(batch, Capacity(len(batch)))
+    assert numbers(result.noise) == {
+        "small_rows": pytest.approx(len(batch) * int(first.label_tokens) / int(whole.label_tokens)),
+        "small_squared_norm": pytest.approx(squared_norm(of_first), rel=1e-6),  # it was divided by a float32
+        "big_rows": len(batch),
+        "big_squared_norm": pytest.approx(squared_norm(of_whole), rel=1e-6),
+    }
+
+
+UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
+EQUAL = [row(6, masked=masked, seed=masked) for masked in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "settings"),
+    [
+        (UNEQUAL, Capacity(4), {"measures_noise": True}),
+        (UNEQUAL, Capacity(1), {}),
+        (UNEQUAL, Capacity(1), {"measures_noise": False}),
+        (UNEQUAL, Capacity(18, "tokens"), {"measures_noise": True}),
+        ([row(5, masked=5), row(5)], Capacity(1), {"measures_noise": True}),
+        ([row(5), row(5, masked=5)], Capacity(1), {"measures_noise": True}),
+        ([row(5, masked=5), row(4, masked=4)], Capacity(1), {"measures_noise": True}),
+    ],
+    ids=["one piece", "not asked", "refused", "by length", "one labelled, last", "one labelled, first", "no label"],
+)
+def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, capacity, settings):
+    assert gradients(batch, capacity, **settings)[0].noise is None
+
+
+def test_rows_of_one_length_are_a_random_sample_however_they_are_grouped():
+    sample = gradients(EQUAL, Capacity(12, "tokens"), measures_noise=True)[0].noise
+    assert numbers(sample)["big_rows"] == 4
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3])
+def test_norms_of_16_bit_gradients_are_as_precise_as_of_others(limit):
+    """Their own type would round each to a part in 256, and the noise is a difference."""
+    nets = [model().bfloat16() for _ in range(2)]
+    sample = accumulator(nets[0], Capacity(2), measures_noise=True, max_grad_norm=limit).run(UNEQUAL).noise
+    accumulator(nets[1], Capacity(2)).run(UNEQUAL)
+    exact = squared_norm(parameter.grad for parameter in nets[1].parameters())
+    assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-6)
+    assert sample.small_squared_norm.dtype == sample.big_squared_norm.dtype == torch.float32
+
+
+def test_parameters_without_a_gradient_have_no_part_in_the_norm():
+    net = model()
+    net.embed.requires_grad_(False)
+    net.unused = nn.Linear(3, 3)
+    sample = accumulator(net, Capacity(2), measures_noise=True).run(UNEQUAL).noise
+    assert [net.embed.weight.grad, net.unused.weight.grad] == [None, None]
+    exact = squared_norm(parameter.grad for parameter in net.parameters())
+    assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-12)
+
+
+def test_the_sample_of_a_replayed_step_is_of_the_attempt_that_went_well():
+    class Limited(Causal):
+        """Runs out of memory at the second micro-batch, unless that is of one row."""
+
+        def forward(self, tokens):
+            runs.append(len(tokens))
+            if len(runs) == 2 and len(tokens) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(tokens)
+
+    runs = []
+    torch.manual_seed(0)
+    net = Limited().double().eval()
+    replayed = accumulator(net, Capacity(2), measures_noise=True, on_change=lambda change: None).run(UNEQUAL)
+    assert runs == [2, 2, 1, 1, 1, 1]
+    undisturbed, _ = gradients(UNEQUAL, Capacity(1), measures_noise=True)
+    assert numbers(replayed.noise) == numbers(undisturbed.noise)
+
+
+def test_with_the_optimizer_in_backward_no_gradient_is_left_to_measure():
+    with pytest.raises(AssertionError, match="no gradients to measure"):
+        accumulator(model(), Capacity(1), scale_gradients=False, measures_noise=True)

@@ -2,7 +2,7 @@
 
 import json
 
-from adaptive_batch.report import RunRecord, read_records
+from adaptive_batch.report import RunRecord, iterate_records, read_records
 
 
 def test_steps_and_decisions_are_read_back_in_order(tmp_path, caplog):
@@ -45,3 +45,32 @@ def test_other_ranks_write_nothing(tmp_path, caplog):
         record.step(step=1)
     assert not list(tmp_path.iterdir())
     assert not caplog.text
+
+
+def test_what_was_synced_is_on_disk_and_other_ranks_have_nothing_to_sync(tmp_path):
+    with RunRecord(tmp_path / "run.jsonl") as record:
+        record.step(step=1)
+        record.sync()
+        assert [one["step"] for one in read_records(tmp_path / "run.jsonl")] == [1]
+    with RunRecord(tmp_path / "other.jsonl", enabled=False) as record:
+        record.sync()
+    assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_a_long_record_is_opened_without_being_read(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with path.open("wb") as file:  # sparse: reading it all would need its size in memory
+        file.truncate(1 << 40)
+        file.seek(0, 2)
+        file.write(b"\n")
+    RunRecord(path).close()
+    assert path.stat().st_size == (1 << 40) + 1
+
+
+def test_records_come_one_by_one_and_a_torn_line_is_none(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b'{"kind": "step", "step": 1}\n{"kind": "st\n\xff\n17\n{"kind": "end"}\n')
+    records = iterate_records(path)
+    assert next(records) == {"kind": "step", "step": 1}
+    assert list(records) == [None, None, None, {"kind": "end"}]
+    assert read_records(path) == [{"kind": "step", "step": 1}, {"kind": "end"}]

@@ -1,0 +1,69 @@
+"""What a figure shows, and how that is said in words; drawn elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .series import Series
+
+Colour = Literal["blue", "vermilion", "green", "purple", "muted"]
+Style = Literal["line", "thin", "faint", "steps", "budget", "dots", "crosses", "ring"]
+
+SECONDS = {"minutes": 60, "hours": 3600}  # in each unit of a time axis
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one line, or one kind of point, shows.
+
+    Attributes:
+        label: for the legend.
+        series: the points.
+        colour: by name; never the only thing that tells two lines apart.
+        style: "line" joins points, "thin" and "faint" do so behind others, "steps" holds each value back to the point
+            before, "budget" is dashed and named, "dots", "crosses" and a "ring" are points.
+    """
+
+    label: str
+    series: Series
+    colour: Colour
+    style: Style = "line"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure.
+
+    Attributes:
+        name: for anchors and ids.
+        title: what it shows.
+        description: its main numbers in words, for those who do not see it.
+        x_label, y_label: with units.
+        lines: what is drawn, the hindmost first.
+        x_axis: what events are marked by; None where the x axis is no axis of the run.
+        logarithmic: whether y is.
+        from_zero: whether y begins at 0.
+    """
+
+    name: str
+    title: str
+    description: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    x_axis: Literal["samples", "minutes", "hours"] | None = "samples"
+    logarithmic: bool = False
+    from_zero: bool = False
+
+
+def in_words(series: Series) -> str:
+    """First, last, smallest and largest."""
+    finite = series.finite
+    if not finite:
+        return f"None of {len(series.y)} values is finite."
+    if min(finite) == max(finite):
+        words = f"Always {finite[0]:.4g}."
+    else:
+        words = f"From {finite[0]:.4g} to {finite[-1]:.4g}; smallest {min(finite):.4g}, largest {max(finite):.4g}."
+    return f"{words} {len(series.not_finite)} values are not finite." if series.not_finite else words

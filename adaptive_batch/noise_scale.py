@@ -1,0 +1,177 @@
+"""The gradient noise scale: how many rows a step needs before its noise is no larger than its gradient.
+
+Measured from what accumulation has anyway: the gradient of the first micro-batch of a step and that of the whole step
+(McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162, appendix A.1). A batch of B rows has
+a gradient whose squared norm is, expected, |G|^2 + S / B: of the true gradient G, and of the noise, S = tr(covariance of one
+row's gradient). Two batch sizes tell the two apart, and B_simple = S / |G|^2 (its equation 2.9).
+
+Why the first micro-batch: with a share r of the step's B rows as the small batch, T = tr(covariance^2), the variance of one
+step's |G|^2 is 4 T / (B^2 (1 - r)) + 4 G'CG / (B (1 - r)) and that of its S is T (2 (1 + r)^2 + 2 r^2 + 4 r^3 / (1 - r)) +
+4 G'CG B r / (1 - r) for normal noise of covariance C: both rise with r, so the smallest small batch is the best one. Keeping
+every row's gradient apart would lower the first term of |G|^2's variance, the larger one, to half and no further; norms
+after more micro-batches lie in between, and cost a pass over the gradients each.
+
+Rows of unequal length: gradients are means over label tokens, so the small batch counts as its share of the step's label
+tokens, in rows. Then, rows in random order, the estimate is right to first order in 1 / rows of the small batch, and low
+with few: of rows whose labels vary (standard deviation 0.86 of the mean) 3 to 4% low with 8 rows of 64, 12 to 21% with 4 of
+16, 25 to 57% with single rows. Counted by rows it was 3% low to 17% high, with single rows 10 to 130% high, and |G|^2 varied
+more from step to step. Rows that are sorted or grouped by length within a step make the small batch no random sample of it:
+estimates of such were worthless, from -3 to 5 times the truth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class NoiseSample:
+    """What one step says of its noise; numbers, or scalar tensors that have not been waited for.
+
+    Attributes:
+        small_rows: rows of the small batch, the first micro-batch of the step: its share of the step's label tokens, in rows.
+        small_squared_norm: squared norm of its gradient, a mean over its label tokens.
+        big_rows: rows of the whole step.
+        big_squared_norm: squared norm of its gradient before clipping, a mean over its label tokens.
+    """
+
+    small_rows: float | torch.Tensor
+    small_squared_norm: float | torch.Tensor
+    big_rows: int
+    big_squared_norm: float | torch.Tensor
+
+
+def squared_gradient(*, small_rows: float, small_squared_norm: float, big_rows: int, big_squared_norm: float) -> float:
+    """|G|^2, the squared norm of the true gradient, without bias; below zero by chance (equation A.2).
+
+    Args:
+        small_rows: B_small.
+        small_squared_norm: of the gradient of the small batch.
+        big_rows: B_big.
+        big_squared_norm: of the gradient of the big batch, which may contain the small one.
+
+    Raises:
+        ValueError: not 0 < `small_rows` < `big_rows`.
+    """
+    _check_rows(small_rows, big_rows)
+    return (big_rows * big_squared_norm - small_rows * small_squared_norm) / (big_rows - small_rows)
+
+
+def noise(*, small_rows: float, small_squared_norm: float, big_rows: int, big_squared_norm: float) -> float:
+    """S, the trace of the covariance of one row's gradient, without bias; below zero by chance (equation A.3).
+
+    Takes and raises what :func:`squared_gradient` does.
+    """
+    _check_rows(small_rows, big_rows)
+    return (small_squared_norm - big_squared_norm) / (1 / small_rows - 1 / big_rows)
+
+
+class NoiseScale:
+    """The noise scale of a run so far, smoothed.
+
+    S and |G|^2 are averaged apart and then divided: the ratio of one step's estimates is biased, and has no mean where
+    |G|^2 may be near zero. The averages are exponential moving ones, corrected for their start.
+
+    Args:
+        decay: what an average keeps at each sample, 0 or more and below 1; about 1 / (1 - decay) samples count.
+        min_samples: before so many there is no value: where the scale is several times the step, a value after 20 samples
+            was found to be off by a factor of 3 in one run of ten, after 50 by less than 2.
+    """
+
+    def __init__(self, *, decay: float = 0.99, min_samples: int = 50) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay!r}: must be 0 or more and below 1")
+        if min_samples < 1:
+            raise ValueError(f"min_samples={min_samples!r}: must be 1 or more")
+        self._decay = decay
+        self._min_samples = min_samples
+        self._samples = 0
+        self._weight = self._noise = self._squared_gradient = 0.0
+
+    def update(
+        self,
+        small_rows: float | torch.Tensor,
+        small_squared_norm: float | torch.Tensor,
+        big_rows: int,
+        big_squared_norm: float | torch.Tensor,
+    ) -> None:
+        """Take in one step; one whose norms are not finite says nothing and is left out.
+
+        Args:
+            small_rows: of the small batch.
+            small_squared_norm: of its gradient; a tensor is waited for.
+            big_rows: of the step.
+            big_squared_norm: of its gradient.
+
+        Raises:
+            ValueError: not 0 < `small_rows` < `big_rows`.
+        """
+        sample = {
+            "small_rows": float(small_rows),
+            "small_squared_norm": float(small_squared_norm),
+            "big_rows": big_rows,
+            "big_squared_norm": float(big_squared_norm),
+        }
+        estimates = (1.0, noise(**sample), squared_gradient(**sample))  # type: ignore[arg-type]
+        if not all(map(math.isfinite, estimates)):
+            return
+        averages = (self._weight, self._noise, self._squared_gradient)
+        self._weight, self._noise, self._squared_gradient = (
+            self._decay * average + (1 - self._decay) * estimate
+            for average, estimate in zip(averages, estimates, strict=True)
+        )
+        self._samples += 1
+
+    @property
+    def samples(self) -> int:
+        """Steps that were taken in."""
+        return self._samples
+
+    @property
+    def value(self) -> float | None:
+        """The noise scale in rows, 0 or more.
+
+        None while there are too few samples, and where the average of |G|^2 is not above zero: the gradient is lost in the
+        noise, which is to say that the scale is large, but not how large.
+        """
+        if self._samples < self._min_samples or self._squared_gradient <= 0:
+            return None
+        return max(0.0, self._noise / self._squared_gradient)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers; what goes on from them is bit-identical."""
+        return {
+            "samples": self._samples,
+            "weight": self._weight,
+            "noise": self._noise,
+            "squared_gradient": self._squared_gradient,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave; the decay may be another one from here on."""
+        self._samples = int(state["samples"])
+        self._weight = float(state["weight"])
+        self._noise = float(state["noise"])
+        self._squared_gradient = float(state["squared_gradient"])
+
+
+def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all of them together, in float32 at least; a scalar tensor that is not waited for.
+
+    Their own type would not do where it has 16 bits: the noise is a small difference of squared norms.
+    """
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_type.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
+    norms = [norm for dtype, those in by_type.items() for norm in torch._foreach_norm(those, 2, dtype=dtype)]
+    return torch.stack([norm.to(gradients[0].device) for norm in norms]).square().sum()
+
+
+def _check_rows(small_rows: float, big_rows: int) -> None:
+    if not 0 < small_rows < big_rows:
+        raise ValueError(f"small_rows={small_rows}, big_rows={big_rows}: the small batch must be the smaller one")

@@ -1,0 +1,198 @@
+"""A run as one page to look at, with the same as a picture beside it.
+
+The page needs nothing beside itself: styles and figures are in it, and there is no script and no link to anywhere.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .drawing import events_of
+from .errors import SettingError
+from .facts import clock, duration, facts_of
+from .figures import figures_of
+from .images import require_matplotlib, to_png, to_svg
+from .look import mark_to_svg, style_sheet
+from .report import read_records
+from .timeline import Decision, Timeline
+
+_MOST_ROWS = 100  # of one kind in the table of decisions
+
+
+def write_report(output_dir: str | Path, *, output: str | Path | None = None) -> tuple[Path, Path]:
+    """Write the page and the picture of a run.
+
+    Args:
+        output_dir: of the run; its ``adaptive_batch/run.jsonl`` and ``adaptive_batch/probe.json`` are read, where
+            they are there.
+        output: the page; None for ``adaptive_batch/report.html`` in `output_dir`. The picture has its name, with .png.
+
+    Returns:
+        The paths of the page and of the picture.
+
+    Raises:
+        SettingError: there is neither record nor probe, or the page cannot be written there.
+        AdaptiveBatchError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    folder = Path(output_dir) / "adaptive_batch"
+    page = Path(output) if output is not None else folder / "report.html"
+    if page.is_dir() or page.suffix == ".png" or (output is not None and not page.parent.is_dir()):
+        raise SettingError("--output", str(page), "give a file that ends in .html, in a folder that is there")
+    has_records, probe = (folder / "run.jsonl").is_file(), read_probe(folder / "probe.json")
+    if not has_records and probe is None:
+        raise SettingError(
+            "OUTPUT_DIR",
+            str(output_dir),
+            "holds neither adaptive_batch/run.jsonl nor a probe.json; give a run's output_dir",
+        )
+    timeline = Timeline.of(read_records(folder / "run.jsonl") if has_records else [])
+    text, picture = render(timeline, probe, name=Path(output_dir).resolve().name)
+    png = page.with_suffix(".png")
+    _write(page, text.encode())
+    _write(png, picture)
+    return page, png
+
+
+def read_probe(path: Path) -> dict[str, Any] | None:
+    """The newest result in a ``probe.json``; None where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def render(timeline: Timeline, probe: Mapping[str, Any] | None, *, name: str) -> tuple[str, bytes]:
+    """The page as HTML and the picture as PNG.
+
+    Args:
+        timeline: of the run.
+        probe: the result of its probe, as in ``probe.json``.
+        name: of the run.
+    """
+    figures, missing = figures_of(timeline, probe)
+    facts, notes = facts_of(timeline, probe), _notes(timeline, missing)
+    drawn = "\n".join(
+        f'<figure id="{figure.name}"><figcaption>{html.escape(figure.title)}</figcaption>{to_svg(figure, timeline)}'
+        f"<p>{html.escape(figure.description)}</p></figure>"
+        for figure in figures
+    )
+    marks = "".join(f"<li>{mark_to_svg(event)} {event}</li>" for event in events_of(timeline))
+    text = _PAGE.format(
+        name=html.escape(name),
+        style=style_sheet(),
+        facts="".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts),
+        notes="".join(f"<p>{html.escape(note)}</p>" for note in notes),
+        marks=f'<ul class="marks" aria-label="Marks above the figures">{marks}</ul>' if marks else "",
+        figures=drawn,
+        decisions=_decisions(timeline),
+        version=html.escape(__version__),
+    )
+    facts_lines = ["     ".join(f"{k}: {v}" for k, v in facts[place : place + 7]) for place in range(0, len(facts), 7)]
+    return text, to_png(figures, timeline, heading=f"Run report: {name}", lines=[*facts_lines, *notes])
+
+
+def _notes(timeline: Timeline, missing: list[str]) -> list[str]:
+    notes = []
+    if not timeline.steps:
+        notes.append("No optimizer step is recorded.")
+    if timeline.earlier_runs:
+        runs = "an earlier run" if timeline.earlier_runs == 1 else f"{timeline.earlier_runs} earlier runs"
+        notes.append(f"The file also holds {runs}; only the last run is shown.")
+    if again := sum(map(len, timeline.taken_back)):
+        steps = "1 step was" if again == 1 else f"{again:,} steps were"
+        notes.append(f"{steps} taken back by restarts and done again, which the figures of loss show dotted.")
+    if missing:
+        names = ", ".join(title[0].lower() + title[1:] for title in missing)
+        notes.append(f"Not recorded, and so not shown: {names}.")
+    return notes
+
+
+def _decisions(timeline: Timeline) -> str:
+    """The table of decisions, folded; of a kind that is there very often the first and the last."""
+    if not timeline.decisions:
+        return ""
+    counts, seen = Counter(decision.values["kind"] for decision in timeline.decisions), Counter[str]()
+    rows = []
+    for decision in timeline.decisions:
+        kind = decision.values["kind"]
+        seen[kind] += 1
+        if counts[kind] <= _MOST_ROWS or not _MOST_ROWS // 2 < seen[kind] <= counts[kind] - _MOST_ROWS // 2:
+            rows.append(_row(decision))
+        elif seen[kind] == _MOST_ROWS // 2 + 1:
+            left_out = counts[kind] - 2 * (_MOST_ROWS // 2)
+            rows.append(
+                f'<tr><td colspan="4">{left_out:,} more of the kind {html.escape(kind)} are in run.jsonl</td></tr>'
+            )
+    return (
+        f"<details open><summary>Decisions ({len(timeline.decisions):,})</summary>"
+        '<div class="wide" role="region" tabindex="0" aria-label="Decisions"><table><thead><tr>'
+        '<th scope="col">step</th><th scope="col">time</th><th scope="col">kind</th><th scope="col">what was decided</th>'
+        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
+    )
+
+
+def _row(decision: Decision) -> str:
+    values = decision.values
+    when = values.get("time")
+    at = clock(when) if isinstance(when, (int, float)) else ""
+    message = html.escape(str(values.get("message", "")))
+    if "\n" in message:
+        first, rest = message.split("\n", 1)
+        message = f"{first}<pre>{rest}</pre>"
+    back = " <em>(taken back by a restart)</em>" if decision.taken_back else ""
+    return (
+        f'<tr{" class=back" if decision.taken_back else ""}><td class="number">{decision.step:,}</td>'
+        f'<td class="number" title="{at}">{duration(decision.seconds)}</td>'
+        f"<td>{html.escape(values['kind'])}</td><td>{message}{back}</td></tr>"
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Aside, then renamed: a page that is looked at is whole."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_bytes(content)
+        os.replace(aside, path)
+    except OSError as error:
+        raise SettingError("--output", str(path), f"it cannot be written ({error}); give another file") from None
+
+
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{name}: run report</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<h1>Run report <small>{name}</small></h1>
+<dl>{facts}</dl>
+{notes}
+{marks}
+</header>
+<main>
+<div class="figures">
+{figures}
+</div>
+{decisions}
+</main>
+<footer>adaptive_batch {version}. Time is that in which the run ran; a stop and its restart are joined.</footer>
+</body>
+</html>
+"""

@@ -1,0 +1,295 @@
+"""Resume points: what a run needs to go on, in ``{output_dir}/step_N``, each whole or absent.
+
+A point is written into a fresh folder aside, flushed to the disk and renamed, so a kill at any moment leaves the points that
+were whole. Older ones are removed when a newer one is whole, and not before.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from .errors import CheckpointError
+from .memory import GIB, host_available_bytes
+from .resume_point import PassedOver, ResumePoint, cause, examine, flush_folder, write_point
+from .state_tree import flatten
+
+__all__ = ["PassedOver", "ResumePoint", "ResumePoints", "newest_whole"]
+
+log = logging.getLogger("adaptive_batch")
+
+_STEP = re.compile(r"step_\d+")
+_SAVING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
+
+
+def newest_whole(output_dir: Path) -> tuple[ResumePoint | None, list[PassedOver]]:
+    """The resume point that was saved last and is whole, every file read and compared with its checksum.
+
+    Args:
+        output_dir: of the run; it need not exist.
+
+    Returns:
+        The point, or None; and what was passed over before it was found: points that are newer, or of which nobody can say
+        whether they are, each with the reason.
+    """
+    points, passed_over = _examined(output_dir)
+    for point in points:
+        if (damage := point.damage()) is None:
+            return point, [other for other in passed_over if other.order is None or other.order > point.order]
+        passed_over.append(PassedOver(point.path, damage, True, point.order))
+    return None, passed_over
+
+
+class ResumePoints:
+    """Saves resume points, and removes old ones.
+
+    Args:
+        output_dir: of the run.
+        keep_last: whole points to keep; older ones, and older broken ones that were ours, are removed after each save. None keeps all.
+        asynchronous: :meth:`save` copies the tensors to the host and returns, and a thread writes. Where the host has no room
+            for the copy, that point is saved synchronously, and that is said.
+        on_failure: is told of a save that failed, in the thread of the caller; None raises the error instead.
+        process_group: whose ranks save together; None for one process. An asynchronous save needs one that nothing else uses.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
+        on_failure: Callable[[CheckpointError], object] | None = None,
+        process_group: Any = None,
+    ) -> None:
+        assert keep_last is None or keep_last >= 1, keep_last
+        self._output_dir = Path(output_dir)
+        self._keep_last = keep_last
+        self._asynchronous = asynchronous
+        self._on_failure = on_failure
+        self._process_group = process_group
+        self._is_rank_zero = process_group is None or process_group.rank() == 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._copies: dict[str, torch.Tensor] = {}  # kept for the next save: fresh memory costs more than the copying
+
+    def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
+        """Save what a run needs to go on.
+
+        Args:
+            step: optimizer steps so far; a point of the same step is replaced.
+            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``; see :func:`.state_tree.flatten`.
+            small_state: the rest, of the same kinds of value; it can be read alone.
+
+        Returns:
+            Seconds that training stood still, waiting for an earlier asynchronous save included.
+
+        Raises:
+            CheckpointError: saving failed, or the asynchronous save before this one, which is then not begun; what was saved
+                before is untouched.
+            TypeError: a value is of a kind that cannot be saved; nothing was written.
+        """
+        start = time.perf_counter()
+        self.wait()
+        tensors, skeleton = flatten(tensors_tree)
+        small_tensors, small_skeleton = flatten(small_state)
+        state = {
+            "skeleton": skeleton,
+            "small_tensors": {name: tensor.to("cpu", copy=True) for name, tensor in small_tensors.items()},
+            "small_skeleton": small_skeleton,
+        }
+        if self._asynchronous and self._copy(tensors):
+            self._thread = threading.Thread(
+                target=self._run, args=(step, self._copies, state), name=f"save step_{step}"
+            )
+            self._thread.start()
+        else:
+            self._run(step, tensors, state)
+            self._report()
+        seconds = time.perf_counter() - start
+        log.info("step_%d: training stood still for %.2f s", step, seconds)
+        return seconds
+
+    def wait(self) -> None:
+        """Return when the last save is whole.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._report()
+
+    def close(self) -> None:
+        """Wait, and let go of the memory of the copies.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._copies = {}
+
+    def __enter__(self) -> ResumePoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Copy the tensors to the host, into last time's copies where they are alike; False where there is no room."""
+        self._copies = {name: copy for name, copy in self._copies.items() if _alike(copy, tensors.get(name))}
+        needed = sum(tensor.nbytes for name, tensor in tensors.items() if name not in self._copies)
+        if needed > (available := host_available_bytes()):
+            self._copies = {}
+            log.warning(
+                "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
+                needed / GIB,
+                available / GIB,
+            )
+            return False
+        for name, tensor in tensors.items():
+            if name in self._copies:
+                self._copies[name].copy_(tensor)
+            else:
+                self._copies[name] = tensor.to("cpu", copy=True)
+        return True
+
+    def _run(self, step: int, tensors: Mapping[str, torch.Tensor], state: Any) -> None:
+        """Save; the error is kept for :meth:`_report`, as this may be another thread."""
+        try:
+            self._write(step, tensors, state)
+        except Exception as error:
+            self._error = error
+
+    def _report(self) -> None:
+        error, self._error = self._error, None
+        if isinstance(error, CheckpointError) and self._on_failure is not None:
+            self._on_failure(error)
+        elif error is not None:
+            raise error
+
+    def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: Any) -> None:
+        start = time.perf_counter()
+        target = self._output_dir / f"step_{step}"
+        aside = self._output_dir / f"{_SAVING}step_{step}"
+        try:
+            if self._is_rank_zero:
+                self._prepare(target, aside)
+            order = max([time.time_ns(), *(order + 1 for order in self._orders())])
+            point = write_point(
+                aside, step=step, order=order, tensors=tensors, state=state, process_group=self._process_group
+            )
+            if not self._is_rank_zero:
+                return
+            self._move_into_place(aside, target)
+        except (Exception, CheckpointException) as error:
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            free = _free_bytes(self._output_dir)
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(
+                f"saving {target} failed ({cause(error)}): it needs {needed:,} bytes and a little more, and {free:,} bytes were free "
+                "when it failed; what was saved before is untouched: free disk space or mend the path"
+            ) from error
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        log.info("%s is whole: %s bytes in %.2f s", target, f"{point.num_bytes:,}", time.perf_counter() - start)
+        self._remove_old(order)
+
+    def _prepare(self, target: Path, aside: Path) -> None:
+        """Clear away what a kill has left, and make an empty folder."""
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self._output_dir.iterdir()):
+            for prefix in (_SAVING, _REPLACED, _REMOVED):
+                name = path.name.removeprefix(prefix)
+                if name == path.name or not _STEP.fullmatch(name):
+                    continue
+                if prefix == _REPLACED and not (self._output_dir / name).exists():
+                    path.rename(self._output_dir / name)  # killed between the two renames: nothing has replaced it
+                else:
+                    shutil.rmtree(path)
+        if target.exists():
+            there = examine(target)
+            if isinstance(there, PassedOver) and not there.is_ours:
+                raise FileExistsError(f"{target} is there and is not ours to replace: {there.reason}")
+        aside.mkdir()
+
+    def _orders(self) -> Iterator[int]:
+        for folder in _step_folders(self._output_dir):
+            if (order := examine(folder).order) is not None:
+                yield order
+
+    def _move_into_place(self, aside: Path, target: Path) -> None:
+        replaced = target.with_name(_REPLACED + target.name)
+        if target.exists():
+            target.rename(replaced)
+        try:
+            aside.rename(target)
+        except BaseException:
+            if replaced.exists():
+                replaced.rename(target)
+            raise
+        flush_folder(self._output_dir)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _remove_old(self, newest: int) -> None:
+        """Keep the last few that are whole by name and size. Folders of users and of newer versions stay."""
+        if self._keep_last is None:
+            return
+        points, passed_over = _examined(self._output_dir)
+        older = [other for other in passed_over if other.is_ours and (other.order is None or other.order < newest)]
+        for path in [*(point.path for point in points[self._keep_last :]), *(other.path for other in older)]:
+            removed = path.with_name(_REMOVED + path.name)
+            try:
+                path.rename(removed)  # half removed, it might look like a user's folder
+                shutil.rmtree(removed)
+            except OSError as error:
+                log.warning("%s could not be removed: %s", path, error)
+
+
+def _examined(output_dir: Path) -> tuple[list[ResumePoint], list[PassedOver]]:
+    """Points whose files have their sizes, the newest first, and the other folders."""
+    found = [examine(folder) for folder in _step_folders(output_dir)]
+    points = sorted((one for one in found if isinstance(one, ResumePoint)), key=lambda point: -point.order)
+    return points, [one for one in found if isinstance(one, PassedOver)]
+
+
+def _step_folders(output_dir: Path) -> list[Path]:
+    """The folders named as points; one that was renamed aside by a save that never came to replace it counts."""
+    if not output_dir.is_dir():
+        return []
+    return [
+        path
+        for path in sorted(output_dir.iterdir())
+        if path.is_dir()
+        and _STEP.fullmatch(name := path.name.removeprefix(_REPLACED))
+        and (name == path.name or not (output_dir / name).exists())
+    ]
+
+
+def _alike(copy: torch.Tensor, tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and (copy.dtype, copy.shape, copy.stride()) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,428 @@
+"""The gradient noise scale: against closed forms, on rows of unequal length, and what it costs.
+
+    python benchmarks/noise_scale.py [--only closed|rows|cost] [--quick] [--output DIR]      a record of each
+
+``closed``: estimating a mean from normal rows, whose noise scale is tr(covariance) / |theta - mean|^2, through the real
+accumulator, for several sizes of the small batch.
+
+``rows``: the demo's model and rows, whose gradients are means over label tokens. The gradients of 512 rows, all their inner
+products known, are the population that steps are drawn from, so the truth is known. A prefix of a step whose micro-batches are
+grouped by length is no random sample: how far off is the estimate, and would counting a batch by its label tokens help?
+
+``cost``: the same steps of the demo's model with and without measuring, in turns, the one that goes first drawn by lot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import adaptive_demo
+import records
+import torch
+from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
+from torch import nn
+from tqdm import tqdm
+from turns import configuration, our_recipe, printing_into, resampled_interval
+
+from adaptive_batch.accumulation import Accumulator
+from adaptive_batch.batching import Capacity, micro_batches
+from adaptive_batch.noise_scale import NoiseScale
+
+TARGET = 1.03
+IGNORED = -100
+SEED = 7
+
+
+# --- closed form ---------------------------------------------------------------------------------------------------------
+
+
+class MeanEstimation:
+    """Rows x of a normal distribution with covariance C, and the loss ``0.5 * |theta - x|^2`` of each at a fixed theta.
+
+    One row's gradient is ``theta - x``: S is tr(C), |G|^2 is |theta - mean|^2, exactly.
+
+    Args:
+        noise_scale: the true one, in rows.
+        dimensions: of theta; the k-th has a variance of 1 / k.
+    """
+
+    def __init__(self, *, noise_scale: float, dimensions: int = 64, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        variances = 1 / torch.arange(1, dimensions + 1)
+        self._deviations = variances.sqrt()
+        self.model = nn.ParameterList([nn.Parameter(torch.zeros(dimensions))])
+        direction = torch.randn(dimensions, generator=self._generator)
+        self._mean = direction / direction.norm() * (float(variances.sum()) / noise_scale) ** 0.5
+
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        drawn = torch.randn(count, len(self._mean), generator=self._generator) * self._deviations + self._mean
+        return [{"tokens": [0, 0], "labels": [IGNORED, 0], "x": x} for x in drawn]
+
+    def accumulator(self, capacity: Capacity) -> Accumulator:
+        return Accumulator(
+            self.model,
+            collate=lambda rows: {
+                key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in ("tokens", "labels", "x")
+            },
+            to_device=lambda batch: None,
+            mean_loss=lambda batch: 0.5 * (self.model[0] - batch["x"]).square().sum(1).mean(),
+            num_real_tokens=lambda row: len(row["tokens"]),
+            ignore_index=IGNORED,
+            capacity=capacity,
+            measures_noise=True,
+        )
+
+
+def closed_form(steps: int, seeds: int) -> list[dict[str, Any]]:
+    """Estimated over true, after `steps` steps that all count alike."""
+    cases = [(scale, small, big) for scale in (4.0, 16.0, 64.0) for small, big in ((1, 16), (4, 16), (8, 16), (8, 64))]
+    found = []
+    for scale, small, big in tqdm(cases, desc="closed form"):
+        values = []
+        for seed in range(seeds):
+            problem = MeanEstimation(noise_scale=scale, seed=seed)
+            accumulator = problem.accumulator(Capacity(small))
+            estimate = NoiseScale(decay=1 - 1e-9, min_samples=1)  # so many samples count that all count alike
+            for _ in range(steps):
+                problem.model.zero_grad()
+                sample = accumulator.run(problem.rows(big)).noise
+                assert sample is not None
+                estimate.update(**vars(sample))
+            assert estimate.value is not None
+            values.append(estimate.value)
+        errors = [value / scale - 1 for value in values]
+        found.append(
+            {
+                "true": scale,
+                "small_rows": small,
+                "big_rows": big,
+                "steps": steps,
+                "estimates": values,
+                "mean_error": statistics.mean(errors),
+                "largest_error": max(map(abs, errors)),
+            }
+        )
+    return found
+
+
+# --- rows of unequal length ----------------------------------------------------------------------------------------------
+
+
+class Population:
+    """Rows whose gradients' inner products are known: a step of any of them needs no backward.
+
+    Attributes:
+        lengths: tokens of each row.
+        true: the noise scale of steps of rows drawn from these, in rows, to first order in 1 / rows.
+        dimensions: S^2 / tr(covariance^2), over how many directions the noise spreads.
+    """
+
+    def __init__(self, recipe: AdaptiveFullFinetuneRecipe, count: int) -> None:
+        parts = recipe.parts
+        rows = [parts.dataset[row] for row in range(count)]
+        gradients, labels = [], []
+        for row in tqdm(rows, desc="gradients", leave=False):
+            parts.model.zero_grad()
+            _, num_labels = parts.accumulator.forward_backward(parts.accumulator.collate([row]))
+            gradients.append(torch.cat([p.grad.flatten() for p in parts.model.parameters() if p.grad is not None]))
+            labels.append(float(num_labels))
+        parts.model.zero_grad()
+        summed = torch.stack(gradients)
+        self.lengths = [len(row["tokens"]) for row in rows]
+        self._labels = torch.tensor(labels, dtype=torch.float64)
+        self._products = (summed @ summed.T).double()
+        mean = summed.sum(0) / self._labels.sum()
+        # A step's gradient is a ratio of sums: to first order its noise is that of (sum - labels x mean) / mean labels.
+        parted = (summed - self._labels[:, None].float() * mean) / self._labels.mean()
+        covariances = (parted @ parted.T).double() / count
+        self._squared_gradient = float(mean.double().square().sum())
+        self._noise = float(covariances.trace())
+        self.true = self._noise / self._squared_gradient
+        self.dimensions = self._noise**2 / float(covariances.square().sum())
+
+    def labels_of(self, drawn: Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.tensor([float(self._labels[list(rows)].sum()) for rows in drawn], dtype=torch.float64)
+
+    def squared_norms(self, drawn: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Of the gradient of each set of rows, float64 `[sets]`."""
+        counts = torch.zeros(len(drawn), len(self._labels), dtype=torch.float64)
+        for weights, rows in zip(counts, drawn, strict=True):
+            weights.index_add_(0, torch.tensor(list(rows)), torch.ones(len(rows), dtype=torch.float64))
+        return ((counts @ self._products) * counts).sum(1) / (counts @ self._labels).square()
+
+
+def prefixes(population: Population, drawn: Sequence[Sequence[int]], capacity: Capacity) -> list[list[int]]:
+    """The first micro-batch of each step."""
+    first = (micro_batches([population.lengths[row] for row in rows], capacity)[0].rows for rows in drawn)
+    return [[rows[i] for i in piece] for rows, piece in zip(drawn, first, strict=True)]
+
+
+def unequal_rows(population: Population, steps: int) -> list[dict[str, Any]]:
+    """Estimated over true for prefixes of a step of 16 and 64 rows, by either count of a batch."""
+    generator = torch.Generator().manual_seed(SEED)
+    found = []
+    for big, capacity in (
+        (16, Capacity(1)),
+        (16, Capacity(4)),
+        (16, Capacity(8)),
+        (64, Capacity(1)),
+        (64, Capacity(8)),
+        (64, Capacity(32)),
+        (16, Capacity(768, "tokens")),
+        (16, Capacity(1536, "tokens")),
+        (64, Capacity(1536, "tokens")),
+        (64, Capacity(6144, "tokens")),
+    ):
+        drawn = torch.randint(len(population.lengths), (steps, big), generator=generator).tolist()
+        small = prefixes(population, drawn, capacity)
+        kept = [k for k in range(steps) if len(small[k]) < big]
+        small, drawn = [small[k] for k in kept], [drawn[k] for k in kept]
+        small_norms, big_norms = population.squared_norms(small), population.squared_norms(drawn)
+        small_rows = torch.tensor([len(rows) for rows in small], dtype=torch.float64)
+        shares = {
+            "rows": small_rows / big,
+            "label tokens": population.labels_of(small) / population.labels_of(drawn),
+        }
+        ratios = {}
+        for name, share in shares.items():
+            noises = (small_norms - big_norms) / (1 / (share * big) - 1 / big)
+            squared = (big_norms - share * small_norms) / (1 - share)
+            ratios[name] = float(noises.mean() / squared.mean()) / population.true
+        found.append(
+            {
+                "big_rows": big,
+                "capacity": str(capacity),
+                "small_rows": float(small_rows.mean()),
+                "estimated_over_true": ratios,
+            }
+        )
+    return found
+
+
+def spreads(population: Population, *, runs: int, samples: int) -> list[dict[str, Any]]:
+    """How far the smoothed value lies from the truth after so many samples."""
+    generator = torch.Generator().manual_seed(SEED)
+    found = []
+    for small, big in ((4, 16), (8, 16), (8, 64)):
+        drawn = torch.randint(len(population.lengths), (runs * samples, big), generator=generator).tolist()
+        first = [rows[:small] for rows in drawn]
+        shares = big * population.labels_of(first) / population.labels_of(drawn)
+        norms = (shares, population.squared_norms(first), population.squared_norms(drawn))
+        small_rows, small_norms, big_norms = (norm.view(runs, samples).tolist() for norm in norms)
+        for decay in (0.9, 0.95, 0.98, 0.99):
+            for after in (5, 10, 20, 50, samples):
+                values = []
+                for run in range(runs):
+                    scale = NoiseScale(decay=decay, min_samples=1)
+                    for k in range(after):
+                        scale.update(small_rows[run][k], small_norms[run][k], big, big_norms[run][k])
+                    values.append(scale.value)
+                known = [value / population.true for value in values if value is not None]
+                tenths = statistics.quantiles(known, n=10) if len(known) > 1 else [0.0] * 9
+                found.append(
+                    {
+                        "small_rows": small,
+                        "big_rows": big,
+                        "decay": decay,
+                        "samples": after,
+                        "lost_in_noise": 1 - len(known) / runs,
+                        "over_true_10%": tenths[0],
+                        "over_true_median": tenths[4],
+                        "over_true_90%": tenths[-1],
+                    }
+                )
+    return found
+
+
+def train(recipe: AdaptiveFullFinetuneRecipe, steps: int, big: int = 16) -> None:
+    """With the demo's optimizer and learning rate."""
+    parts = recipe.parts
+    order = torch.randperm(len(parts.dataset), generator=torch.Generator().manual_seed(SEED)).tolist()
+    for step in tqdm(range(steps), desc="training", leave=False):
+        parts.accumulator.run([parts.dataset[row] for row in order[step * big : (step + 1) * big]])
+        parts.step()
+
+
+# --- cost ----------------------------------------------------------------------------------------------------------------
+
+
+def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Of a step with measuring over the same step without."""
+    seconds: list[list[list[float]]] = []
+    draw = random.Random(SEED)
+    scale = NoiseScale()
+    for number in range(rounds):
+        with printing_into(folder / "printed.txt"):
+            recipe = our_recipe(recipe_configuration(folder, f"cost_{number}", overrides))
+        parts = recipe.parts
+        step_rows = recipe.cfg.batch_size
+        accumulator = measuring_accumulator(recipe)
+        of_round = []
+        for pair in range(pairs + 5):  # allocators and lazy initialisation
+            start = pair * step_rows % (len(parts.dataset) - step_rows)
+            rows = [parts.dataset[row] for row in range(start, start + step_rows)]
+
+            def plain(rows: list[Any] = rows, parts: Any = parts) -> None:
+                parts.accumulator.run(rows)
+                parts.step()
+
+            def measured(rows: list[Any] = rows, parts: Any = parts, measuring: Accumulator = accumulator) -> None:
+                sample = measuring.run(rows).noise
+                assert sample is not None
+                parts.step()
+                scale.update(**vars(sample))
+
+            timed: dict[Callable[[], None], float] = {}
+            sides = [plain, measured]
+            draw.shuffle(sides)
+            for side in sides:
+                begin = time.perf_counter()
+                side()
+                timed[side] = time.perf_counter() - begin
+            of_round.append([timed[measured], timed[plain]])
+        seconds.append(of_round[5:])
+    values = torch.tensor(seconds, dtype=torch.float64)
+    ratio, low, high = resampled_interval(lambda pairs: (pairs[..., 0] / pairs[..., 1]).quantile(0.5, dim=-1), values)
+    spread = (values[..., 0] / values[..., 1]).flatten().quantile(torch.tensor([0.1, 0.9]).double()).tolist()
+    return {
+        "overrides": list(overrides),
+        "pairs": rounds * pairs,
+        "plain_ms": 1e3 * float(values[..., 1].median()),
+        "ratio_median": ratio,
+        "ratio_interval_95": [low, high],
+        "ratio_10%_90%": spread,
+    }
+
+
+def measuring_accumulator(recipe: AdaptiveFullFinetuneRecipe) -> Accumulator:
+    """As the recipe's own, on the same model."""
+    parts = recipe.parts
+    limit = recipe.cfg.get("clip_grad_norm")
+    return Accumulator(
+        parts.model,
+        collate=parts.collate,
+        to_device=parts.to_device,
+        mean_loss=parts.mean_loss,
+        num_real_tokens=parts.num_real_tokens,
+        ignore_index=parts.loss_fn.ignore_index,
+        capacity=parts.accumulator.capacity,
+        shapes=parts.shapes,
+        max_grad_norm=None if limit is None else float(limit),
+        measures_noise=True,
+    )
+
+
+def recipe_configuration(folder: Path, name: str, overrides: Sequence[str]) -> Any:
+    disk = "metric_logger._component_=torchtune.training.metric_logging.DiskLogger"
+    cfg = configuration(folder, name, list(overrides))
+    cfg.metric_logger = {"_component_": disk.partition("=")[2], "log_dir": str(folder / name / "logs")}
+    return cfg
+
+
+def costs(folder: Path, *, rounds: int, pairs: int) -> Iterator[dict[str, Any]]:
+    for size in (["batch_size=16", "micro_batch_size=4"], ["batch_size=4", "micro_batch_size=2"]):
+        for more in ([], ["clip_grad_norm=1.0"], ["dtype=bf16", "clip_grad_norm=1.0"]):
+            yield cost(folder, rounds=rounds, pairs=pairs, overrides=[*size, *more])
+
+
+# --- all of it -----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("closed", "rows", "cost"), help="default: all three")
+    parser.add_argument("--quick", action="store_true", help="few steps, seeds and pairs")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    few = arguments.quick
+
+    if arguments.only in (None, "closed"):
+        found = closed_form(steps=200 if few else 600, seeds=2 if few else 4)
+        print(
+            f"\nmean of normal rows, 64 dimensions, after {found[0]['steps']} steps, {len(found[0]['estimates'])} seeds"
+        )
+        print(f"{'true':>6} {'small':>6} {'big':>4} {'estimated':>10} {'error':>7} {'largest':>8}")
+        for one in found:
+            print(
+                f"{one['true']:>6.0f} {one['small_rows']:>6} {one['big_rows']:>4} "
+                f"{statistics.mean(one['estimates']):>10.2f} {one['mean_error']:>7.1%} {one['largest_error']:>8.1%}"
+            )
+        records.write("noise_scale_closed", arguments.output, closed_form=found)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
+        if arguments.only != "closed":
+            adaptive_demo.prepare(folder)
+        if arguments.only in (None, "rows"):
+            found = []
+            with printing_into(folder / "printed.txt"):
+                recipe = our_recipe(recipe_configuration(folder, "rows", ["batch_size=16"]))
+            done = 0
+            for steps in (0, 20) if few else (0, 100, 400):
+                train(recipe, (steps - done) if steps * 16 <= len(recipe.parts.dataset) else 100)
+                done = steps
+                population = Population(recipe, 64 if few else 512)
+                found.append(
+                    {
+                        "after_steps": steps,
+                        "true": population.true,
+                        "dimensions": population.dimensions,
+                        "estimates": unequal_rows(population, 400 if few else 8000),
+                        "spreads": spreads(population, runs=20 if few else 200, samples=200),
+                    }
+                )
+            print_rows(found)
+            records.write("noise_scale_rows", arguments.output, rows=found)
+        if arguments.only in (None, "cost"):
+            found = list(costs(folder, rounds=2 if few else 4, pairs=5 if few else 30))
+            print_cost(found)
+            records.write("noise_scale_cost", arguments.output, target=TARGET, cost=found)
+
+
+def print_rows(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        print(
+            f"\nthe demo's rows after {one['after_steps']} steps of 16: noise scale {one['true']:.1f} rows, "
+            f"spread over {one['dimensions']:.0f} directions"
+        )
+        print(f"{'step':>5} {'micro-batch':>20} {'small':>6} {'by rows':>8} {'by label tokens':>16}   estimated / true")
+        for line in one["estimates"]:
+            ratios = line["estimated_over_true"]
+            print(
+                f"{line['big_rows']:>5} {line['capacity']:>20} {line['small_rows']:>6.1f} {ratios['rows']:>8.3f} "
+                f"{ratios['label tokens']:>16.3f}"
+            )
+        print(
+            f"{'small':>6} {'big':>4} {'decay':>6} {'samples':>8} {'lost':>6} {'10%':>6} {'50%':>6} {'90%':>6}   value / true"
+        )
+        for line in one["spreads"]:
+            print(
+                f"{line['small_rows']:>6} {line['big_rows']:>4} {line['decay']:>6} {line['samples']:>8} "
+                f"{line['lost_in_noise']:>6.0%} {line['over_true_10%']:>6.2f} {line['over_true_median']:>6.2f} "
+                f"{line['over_true_90%']:>6.2f}"
+            )
+
+
+def print_cost(found: list[dict[str, Any]]) -> None:
+    print(f"\na step with measuring over the same without, {torch.get_num_threads()} thread; target {TARGET}")
+    print(f"{'':<62} {'plain ms':>9} {'ratio':>7} {'95% interval':>17}")
+    for one in found:
+        low, high = one["ratio_interval_95"]
+        print(
+            f"{' '.join(one['overrides']):<62} {one['plain_ms']:>9.2f} {one['ratio_median']:>7.4f} "
+            f"{low:>8.4f} to {high:.4f}"
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,333 @@
+"""Which rows each optimizer step takes: by a constant batch, a growth function, a schedule, or a budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from adaptive_capacity import TrainingCapacity
+from adaptive_parts import TrainingParts
+
+from adaptive_batch import distributed
+from adaptive_batch.batch_schedules import ask, follows_measurements
+from adaptive_batch.epoch_plan import EpochPlan, rows_of_next_step, walk
+from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.growth import next_batch_size
+from adaptive_batch.progress import Progress
+from adaptive_batch.report import RunRecord
+from adaptive_batch.snapshot import RandomState
+from adaptive_batch.stream import RowStream
+from adaptive_batch.token_batches import TokenBatches
+from adaptive_batch.varying_budget import plan_batches_by_rule
+
+
+class TrainingBatches:
+    """Hands out the rows of each step, and knows how an epoch divides into steps.
+
+    Args:
+        parts: of the run, with their data built.
+        seed: of the order of rows.
+        max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
+
+    Attributes:
+        stream: the rows of an epoch, in their order.
+        batch_size: rows of a micro-batch, or with a schedule of a step, that a step is asked to have now.
+        first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
+        plan: of the current epoch.
+        reference: an epoch of a constant batch.
+    """
+
+    def __init__(self, parts: TrainingParts, *, seed: int, max_steps_per_epoch: int | None) -> None:
+        settings = parts.settings
+        self._parts = parts
+        self._settings = settings
+        self._ends: dict[str, Any] = {"drop_last": settings.drop_last, "max_steps": max_steps_per_epoch}
+        self.stream = RowStream(
+            parts.dataset,
+            shuffle=parts.cfg.shuffle,
+            seed=0 if settings.sample_order == "dataloader" else seed,  # 0 is the seed of torchtune's sampler
+            order=settings.sample_order,
+            lengths=parts.lengths if settings.sample_order == "seqlen" else None,
+            window=settings.sample_window,
+        )
+        self.batch_size = settings.batch_size
+        self.first_batch_size: int | None = None
+        self._is_open = settings.batch_size_schedule is not None and follows_measurements(settings.batch_size_schedule)
+        self._token_batches = lru_cache(maxsize=2)(self._plan_tokens)
+        self._capacity: TrainingCapacity | None = None
+
+    # --- what a step is asked to hold -------------------------------------------------------------------------------
+
+    def use(self, capacity: TrainingCapacity, record: RunRecord, *, saved_bound: int | None = None) -> None:
+        """Set what fits, what fitted when the checkpoint was saved, and where decisions are written down."""
+        self._capacity, self._record, self._saved_bound = capacity, record, saved_bound or 0
+
+    def begin(self, progress: Progress) -> Progress:
+        """Begin the first epoch of this run, or go on within it; find the constant batch that schedules count in."""
+        progress = self.begin_epoch(progress)
+        self._count_in()
+        return progress
+
+    def look_at(self, progress: Progress, *, batch_size: int) -> None:
+        """Plan the epoch as :meth:`begin` does, with a batch size that is known, and do nothing."""
+        self.batch_size = batch_size
+        self.plan = self._plan(replace(progress, rows_per_epoch=len(self.stream)), self._rule())
+        self._count_in()
+
+    def _count_in(self) -> None:
+        """Set the constant batch that schedules count in."""
+        if self.first_batch_size is None:
+            self.first_batch_size = self.batch_size
+        # a schedule says what a step holds, so the configured batch is the one that the rate's schedule was chosen for
+        scheduled = self._settings.batch_size_schedule is not None
+        self.reference = self._constant(self._settings.batch_size if scheduled else self.first_batch_size)
+        if self.reference.steps == 0:
+            raise SettingError(
+                "batch_size",
+                self.batch_size,
+                f"an epoch of {len(self.stream)} rows has no whole step; set drop_last=False",
+            )
+
+    def begin_epoch(self, progress: Progress) -> Progress:
+        """Grow the batch where a growth function says so, and plan the epoch's steps; or go on within an epoch."""
+        settings = self._settings
+        if progress.epoch_steps == 0:
+            self._grow(progress.epoch)
+        progress = replace(progress, rows_per_epoch=len(self.stream))
+        self.plan = self._plan(progress, self._rule())
+        if self.plan.steps == 0 and settings.adaptive and settings.drop_last:
+            raise SettingError(
+                "drop_last", True, f"a step of {self.plan.step_rows} rows is more than an epoch's {self.plan.rows}"
+            )
+        self._follow(progress)
+        return progress
+
+    def start_epoch(self, progress: Progress) -> None:
+        """Hand out the rows of the epoch from where it stands; list those that no step has room for."""
+        settings, epoch = self._settings, progress.epoch
+        if not settings.batch_tokens:
+            self.stream.start_epoch(epoch, position=progress.epoch_rows)
+            return
+        batches = self._batches(progress)
+        self.stream.start_epoch(epoch, position=progress.epoch_rows, rows=batches.rows)
+        left_out = {
+            f"of more than batch_tokens={settings.batch_tokens}": batches.dropped.tolist(),
+            "of the last step (drop_last)": batches[-1] if settings.drop_last else [],
+        }
+        for which, rows in left_out.items():
+            if rows and not progress.epoch_steps:
+                some = ", ".join(map(str, sorted(rows)[:10])) + (", ..." if len(rows) > 10 else "")
+                message = f"epoch {epoch}: {len(rows)} rows {which} are dropped: {some}"
+                self._record.decision("dropped", message, epoch=epoch, rows=sorted(rows))
+
+    def next_step(self, progress: Progress) -> tuple[Progress, list[dict[str, Any]]]:
+        """The rows of the step that comes next, none after the last of the epoch; and progress with what was asked for."""
+        if self._settings.batch_tokens:
+            step = progress.epoch_steps
+            size = self.plan.rows_of_step(step) if step < self.plan.steps else 0
+            return replace(progress, batch=self._budget(progress)), self.stream.take(size)
+        asked = self._follow(progress)
+        size = rows_of_next_step(
+            progress, step_rows=asked * distributed.world_size(), rows=len(self.stream), **self._ends
+        )
+        return replace(progress, batch=asked), self.stream.take(size)
+
+    def left_out(self, progress: Progress) -> dict[str, int]:
+        """Rows of an epoch that is over which no step has used, by reason."""
+        long_rows = len(self._batches(progress).dropped) if self._settings.batch_tokens else 0
+        rest = len(self.stream) - progress.epoch_rows - long_rows
+        most = self._ends["max_steps"]
+        why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else "drop_last"
+        return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
+
+    def _follow(self, progress: Progress) -> int:
+        """Ask for the rows of the next step on one device, and let the capacity follow what changes."""
+        rule = self._settings.batch_size_schedule
+        if rule is None or self._settings.batch_tokens:
+            self._parts.accumulator.capacity = self._capacity.of(self.batch_size)
+            return self.batch_size * self._settings.gradient_accumulation_steps
+        asked = distributed.from_rank_zero(lambda: ask(rule, progress, maximum=self.maximum))
+        if asked.after != self.batch_size or not progress.steps:
+            self._record.decision(
+                "batch_size",
+                f"step {progress.steps}: {asked.describe(self.batch_size)}",
+                step=progress.steps,
+                before=self.batch_size,
+                requested=asked.requested,
+                after=asked.after,
+            )
+        self.batch_size = asked.after
+        self._parts.accumulator.capacity = self._capacity.of(self.batch_size)
+        return asked.after
+
+    @property
+    def maximum(self) -> int | None:
+        """What a rule may not pass; None where it may grow freely, or where what fits is not known."""
+        if self._settings.grow_beyond_maximum or self._capacity is None or self._capacity.bound is None:
+            return None
+        # a schedule goes on as it was on a smaller device, in more micro-batches
+        return max(self._capacity.bound, self._saved_bound if self._settings.batch_size_schedule else 0)
+
+    def _grow(self, epoch: int) -> None:
+        """Ask the growth function for the rows to add."""
+        function = self._settings.batch_increase_function
+        if function is None or epoch >= self._settings.epochs:
+            return
+        growth = distributed.from_rank_zero(
+            lambda: next_batch_size(function, epoch=epoch, batch_size=self.batch_size, maximum=self.maximum)
+        )
+        self._record.decision(
+            "batch_size",
+            growth.describe(),
+            epoch=epoch,
+            before=growth.before,
+            requested=growth.requested,
+            after=growth.after,
+        )
+        self.batch_size = growth.after
+
+    # --- how an epoch divides ---------------------------------------------------------------------------------------
+
+    def _rule(self, batch_size: int | None = None) -> Callable[[Progress], int]:
+        """What a step on one device is asked to hold, as a function of progress alone."""
+        rule, settings = self._settings.batch_size_schedule, self._settings
+        if rule is None or settings.batch_tokens:
+            rows = (batch_size or self.batch_size) * settings.gradient_accumulation_steps
+            return lambda progress: rows
+        return lambda progress: ask(rule, progress, maximum=self.maximum).after
+
+    def _plan(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
+        """The epoch at whose beginning, or within which, progress is."""
+        settings = self._settings
+        if settings.batch_tokens:
+            batches = self._batches(progress)
+            plan = EpochPlan.of_sizes(batches.sizes.tolist(), **self._ends)
+            return replace(plan, tokens=self._tokens(batches.rows, plan))
+        ranks = distributed.world_size()
+        if settings.batch_size_schedule is None:
+            plan = EpochPlan.of(len(self.stream), step_rows=rule(progress) * ranks, **self._ends)
+            if progress.epoch_steps and progress.epoch_rows != progress.epoch_steps * plan.step_rows:
+                left = EpochPlan.of(len(self.stream) - progress.epoch_rows, step_rows=plan.step_rows, **self._ends)
+                plan = replace(plan, steps=progress.epoch_steps + left.steps)  # the batch was another before a restart
+            return replace(plan, tokens=self._tokens(self.stream.order(progress.epoch), plan) if self._counts else 0)
+        order = self.stream.order(progress.epoch)
+        counted = self._parts.real_lengths[order]
+        before = [0, *counted.cumsum(0).tolist()]
+        options: dict[str, Any] = {"batch": rule, "ranks": ranks, "rows": len(order), "tokens_before": before}
+        begin = progress if self._is_open else progress.at_epoch_start()
+        sizes, again = ([size for _, size in walk(begin, **options, **self._ends)] for _ in range(2))
+        plan = EpochPlan.of_sizes(sizes, max_steps=self._ends["max_steps"])
+        plan = replace(plan, rows=len(order), is_open=self._is_open or sizes != again)
+        plan = replace(plan, steps=plan.steps + begin.epoch_steps)
+        return replace(plan, tokens=self._tokens(order, plan))
+
+    def _constant(self, batch_size: int) -> EpochPlan:
+        """The first epoch, divided by a batch that does not change."""
+        settings = self._settings
+        if settings.batch_tokens:
+            batches = self._parts.token_batches(self.stream.order(0))
+            return EpochPlan.of_sizes(batches.sizes.tolist(), **self._ends)
+        step_rows = batch_size * settings.gradient_accumulation_steps * distributed.world_size()
+        return EpochPlan.of(len(self.stream), step_rows=step_rows, **self._ends)
+
+    @property
+    def _counts(self) -> bool:
+        return self._settings.lr_clock.counts_tokens
+
+    def _tokens(self, order: torch.Tensor, plan: EpochPlan) -> int:
+        """Real tokens of the rows that are stepped, in their order."""
+        if not (self._counts or self._settings.batch_tokens):
+            return 0
+        used = plan.slots if plan.sizes is None else sum(plan.sizes)
+        lengths = self._parts.real_lengths[order[:used]]
+        alike = len(lengths) > 0 and bool((lengths == lengths[0]).all())
+        return plan.slots * int(lengths[0]) if alike else int(lengths.sum())
+
+    # --- steps by tokens --------------------------------------------------------------------------------------------
+
+    def _batches(self, progress: Progress) -> TokenBatches:
+        return self._token_batches(progress.at_epoch_start())[0]
+
+    def _budget(self, progress: Progress) -> int:
+        budgets = self._token_batches(progress.at_epoch_start())[1]
+        return budgets[progress.epoch_steps] if progress.epoch_steps < len(budgets) else progress.batch
+
+    def _plan_tokens(self, begin: Progress) -> tuple[TokenBatches, list[int]]:
+        """The rows of each step of an epoch, and the tokens that each was asked to hold."""
+        settings, order = self._settings, self.stream.order(begin.epoch)
+        rule = settings.batch_size_schedule
+        if rule is None:
+            assert settings.batch_tokens
+            batches = self._parts.token_batches(order)
+            return batches, [settings.batch_tokens] * len(batches)
+        planned = [
+            plan_batches_by_rule(
+                self._parts.lengths,
+                lambda progress: ask(rule, progress, maximum=None).after,
+                order=order,
+                progress=begin,
+                min_rows=settings.min_rows_per_batch,
+                max_rows=settings.max_rows_per_batch,
+                long_rows=settings.long_rows,
+                divisible=settings.uniform_micro_batches in ("rows", "both"),
+                world_size=distributed.world_size(),
+            )
+            for _ in range(2)
+        ]
+        (batches, budgets), (_, again) = planned
+        if budgets.tolist() != again.tolist():
+            raise GrowthFunctionError(
+                f"batch_size_schedule {rule!r} answered differently when asked again: with batch_tokens it must be a function "
+                "of progress alone"
+            )
+        return batches, budgets.tolist()
+
+    # --- looking ahead ----------------------------------------------------------------------------------------------
+
+    def ahead(
+        self, progress: Progress, batch_sizes: Mapping[int, int]
+    ) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
+        """Goes through what is left of training without training.
+
+        Args:
+            progress: where training is.
+            batch_sizes: `batch_size` of each epoch to go through, as a growth function will make it.
+
+        Returns:
+            For each step: progress before it, the numbers of its rows, the plan of its epoch.
+        """
+        for epoch, batch_size in batch_sizes.items():
+            rule = self._rule(batch_size)
+            plan = self._plan(progress, rule)
+            order = self._batches(progress).rows if self._settings.batch_tokens else self.stream.order(epoch)
+            lengths = self._parts.real_lengths
+            while True:
+                asked = self._budget(progress) if self._settings.batch_tokens else rule(progress)
+                progress = replace(progress, batch=asked)
+                if self._settings.batch_tokens:
+                    step = progress.epoch_steps
+                    size = plan.rows_of_step(step) if step < plan.steps else 0
+                else:
+                    step_rows = asked * distributed.world_size()
+                    size = rows_of_next_step(progress, step_rows=step_rows, rows=len(order), **self._ends)
+                if not size:
+                    break
+                numbers = order[progress.epoch_rows : progress.epoch_rows + size]
+                yield progress, numbers.tolist(), plan
+                progress = progress.after_step(rows=size, tokens=int(lengths[numbers].sum()))
+            progress = progress.after_epoch()
+
+    def ask_ahead(self, progress: Progress) -> None:
+        """Ask the rule once, for nothing, so that its mistakes show before weights load."""
+        settings = self._settings
+        random_state = RandomState(self._parts.device)
+        if settings.batch_increase_function and not progress.epoch_steps:
+            next_batch_size(
+                settings.batch_increase_function, epoch=progress.epoch, batch_size=self.batch_size, maximum=None
+            )
+        if settings.batch_size_schedule:
+            ask(settings.batch_size_schedule, replace(progress, rows_per_epoch=len(self.stream)), maximum=None)
+        random_state.restore()

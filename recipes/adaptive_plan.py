@@ -1,0 +1,203 @@
+"""What training is going to do: its stages, before the first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from adaptive_batches import TrainingBatches
+from adaptive_bound import BoundSearch
+from adaptive_capacity import TrainingCapacity
+from adaptive_parts import TrainingParts
+from adaptive_rate import TrainingRate, stand_in
+
+from adaptive_batch import distributed
+from adaptive_batch.batching import Capacity, micro_batches
+from adaptive_batch.epoch_plan import EpochPlan
+from adaptive_batch.plan import PlannedStep, as_record, asked_ahead, check_stages, stages_of, table
+from adaptive_batch.progress import Progress
+from adaptive_batch.report import RunRecord
+from adaptive_batch.snapshot import RandomState
+
+
+class TrainingPlan:
+    """Goes through the rest of training with the rules that training will ask, without training.
+
+    Args:
+        parts: of the run, with their data built.
+        batches: of the run.
+
+    Attributes:
+        full_batch_rows: the largest global batch that is planned, over which `loss_per_full_batch` averages.
+        schedule_steps: where the learning rate's schedule ends.
+    """
+
+    def __init__(self, parts: TrainingParts, batches: TrainingBatches) -> None:
+        self._parts, self._settings, self._batches = parts, parts.settings, batches
+        self._batch_sizes: dict[int, int] = {}
+        self._unknown = ""
+
+    def check(self, progress: Progress) -> None:
+        """Ask the rules ahead, for nothing, so that mistakes show before weights load.
+
+        Raises:
+            GrowthFunctionError: a rule raises or gives no number of rows.
+            SettingError: a stage of a schedule cannot hold its batch.
+        """
+        settings, batches = self._settings, self._batches
+        if not settings.grows or progress.epoch >= settings.epochs:
+            return
+        random_state = RandomState(self._parts.device)
+        batches.ask_ahead(progress)
+        if settings.batch_size_schedule is not None:
+            self._notes(progress)
+        random_state.restore()
+
+    def look_ahead(self, progress: Progress, *, saved: Mapping[str, Any], first: bool = False) -> None:
+        """Ask the growth function ahead for the epochs that come; find where schedules end.
+
+        Args:
+            progress: where training is.
+            saved: the recipe's state in the checkpoint; empty without one.
+            first: the epoch at whose beginning progress is has not been asked about either.
+        """
+        settings, batches = self._settings, self._batches
+        epoch = progress.epoch
+        self._batch_sizes, self._unknown = {}, ""
+        sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
+        if settings.batch_increase_function is not None and sizes:
+            random_state = RandomState(self._parts.device)
+            begin = epoch if first else epoch + 1
+            asked, known_until, why = asked_ahead(
+                settings.batch_increase_function,
+                first_epoch=begin,
+                epochs=settings.epochs,
+                batch_size=batches.batch_size,
+                maximum=batches.maximum,
+            )
+            random_state.restore()
+            sizes = asked if first else [batches.batch_size, *asked]
+            if known_until is not None:
+                self._unknown = f"unknown after epoch {known_until}: {why}"
+        self._batch_sizes = dict(enumerate(sizes, start=epoch))
+        reference = batches.reference
+        self.full_batch_rows = reference.step_rows
+        if settings.grows and not batches.plan.is_open:
+            self.full_batch_rows = max((len(rows) for _, rows, _ in self._ahead(progress)), default=1)
+        self.schedule_steps = settings.epochs * reference.steps
+        if settings.lr_clock.decay == "steps" and settings.grows:
+            known = saved.get("total_steps") if saved.get("epochs") == settings.epochs else None
+            self.schedule_steps = known or progress.steps + self._count_steps(progress)
+
+    def table(
+        self, progress: Progress, *, base_rate: float, capacity: TrainingCapacity, saved: Mapping[str, Any]
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
+        settings, batches = self._settings, self._batches
+        rate = TrainingRate(
+            self._parts,
+            batches,
+            [stand_in(base_rate)],
+            progress=progress,
+            total_steps=self.schedule_steps,
+            saved=saved,
+        )
+        stages = stages_of(self._planned(progress, rate, capacity))
+        notes = [self._unknown] if self._unknown else []
+        if settings.batch_size_schedule is not None:
+            notes += self._notes(progress)
+        if batches.plan.is_open:
+            notes.append("the schedule follows what is measured in training: this is what comes if nothing new is measured")
+        unit = "tokens" if settings.batch_tokens else "rows"
+        return table(stages, unit=unit, ranks=distributed.world_size(), notes=notes), as_record(stages)
+
+    def alone(self, progress: Progress, *, bounds: BoundSearch, saved: Mapping[str, Any], goes_on: bool) -> str:
+        """The plan where nothing is tried and nothing is trained: with the bound that is known, if any is needed.
+
+        Args:
+            progress: where training would begin or go on.
+            bounds: of the run, checked.
+            saved: the recipe's state in the checkpoint; empty without one.
+            goes_on: the batch size is the checkpoint's.
+        """
+        settings, batches = self._settings, self._batches
+        capacity = TrainingCapacity(self._parts, bounds, RunRecord(Path(os.devnull), enabled=False))
+        batch_size, lines = batches.batch_size, []
+        if settings.needs_bound:
+            path = Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json"
+            rows, tokens, why = bounds.known(path)
+            lines.append(f"bound: {rows or 'not known, so nothing is cut'} ({why})")
+            if rows:
+                capacity.bound, capacity.tried_length = rows, tokens
+                if settings.use_maximum_batch_size and not goes_on and settings.batch_size_schedule is None:
+                    batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
+        batches.use(capacity, RunRecord(Path(os.devnull), enabled=False), saved_bound=saved.get("bound"))
+        batches.look_at(progress, batch_size=batch_size)
+        self.look_ahead(progress, saved=saved, first=progress.epoch_steps == 0)
+        if first := list(self._batch_sizes.values())[:1]:
+            batches.first_batch_size = saved.get("first_batch_size") or first[0]
+            batches.look_at(progress, batch_size=first[0])
+            self.look_ahead(progress, saved=saved)
+        configured = self._parts.cfg.optimizer.get("lr")
+        if configured is None:
+            lines.append("optimizer.lr is not configured: rates are shown as parts of it")
+        text, _ = self.table(progress, base_rate=float(configured or 1.0), capacity=capacity, saved=saved)
+        return "\n".join([*lines, text])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values, for the checkpoint."""
+        return {"epochs": self._settings.epochs}
+
+    def _count_steps(self, progress: Progress) -> int:
+        unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
+        last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
+        stays = {epoch: last[0] for epoch in unknown}  # where it is not known, that nothing changes is the best guess
+        return sum(1 for _ in self._batches.ahead(progress, {**self._batch_sizes, **stays}))
+
+    def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
+        return self._batches.ahead(progress, self._batch_sizes)
+
+    def _planned(self, progress: Progress, rate: TrainingRate, capacity: TrainingCapacity) -> Iterator[PlannedStep]:
+        lengths = self._parts.real_lengths
+        key, num_micro_batches = None, 0
+        for at, rows, plan in self._ahead(progress):
+            tokens = int(lengths[rows].sum())
+            if key != (key := (at.epoch, at.batch)):
+                num_micro_batches = self._num_micro_batches(rows, self._capacity_at(at, capacity))
+            yield PlannedStep(
+                at,
+                batch=at.batch,
+                rows=len(rows),
+                micro_batches=num_micro_batches,
+                learning_rate=rate.set(at, plan=plan, rows=len(rows), tokens=tokens),
+                tokens=tokens,
+            )
+
+    def _capacity_at(self, progress: Progress, capacity: TrainingCapacity) -> Capacity:
+        scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
+        return capacity.of(progress.batch if scheduled else self._batch_sizes[progress.epoch])
+
+    def _num_micro_batches(self, rows: list[int], capacity: Capacity) -> int:
+        lengths = self._parts.lengths[rows].tolist()
+        return len(micro_batches(lengths, capacity, self._parts.shapes))
+
+    def _notes(self, progress: Progress) -> list[str]:
+        """What is to be said of the stages of a schedule."""
+        settings, batches = self._settings, self._batches
+        sizes = {epoch: batches.batch_size for epoch in range(progress.epoch, settings.epochs)}
+        steps = (
+            PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
+            for at, rows, _ in batches.ahead(progress, sizes)
+        )
+        assert settings.batch_size_schedule is not None
+        return check_stages(
+            settings.batch_size_schedule,
+            steps,
+            ranks=distributed.world_size(),
+            rows_per_epoch=len(batches.stream),
+            drop_last=settings.drop_last,
+            maximum=batches.maximum,
+            unit="tokens" if settings.batch_tokens else "rows",
+        )

@@ -1,0 +1,479 @@
+"""Each row once an epoch across all restarts is proved from the record; whatever speaks against it is found."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptive_batch.__main__ import main
+from adaptive_batch.audit import audit, audit_records
+from adaptive_batch.errors import SettingError
+from adaptive_batch.lineage import follow, trace
+from adaptive_batch.progress import Progress
+from adaptive_batch.report import RunRecord
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that never was: it records what a training run records, and can be killed after any record."""
+
+    rows: int = 20
+    batches: tuple[int, ...] = (4, 8, 8)  # of each epoch
+    save_every: int = 2
+    drop_last: bool = False
+    long_rows: tuple[int, ...] = ()  # dropped in each epoch
+    name: str = "a"
+    seed: int = 0
+
+    def order(self, epoch):
+        rows = [row for row in range(self.rows) if row not in self.long_rows]
+        random.Random(self.seed * 1000 + epoch).shuffle(rows)
+        return rows
+
+    def process(self, saves):
+        """What one process records, from the newest save; `saves` gets what it saves."""
+        progress, resumed = (saves[-1], True) if saves else (Progress(), False)
+        start = {"resumed": resumed, "rows": self.rows, "progress": progress.state_dict(), "run": self.name}
+        yield {"kind": "start", **start}
+        while progress.epoch < len(self.batches):
+            epoch, batch = progress.epoch, self.batches[progress.epoch]
+            order = self.order(epoch)
+            if self.long_rows and not progress.epoch_rows:
+                yield {"kind": "dropped", "epoch": epoch, "rows": list(self.long_rows)}
+            while rows := order[progress.epoch_rows : progress.epoch_rows + batch]:
+                if self.drop_last and len(rows) < batch:
+                    break
+                progress = progress.after_step(rows=len(rows), tokens=10 * len(rows))
+                yield {
+                    "kind": "step",
+                    "step": progress.steps,
+                    "epoch": epoch,
+                    "position": progress.epoch_rows,
+                    "rows": rows,
+                    "loss": 1 / (progress.steps + sum(rows)),
+                    "lr": batch / 1000,
+                    "batch_size": len(rows),
+                    "samples_seen": progress.samples,
+                    "tokens_seen": progress.tokens,
+                }
+                if progress.steps % self.save_every == 0:
+                    saves.append(progress)
+                    yield {"kind": "resume_point", "step": progress.steps}
+            used = progress.epoch_rows
+            cut = len(order) - used
+            reasons = {"drop_last": cut, "max_steps_per_epoch": 0, "long_rows": len(self.long_rows)}
+            yield {"kind": "epoch", "epoch": epoch, "used": used, "left_out": self.rows - used, "reasons": reasons}
+            progress = progress.after_epoch()
+            saves.append(progress)
+            yield {"kind": "checkpoint", "epoch": epoch, "steps": progress.steps}
+        yield {"kind": "end"}
+
+    def records(self):
+        return list(self.process([]))
+
+    def lines(self, kills, *, goes_on=True):
+        """The lines of a record; each kill is (records written before it, share of the last line that is left,
+        newest saves that are lost with it)."""
+        lines, saves = [], []
+        for after, share, lost in kills:
+            written = []
+            for record in self.process(saves):
+                written.append(json.dumps(record))
+                if len(written) >= after:
+                    break
+            else:
+                return lines + written
+            if share < 1:
+                written[-1] = written[-1][: int(share * len(written[-1]))]
+            lines += written
+            del saves[max(1, len(saves) - lost) :]
+        return lines + [json.dumps(record) for record in self.process(saves)] if goes_on else lines
+
+
+def written(folder, lines):
+    (folder / "adaptive_batch").mkdir(exist_ok=True)
+    (folder / "adaptive_batch" / "run.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+RUNS = st.builds(
+    Run,
+    rows=st.integers(7, 40),  # a step at least in each epoch
+    batches=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+    save_every=st.integers(1, 6),
+    drop_last=st.booleans(),
+    long_rows=st.sets(st.integers(0, 4), max_size=2).map(tuple),
+    seed=st.integers(0, 5),
+)
+KILLS = st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 1), st.integers(0, 2)), max_size=6)
+
+
+@given(RUNS, KILLS, st.booleans())
+def test_a_run_that_is_killed_and_resumed_at_random_holds(tmp_path_factory, run, kills, goes_on):
+    folder = tmp_path_factory.mktemp("run")
+    found = audit(written(folder, run.lines(kills, goes_on=goes_on)))
+    lines = run.lines(kills, goes_on=goes_on)
+    begun = any('"kind": "start"' in line and line.endswith("}") for line in lines)
+    assert found.problems == (() if begun else ("the beginning of the run is not in the record",))
+
+
+CORRUPTIONS = {
+    "a row twice": lambda step, _: {"rows": [step["rows"][0], *step["rows"][:-1]]},
+    "a row of an earlier step": lambda step, run: {"rows": [run.order(step["epoch"])[0], *step["rows"][1:]]},
+    "a missing row": lambda step, _: {"rows": step["rows"][1:]},
+    "a missing row, counted so": lambda step, _: {"rows": step["rows"][1:], "batch_size": step["batch_size"] - 1},
+    "a foreign row": lambda step, run: {"rows": [run.rows, *step["rows"][1:]]},
+    "a row that is no number": lambda step, _: {"rows": ["1", *step["rows"][1:]]},
+    "rows unknown": lambda _, __: {"rows": None},
+    "another step number": lambda step, _: {"step": step["step"] + 1},
+    "an earlier step number": lambda step, _: {"step": step["step"] - 1},
+    "another epoch": lambda step, _: {"epoch": step["epoch"] + 1},
+    "another position": lambda step, _: {"position": step["position"] + 1},
+    "other samples": lambda step, _: {"samples_seen": step["samples_seen"] - 1},
+    "another batch size": lambda step, _: {"batch_size": step["batch_size"] + 1},
+    "fewer tokens": lambda step, _: {"tokens_seen": -1},
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+@given(data=st.data(), run=RUNS, kills=KILLS)
+@settings(max_examples=40)
+def test_a_step_that_counts_and_is_corrupted_never_holds(name, data, run, kills):
+    run = replace(run, batches=tuple(max(2, batch) for batch in run.batches))
+    lines = run.lines([(after, 1.0, lost) for after, _, lost in kills])
+    records = [json.loads(line) for line in lines]
+    assert audit_records(records).holds
+    latest = {record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"}
+    step = data.draw(st.sampled_from(sorted(latest)))
+    changed = records[latest[step]]
+    values = CORRUPTIONS[name](changed, run)
+    if values.get("rows") == changed["rows"]:
+        return  # the step has one row, or begins with the epoch's first: nothing was changed
+    records[latest[step]] = {**changed, **values}
+    assert not audit_records(records).holds
+
+
+@given(data=st.data(), run=RUNS, kills=KILLS)
+def test_a_step_that_counts_and_is_lost_or_torn_never_holds(data, run, kills):
+    records = [json.loads(line) for line in run.lines([(after, 1.0, lost) for after, _, lost in kills])]
+    latest = {record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"}
+    place = latest[data.draw(st.sampled_from(sorted(latest)))]
+    torn = data.draw(st.booleans())
+    found = audit_records([*records[:place], *([None] if torn else []), *records[place + 1 :]])
+    assert not found.holds
+    assert torn == ("torn" in found.lines[0])
+
+
+@given(data=st.data(), run=RUNS)
+def test_an_end_of_an_epoch_that_says_other_numbers_never_holds(data, run):
+    records = run.records()
+    place = data.draw(st.sampled_from([i for i, record in enumerate(records) if record["kind"] == "epoch"]))
+    ending = records[place]
+    values = data.draw(
+        st.sampled_from(
+            [
+                {"used": ending["used"] + 1},
+                {"left_out": ending["left_out"] + 1},
+                {"used": ending["used"] - 1, "left_out": ending["left_out"] + 1},
+                {"reasons": {**ending["reasons"], "drop_last": ending["reasons"]["drop_last"] + 1}},
+                {"epoch": ending["epoch"] + 1},
+            ]
+        )
+    )
+    records[place] = {**ending, **values}
+    assert not audit_records(records).holds
+
+
+def test_the_record_of_a_left_out_row_is_needed():
+    records = Run(rows=10, batches=(4, 4), drop_last=True).records()
+    assert audit_records(records).lines[-1] == (
+        "verdict     holds: 8 of 10 rows exactly once in epochs 0 to 1, 2 left out as said"
+    )
+    found = audit_records([record for record in records if record["kind"] != "epoch"])
+    assert [problem.split(": ")[0] for problem in found.problems] == ["epoch 0", "epoch 1"]
+    assert all("never used, and not said to be left out" in problem for problem in found.problems)
+
+
+def test_a_dropped_row_may_not_be_used_and_a_lost_list_of_dropped_rows_is_no_excuse():
+    run = Run(rows=10, batches=(4,), long_rows=(3,))
+    records = run.records()
+    assert audit_records(records).holds
+    records[1] = {**records[1], "rows": [4]}
+    assert "row 4 was used, and listed as dropped" in " ".join(audit_records(records).problems)
+    without = [record for record in run.records() if record["kind"] not in ("dropped", "epoch")]
+    assert audit_records(without).problems == ("epoch 0: row 3 was never used, and not said to be left out",)
+
+
+def test_a_step_done_again_with_another_loss_is_a_failure_unless_a_change_on_resume_is_recorded():
+    lines = Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])
+    records = [json.loads(line) for line in lines]
+    assert [record.get("step") for record in records if record["kind"] == "step"] == [1, 2, 3, 4, 5, 4, 5]
+    assert "repeats     steps done again: 2, all alike" in audit_records(records).lines
+    again = next(i for i, record in enumerate(records) if i > 7 and record["kind"] == "step")
+    records[again] = {**records[again], "loss": 9.5}
+    assert audit_records(records).problems == (
+        f"step 4 was done again with another loss ({records[5]['loss']}, then 9.5)",
+    )
+
+    start = next(i for i, record in enumerate(records) if record.get("resumed"))
+    change = {"kind": "lr_scaling", "before": "none", "after": "sqrt"}
+    explained = audit_records([*records[: start + 1], change, *records[start + 1 :]])
+    assert explained.holds
+    assert any("changed on resume: lr_scaling none -> sqrt" in line for line in explained.lines)
+
+    unchanged = {"kind": "lr_scaling", "before": "sqrt", "after": "sqrt"}
+    grown = {"kind": "batch_size", "before": 2, "requested": 4, "after": 4}  # a rule's, not a change on resume
+    late = [*records[: again + 1], change, *records[again + 1 :]]
+    for no_reason in (unchanged, grown):
+        assert not audit_records([*records[: start + 1], no_reason, *records[start + 1 :]]).holds
+    assert not audit_records(late).holds
+
+
+def test_a_lowered_capacity_explains_another_loss_and_not_another_row_or_rate():
+    records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
+    places = [i for i, record in enumerate(records) if record.get("step") == 4 and record["kind"] == "step"]
+    lowered = {"kind": "capacity", "before": 8, "after": 4, "unit": "rows", "out_of_memory": True}
+
+    def with_(at, **values):
+        changed = [*records]
+        changed[places[1]] = {**changed[places[1]], **values}
+        return audit_records([*changed[:at], lowered, *changed[at:]])
+
+    assert with_(places[0], loss=9.5).holds
+    assert not with_(places[0], lr=9.5).holds
+    assert not with_(places[0], rows=records[places[1]]["rows"][::-1]).holds
+    assert not with_(2, loss=9.5).holds  # before the step that training went back to
+    assert with_(places[1], loss=9.5).holds  # in the second one
+
+
+def test_an_epoch_that_began_anew_on_changed_data_counts_from_there():
+    old, new = Run(batches=(4, 4), save_every=3), Run(rows=24, batches=(4, 4), save_every=100)
+    saves = []
+    records = []
+    for record in old.process(saves):
+        records.append(record)
+        if record.get("step") == 9 and record["kind"] == "resume_point":
+            break
+    within = saves[-1]
+    assert (within.epoch, within.epoch_steps) == (1, 4)
+    begun_anew = list(new.process([within.at_epoch_start()]))
+    for progress in (within, within.at_epoch_start()):  # as it was saved, or as it goes on
+        start = {**begun_anew[0], "progress": progress.state_dict()}
+        found = audit_records([*records, start, {"kind": "epoch_restarted", "epoch": 1}, *begun_anew[1:]])
+        assert found.problems == ()
+        assert any("epoch 1 began anew after step 5, as its data was changed" in line for line in found.lines)
+        assert found.lines[-1].endswith(
+            "each of 20 rows exactly once in epoch 0; each of 24 rows exactly once in epoch 1"
+        )
+        assert not audit_records([*records, start, *begun_anew[1:]]).holds
+
+
+def test_an_epoch_that_began_anew_can_be_killed_and_begin_anew_again():
+    old, new = Run(batches=(4, 4), save_every=3), Run(rows=24, batches=(4, 4), save_every=100)
+    saves, records = [], []
+    for record in old.process(saves):
+        records.append(record)
+        if record.get("step") == 9 and record["kind"] == "resume_point":
+            break
+    begun_anew = list(new.process([saves[-1].at_epoch_start()]))
+    start = {**begun_anew[0], "progress": saves[-1].state_dict()}
+    restart = [start, {"kind": "epoch_restarted", "epoch": 1}]
+    for steps in range(5):
+        assert audit_records([*records, *restart, *begun_anew[1 : steps + 1], *restart, *begun_anew[1:]]).problems == ()
+
+
+def test_only_the_last_run_of_a_file_is_audited():
+    first, second = Run(name="a"), Run(rows=7, batches=(2,), name="b")
+    broken = [{**record, "rows": [0, 0]} if record["kind"] == "step" else record for record in first.records()]
+    found = audit_records([*broken, *second.records()])
+    assert found.holds
+    assert "1 earlier or other run is left aside" in found.lines[1]
+    assert found.lines[-1] == "verdict     holds: each of 7 rows exactly once in epoch 0"
+
+
+def test_a_run_that_goes_on_by_its_name_after_another_began_in_the_folder_holds():
+    saves = []
+    records = []
+    for record in Run(name="a").process(saves):
+        records.append(record)
+        if len(records) == 9:
+            break
+    other = list(Run(name="b", rows=9).process([]))[:4]
+    found = audit_records([*records, *other, *Run(name="a").process(saves)])
+    assert found.problems == ()
+
+
+def test_a_run_that_goes_on_from_an_older_save_than_before_holds():
+    saves, records = [], []
+    for record in Run().process(saves):
+        records.append(record)
+        if record.get("step") == 9:
+            break
+    newest, older = Run().process(saves[-1:]), Run().process(saves[:1])
+    again = [next(newest), next(newest), next(newest)]
+    found = audit_records([*records, *again, *older])
+    assert (found.problems, again[0]["progress"]["steps"]) == ((), 8)
+    assert "starts      3, resumed twice at step 8 and 2" in found.lines
+    beginning = Run().process([Progress()])  # saved before the first step
+    assert audit_records([*records, *again, *beginning]).problems == ()
+
+
+def test_a_line_that_is_completed_while_the_file_is_read_changes_nothing():
+    records = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
+    for place, record in enumerate(records):
+        lineage = trace([*records[:place], None])
+        assert len(list(follow(records, lineage))) == place + (record["kind"] != "start")
+
+
+def test_an_epoch_without_a_step_ends_too():
+    found = audit_records(Run(rows=6, batches=(4, 8, 3), drop_last=True).records())
+    assert found.problems == ()
+    assert any("no step: 0 of 6 rows used, 6 left out (drop_last 6)" in line for line in found.lines)
+
+
+def test_a_gap_is_named():
+    records = Run(batches=(4,), save_every=3).records()
+    lost = [record for record in records if record.get("step") != 4]
+    assert audit_records(lost).problems[0] == "step 5: step 4 is not in the record"
+    place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
+    found = audit_records([*records[: place - 2], None, records[place]])
+    assert found.problems == ("resume_point at step 3: steps 2 to 3 are not in the record (torn lines before it: 1)",)
+    saved = Progress(steps=9, samples=36, tokens=360, epoch=1, epoch_rows=16)
+    beyond = [*records[:place], *Run(save_every=3).process([saved])]
+    assert audit_records(beyond).problems[0] == "resumed at step 9: steps 4 to 9 are not in the record"
+
+
+def test_a_record_without_its_beginning_or_without_a_start_between_never_holds():
+    records = Run().records()
+    assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the record"
+    twice = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
+    joined = [record for record in twice if not record.get("resumed")]
+    assert audit_records(joined).problems[0] == "step 4 follows step 5, without a start between them"
+    assert not audit_records([]).holds
+
+
+def test_a_resumed_run_must_go_on_where_its_steps_end():
+    records = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
+    place = next(i for i, record in enumerate(records) if record.get("resumed"))
+    for name in ("samples", "tokens", "epoch_rows", "epoch"):
+        start = records[place]
+        changed = {**start, "progress": {**start["progress"], name: start["progress"][name] + 1}}
+        found = audit_records([*records[:place], changed, *records[place + 1 :]])
+        assert found.problems[0].startswith("resumed at step 3")
+
+
+def test_records_without_row_numbers_cannot_be_proved():
+    records = [{key: value for key, value in record.items() if key != "rows" or record["kind"] == "start"}
+               for record in Run(batches=(4,)).records()]  # fmt: skip
+    found = audit_records(records)
+    assert found.problems == ("epoch 0: which rows its steps used is not recorded, as an older version wrote them",)
+
+
+def test_batch_size_and_rate_are_listed_and_a_short_last_step_is_no_change():
+    records = Run(rows=21, batches=(4, 8, 2)).records()
+    lines = audit_records(records).lines
+    assert [line[12:] for line in lines if ", lr 0.00" in line] == [
+        "step  1: 4 rows, lr 0.004",
+        "step  7: 4 -> 8 rows, lr 0.004 -> 0.008",
+        "step 10: 8 -> 2 rows, lr 0.008 -> 0.002",
+    ]
+    assert "lr          first 0.004 (step 1), last 0.002 (step 20), least 0.002 (step 10), most 0.008 (step 7)" in lines
+
+
+def test_a_batch_that_shrinks_within_an_epoch_is_a_change():
+    records = Run(rows=16, batches=(4,)).records()
+    steps = [record for record in records if record["kind"] == "step"]
+    halves = []
+    for step in steps[2:]:
+        for half in (0, 1):
+            rows = step["rows"][2 * half : 2 * half + 2]
+            back = 2 - 2 * half
+            halves.append(
+                {
+                    **step,
+                    "step": 3 + len(halves),
+                    "rows": rows,
+                    "batch_size": 2,
+                    "position": step["position"] - back,
+                    "samples_seen": step["samples_seen"] - back,
+                }
+            )
+    found = audit_records([records[0], *steps[:2], *halves, records[-1]])
+    assert found.problems == ()
+    assert any("step 3: 4 -> 2 rows" in line for line in found.lines)
+
+
+def test_a_capacity_lowered_in_a_step_that_was_taken_back_is_said_to_be_so():
+    records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
+    lowered = {"kind": "capacity", "before": 8, "after": 4, "unit": "rows"}
+    place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
+    lines = audit_records([*records[: place + 1], lowered, *records[place + 1 :]]).lines
+    assert "capacity    after step 3: 8 -> 4 rows; taken back with the step that follows" in lines
+    lines = audit_records([*records[: place - 1], lowered, *records[place - 1 :]]).lines
+    assert "capacity    after step 2: 8 -> 4 rows" in lines
+
+
+def test_steps_filled_by_tokens_are_one_batch():
+    records = Run(rows=21, batches=(4,)).records()
+    found = audit_records([records[0], {"kind": "plan", "batch_tokens": 512}, *records[1:]])
+    assert [line for line in found.lines if "tokens (" in line] == [
+        "batch size  step 1: 512 tokens (1 to 4 rows), lr 0.004"
+    ]
+
+
+def test_decisions_about_the_rate_are_listed_once():
+    records = Run(batches=(4,)).records()
+    decision = {"kind": "lr", "message": "lr 0.1 belongs to 8 rows a step"}
+    lines = audit_records([records[0], decision, decision, *records[1:]]).lines
+    assert sum("belongs to 8 rows a step (said 2 times)" in line for line in lines) == 1
+
+
+def test_the_command_prints_the_verdict_last_and_exits_by_it(tmp_path, capsys):
+    lines = Run().lines([(7, 0.5, 0), (5, 1.0, 1)])
+    assert main(["audit", str(written(tmp_path, lines))]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("record      ")
+    assert "1 of them torn" in out[0]
+    assert out[-1] == "verdict     holds: each of 20 rows exactly once in epochs 0 to 2"
+    assert main(["audit", str(written(tmp_path, lines[:-3]))]) == 0
+    written(tmp_path, [line for line in lines if '"step": 5,' not in line])
+    assert main(["audit", str(tmp_path)]) == 1
+    assert "DOES NOT HOLD" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_folder_that_is_not_there_or_holds_no_record_exits_with_2(tmp_path, capsys):
+    for folder, what in ((tmp_path / "no", "there is no such folder"), (tmp_path, "cannot be read")):
+        with pytest.raises(SystemExit) as stopped:
+            main(["audit", str(folder)])
+        assert stopped.value.code == 2
+        assert what in capsys.readouterr().err
+        with pytest.raises(SettingError, match="OUTPUT_DIR"):
+            audit(folder)
+
+
+def test_the_command_needs_no_torch(tmp_path):
+    written(tmp_path, Run().lines([]))
+    program = f"import sys; sys.modules['torch'] = None; from adaptive_batch.__main__ import main; sys.exit(main(['audit', {str(tmp_path)!r}]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x00" * 40, b"\xff\xfe{", b"17", b"[1]", b"null", b'{"kind": "step"', b"[" * 100_000]
+)
+def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
+    with RunRecord(tmp_path / "adaptive_batch" / "run.jsonl") as record:
+        for one in Run().records():
+            values = {key: value for key, value in one.items() if key != "kind"}
+            record.step(**values) if one["kind"] == "step" else record.decision(one["kind"], "", **values)
+    path = tmp_path / "adaptive_batch" / "run.jsonl"
+    first, _, rest = path.read_bytes().partition(b"\n")
+    path.write_bytes(first + b"\n" + garbage + b"\n" + rest)
+    found = audit(tmp_path)
+    assert found.holds
+    assert "1 of them torn" in found.lines[0]

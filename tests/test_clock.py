@@ -1,0 +1,97 @@
+"""The clock of a constant batch is torchtune's step count to the last bit, in samples, tokens or steps."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batch.clock import Clock, after_warmup, schedule_clock
+from adaptive_batch.epoch_plan import EpochPlan
+from adaptive_batch.errors import SettingError
+from adaptive_batch.progress import Progress
+
+
+@given(rows=st.integers(1, 100_000), step_rows=st.integers(1, 300), drop_last=st.booleans(), epochs=st.integers(1, 5))
+def test_with_a_constant_batch_the_clock_is_the_step_count_exactly(rows, step_rows, drop_last, epochs):
+    plan = EpochPlan.of(rows, step_rows=step_rows, drop_last=drop_last, max_steps=40)
+    progress = Progress()
+    for _ in range(epochs):
+        for step in range(plan.steps):
+            assert schedule_clock(progress, plan=plan, reference=plan) == progress.steps
+            progress = progress.after_step(rows=plan.rows_of_step(step), tokens=7)
+        progress = progress.after_epoch()
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=6), st.integers(64, 2000))
+def test_growth_neither_stretches_nor_cuts_the_clock(batches, rows):
+    """It rises within each epoch, and an epoch is as long on it as it was with the first batch."""
+    reference = EpochPlan.of(rows, step_rows=batches[0], drop_last=False)
+    progress, before = Progress(), -1.0
+    for epoch, batch in enumerate(batches):
+        plan = EpochPlan.of(rows, step_rows=batch, drop_last=False)
+        assert schedule_clock(progress, plan=plan, reference=reference) == epoch * reference.steps
+        for step in range(plan.steps):
+            clock = schedule_clock(progress, plan=plan, reference=reference)
+            assert before < clock < (epoch + 1) * reference.steps
+            before = clock
+            progress = progress.after_step(rows=plan.rows_of_step(step), tokens=1)
+        progress = progress.after_epoch()
+    assert progress.samples == rows * len(batches)
+
+
+@given(
+    steps=st.integers(1, 400),
+    step_tokens=st.integers(1, 10**6),
+    epochs=st.integers(1, 4),
+    unit=st.sampled_from(["samples", "tokens", "steps"]),
+)
+def test_steps_of_equal_tokens_are_equal_steps_of_each_clock(steps, step_tokens, epochs, unit):
+    plan = EpochPlan(steps * 4, 4, steps, tokens=steps * step_tokens)
+    progress = Progress()
+    for _ in range(epochs):
+        for _ in range(steps):
+            assert schedule_clock(progress, plan=plan, reference=plan, unit=unit) == progress.steps
+            progress = progress.after_step(rows=4, tokens=step_tokens)
+        progress = progress.after_epoch()
+
+
+def test_the_clock_of_tokens_is_the_part_of_the_tokens():
+    plan = EpochPlan(100, 4, 25, tokens=1000)
+    progress = Progress(epoch=2, epoch_rows=1, epoch_tokens=500)
+    assert schedule_clock(progress, plan=plan, reference=plan, unit="tokens") == 2 * 25 + 12.5
+
+
+def test_a_plan_that_is_open_counts_what_ends_the_epoch_first():
+    reference = EpochPlan.of(100, step_rows=4, drop_last=False)
+    plan = EpochPlan(100, 4, 25, most_steps=10, is_open=True)
+    by_steps = Progress(epoch_rows=20, epoch_steps=5)
+    assert schedule_clock(by_steps, plan=plan, reference=reference) == 12.5
+    by_rows = Progress(epoch_rows=80, epoch_steps=5)
+    assert schedule_clock(by_rows, plan=plan, reference=reference) == 20
+
+
+@given(warmup=st.integers(0, 500), more=st.integers(1, 10**6), step=st.integers(0, 10**6))
+def test_with_a_constant_batch_a_warmup_in_another_unit_changes_no_bit(warmup, more, step):
+    total = warmup + more
+    clock = min(total, warmup + step)
+    assert after_warmup(clock, ended_at=warmup, warmup=warmup, total=total) == clock
+
+
+def test_after_a_short_warmup_the_decay_ends_where_the_schedule_ends():
+    # 10 steps of warm-up were 4 of the constant batch; 10 to 100 are spread over 4 to 100
+    assert after_warmup(4, ended_at=4, warmup=10, total=100) == 10
+    assert after_warmup(100, ended_at=4, warmup=10, total=100) == 100
+    assert after_warmup(52, ended_at=4, warmup=10, total=100) == 55
+    assert after_warmup(120, ended_at=110, warmup=10, total=100) == 120
+
+
+def test_a_clock_is_one_unit_or_two():
+    assert Clock.from_config(None) == Clock("samples", "samples")
+    assert Clock.from_config("tokens") == Clock("tokens", "tokens")
+    assert Clock.from_config({"warmup": "steps", "decay": "tokens"}) == Clock("steps", "tokens")
+    assert str(Clock("steps", "tokens")) == "warm-up in steps, decay in tokens"
+
+
+@pytest.mark.parametrize("value", ["epochs", 3, ["steps"], {"warmup": "rows"}, {"warm": "steps"}])
+def test_what_is_no_clock_is_refused_with_what_would_do(value):
+    with pytest.raises(SettingError, match=r"lr_clock.*(give one of samples, tokens, steps|there are warmup and decay)"):
+        Clock.from_config(value)
