@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import SettingError
-from .ledger import Epoch, Ledger
-from .lineage import Lineage, Record, follow, trace
+from .history.ledger import Epoch, Ledger
+from .history.lineage import Lineage, Record, follow, trace
 from .report import iterate_records
 
 RECORD = Path("adaptive_batch") / "run.jsonl"

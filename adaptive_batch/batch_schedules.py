@@ -328,8 +328,11 @@ class _ByNoiseScale:
         if noise > now * (1 + self.margin):
             grown = max(now + 1, math.floor(now * self.factor + 0.5))
             return grown if self.maximum is None else min(grown, max(now, self.maximum))
-        if not self.monotone and noise < now / ((1 + self.margin) * self.factor):
-            return max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
+        shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
+        # the second is implied but for rounding: what is given up must not be asked for again at once
+        is_below = noise < now / ((1 + self.margin) * self.factor) and noise <= shrunk * (1 + self.margin)
+        if not self.monotone and is_below:
+            return shrunk
         return now
 
     def __repr__(self) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 from .batch_schedules import KEY
@@ -65,11 +66,16 @@ class Stage:
     learning_rate_last: float
 
     @classmethod
-    def of(cls, step: PlannedStep) -> Stage:
-        """A stage of one step."""
+    def of(cls, steps: Iterable[PlannedStep]) -> Stage:
+        """One stage of steps that follow each other and are asked for the same batch; one step at least."""
+        first = step = next(iterator := iter(steps))
+        num_steps, least, most = 1, first.micro_batches, first.micro_batches
+        for step in iterator:
+            num_steps += 1
+            least, most = min(least, step.micro_batches), max(most, step.micro_batches)
         last = step.progress.after_step(rows=step.rows, tokens=step.tokens)
-        batch, micro, rate = step.batch, step.micro_batches, step.learning_rate
-        return cls(step.progress, last, 1, 0, batch, batch, batch, batch, micro, micro, rate, rate)
+        batches = (first.batch, step.batch, first.batch, first.batch)
+        return cls(first.progress, last, num_steps, 0, *batches, least, most, first.learning_rate, step.learning_rate)
 
     def joined(self, after: Stage) -> Stage:
         """This and the one that follows, as one."""
@@ -101,25 +107,19 @@ def stages_of(steps: Iterable[PlannedStep], *, most_lines: int = MOST_LINES) -> 
     stages come out, neighbours that go the same direction are put together, those with the fewest steps first; where
     the batch turns around more often than that, also such that do not.
     """
-    stages: list[Stage] = []
-    for step in steps:
-        stage = Stage.of(step)
-        if stages and stages[-1].batch_last == step.batch:
-            stages[-1] = stages[-1].joined(stage)
-        else:
-            stages.append(stage)
+    stages = [Stage.of(alike) for _, alike in groupby(steps, key=lambda step: step.batch)]
     if len(stages) <= most_lines:
         return stages
     total = sum(stage.steps for stage in stages)
-    alike = len(_put_together(stages, total, both_ways=False)) <= most_lines
+    one_way = len(_put_together(stages, total, both_ways=False)) <= most_lines
     low, high = 1, total  # the fewest steps to which stages are put together, such that they fit
     while low < high:
         middle = (low + high) // 2
-        if len(_put_together(stages, middle, both_ways=not alike)) <= most_lines:
+        if len(_put_together(stages, middle, both_ways=not one_way)) <= most_lines:
             high = middle
         else:
             low = middle + 1
-    return _put_together(stages, low, both_ways=not alike)
+    return _put_together(stages, low, both_ways=not one_way)
 
 
 def _put_together(stages: Sequence[Stage], most_steps: int, *, both_ways: bool) -> list[Stage]:
@@ -128,8 +128,7 @@ def _put_together(stages: Sequence[Stage], most_steps: int, *, both_ways: bool) 
     for stage in stages:
         if together and together[-1].steps + stage.steps <= most_steps:
             joined = together[-1].joined(stage)
-            if both_ways or joined.direction != 0:
-                # direction sees the ends only; what lies between went this way too, as each join was looked at
+            if both_ways or joined.direction != 0:  # each join is looked at, so all between the ends goes that way
                 together[-1] = joined
                 continue
         together.append(stage)
@@ -140,15 +139,15 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
     """The plan as aligned text: a line for each stage, totals, notes.
 
     Args:
-        stages: at least none.
+        stages: in order; may be none.
         unit: of the batch: ``rows`` or ``tokens``.
         ranks: devices that each step is divided over.
         notes: lines that stand below.
     """
     if not stages:
         return "\n".join(["no step is left", *notes])
-    head = ("from", "step", "sample", "to", "step", "sample")
-    head += (f"batch ({unit})", "micro-batches", "global batch", "lr at start", "at end", "steps")
+    places = ("from", "step", "sample", "to", "step", "sample")
+    head = (*places, f"batch ({unit})", "micro-batches", "global batch", "lr at start", "at end", "steps")
     lines = [head, *(_cells(stage, ranks) for stage in stages)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -207,7 +206,7 @@ def check_stages(
 
     Args:
         rule: of another rule there is nothing to say.
-        steps: all that are ahead, from the start of training.
+        steps: all that are ahead; stages that lie before the first of them are not looked for.
         ranks: devices that each step is divided over.
         rows_per_epoch: rows that an epoch has.
         drop_last: whether a short last step of an epoch is dropped.
@@ -215,10 +214,11 @@ def check_stages(
         unit: of the batch: ``rows`` or ``tokens``.
 
     Returns:
-        A line for each stage that no step is in, with why.
+        A line for each stage that training ends before.
 
     Raises:
-        SettingError: with `drop_last`, a step of a stage would have more rows than an epoch.
+        SettingError: with `drop_last`, a step of a stage would have more rows than an epoch; or a stage is over before the
+            step that is running at its beginning.
     """
     batches: Sequence[int] = getattr(rule, "batches", ())
     stage_of: Callable[[Progress], int] | None = getattr(rule, "stage", None)
@@ -231,17 +231,22 @@ def check_stages(
             raise SettingError(
                 KEY,
                 batch,
-                f"a step of {rows} rows on each of {ranks} devices is more than an epoch's {rows_per_epoch}, so drop_last "
-                f"drops it; ask for {rows_per_epoch // ranks} or fewer, or set drop_last=False",
+                f"{rows} rows on each of {ranks} devices are more than an epoch's {rows_per_epoch}, and drop_last drops such "
+                f"a step; {f'ask for {fewer} or fewer, or ' if (fewer := rows_per_epoch // ranks) else ''}set drop_last=False",
             )
     used = {stage_of(step.progress) for step in steps}
-    last = max(used, default=-1)
     lines = []
-    for stage in sorted(set(range(len(batches))) - used):
-        why = "training ends before it" if stage > last else "it is shorter than the step before its end"
-        if stage < min(used, default=0):
-            why = "training is beyond it"
-        lines.append(f"no step has batch {batches[stage]} of {rule!r}, from {begins(stage)} on: {why}")
+    for stage in range(min(used, default=len(batches)), len(batches)):
+        if stage in used:
+            continue
+        if stage < max(used):
+            raise SettingError(
+                KEY,
+                rule,
+                f"no step has batch {batches[stage]}, which it asks for from {begins(stage)} on: that is over before the next step "
+                "begins; make this stage longer, or leave it out",
+            )
+        lines.append(f"no step has batch {batches[stage]}, asked for from {begins(stage)} on: training ends before it")
     return lines
 
 
@@ -266,10 +271,8 @@ def asked_ahead(
     Raises:
         GrowthFunctionError: the function failed for `first_epoch`.
     """
-    try:
+    with suppress(Exception):  # what holds a file or a lock, for instance, has no copy
         increment = copy.deepcopy(increment)
-    except Exception:  # what holds a file or a lock, for instance, has no copy
-        pass
     sizes: list[int] = []
     for epoch in range(first_epoch, epochs):
         answers: list[int] = []

@@ -38,9 +38,9 @@ class RunRecord:
         """Record one optimizer step."""
         self._write("step", metrics)
 
-    def decision(self, kind: str, message: str, **values: Any) -> None:
-        """Print one decision, and record it with its numbers."""
-        if self._file:
+    def decision(self, kind: str, message: str, *, says: bool = True, **values: Any) -> None:
+        """Record one decision with its numbers, and print it where it `says` so."""
+        if self._file and says:
             log.info("%s", message)
         self._write(kind, {"message": message, **values})
 

@@ -82,6 +82,11 @@ class ResumePoints:
         self._error: BaseException | None = None
         self._copies: dict[str, torch.Tensor] = {}  # kept for the next save: fresh memory costs more than the copying
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is being written now."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
         """Save what a run needs to go on.
 
@@ -115,9 +120,7 @@ class ResumePoints:
         else:
             self._run(step, tensors, state)
             self._report()
-        seconds = time.perf_counter() - start
-        log.info("step_%d: training stood still for %.2f s", step, seconds)
-        return seconds
+        return time.perf_counter() - start
 
     def wait(self) -> None:
         """Return when the last save is whole.
@@ -183,16 +186,13 @@ class ResumePoints:
             raise error
 
     def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: Any) -> None:
-        start = time.perf_counter()
         target = self._output_dir / f"step_{step}"
         aside = self._output_dir / f"{_SAVING}step_{step}"
         try:
             if self._is_rank_zero:
                 self._prepare(target, aside)
             order = max([time.time_ns(), *(order + 1 for order in self._orders())])
-            point = write_point(
-                aside, step=step, order=order, tensors=tensors, state=state, process_group=self._process_group
-            )
+            write_point(aside, step=step, order=order, tensors=tensors, state=state, process_group=self._process_group)
             if not self._is_rank_zero:
                 return
             self._move_into_place(aside, target)
@@ -207,7 +207,6 @@ class ResumePoints:
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        log.info("%s is whole: %s bytes in %.2f s", target, f"{point.num_bytes:,}", time.perf_counter() - start)
         self._remove_old(order)
 
     def _prepare(self, target: Path, aside: Path) -> None:

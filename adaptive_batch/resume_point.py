@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -134,10 +135,7 @@ class ResumePoint:
         try:
             return _read_small(self.path / STATE)
         except Exception as error:
-            raise CheckpointError(
-                f"checkpoint file {self.path / STATE} cannot be read ({error}); where it names a class, import the package of "
-                "that class (torchao) first"
-            ) from error
+            raise CheckpointError(f"checkpoint file {self.path / STATE} cannot be read ({_said(error)})") from error
 
 
 def write_point(
@@ -171,7 +169,7 @@ def write_point(
     try:
         _read_small(folder / STATE)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"the state holds what torch.load(weights_only=True) refuses: {error}") from error
+        raise CheckpointError(f"the state could not be read again: {_said(error)}") from error
     files = {p.name: SavedFile(p.stat().st_size, _crc32(p)) for p in sorted(folder.iterdir())}
     point = ResumePoint(folder, step, order, __version__, world_size, files)
     with (folder / MANIFEST).open("wb") as file:
@@ -222,9 +220,14 @@ def examine(folder: Path) -> ResumePoint | PassedOver:
 
 
 def cause(error: BaseException) -> BaseException:
-    """What failed on a rank, out of what torch.distributed.checkpoint wraps around it."""
+    """What failed, out of what torch.distributed.checkpoint and torch.save wrap around it: the system's error if there is one."""
     if isinstance(error, CheckpointException) and error.failures:
-        return next(iter(error.failures.values()))[0]
+        error = next(iter(error.failures.values()))[0]
+    below: BaseException | None = error
+    while below is not None:
+        if isinstance(below, OSError):
+            return below
+        below = below.__cause__ or below.__context__
     return error
 
 
@@ -292,6 +295,13 @@ def _manifest(point: ResumePoint) -> str:
 
 def _read_small(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _said(error: Exception) -> str:
+    """In one line; torch's own advice, to allow everything, is not for us."""
+    if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
+        return f"it names {named[1]}, which torch.load(weights_only=True) does not allow; import its package first if that allows it, as torchao does"
+    return str(error).partition("\n")[0]
 
 
 def _small(state: Any) -> Any:

@@ -291,6 +291,8 @@ class Settings:
             say(("shuffle",), f"sample_order={self.sample_order} says in which order rows come")
         if self.sample_order != "seqlen":
             say(("sample_window",), "it is for sample_order=seqlen")
+        if self.measures_noise and (why := self._why_no_noise()):
+            found.append(("log_gradient_noise_scale" if self.log_gradient_noise_scale else "batch_size_schedule", why))
         if not self.grows:
             say_if_on(("grow_beyond_maximum",), "no rule makes the batch grow")
         if self.batch_size_schedule is not None:
@@ -346,6 +348,17 @@ class Settings:
                 f"the {self.step_rows} rows of a step divide into equal micro-batches of up to {size} only one by one; "
                 "change batch_size or micro_batch_size so that one divides the other",
             )
+
+    def _why_no_noise(self) -> str:
+        """Why steps give no sample of the gradient noise scale; empty where they do."""
+        if self.micro_batch_tokens is not None:
+            return "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size"
+        if self.sample_order == "seqlen":
+            return "rows come sorted by length, so a micro-batch is no random part of a step"
+        whole_steps = self.micro_batch_size is None and self.gradient_accumulation_steps == 1
+        if whole_steps and not self.grow_beyond_maximum:
+            return "a step is one micro-batch, and it takes two; set micro_batch_size or gradient_accumulation_steps"
+        return ""
 
     def _check_schedule(self, config: Mapping[str, Any]) -> None:
         rule = self.batch_size_schedule

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # What ``torch.load(weights_only=True)`` reads back as it was.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -19,7 +19,7 @@ def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], Any]:
     are not plain (sparse, quantized) stay in the skeleton, as copies on the host. Entries that are the same memory become one tensor.
 
     Args:
-        tree: dicts with str or int keys, lists, tuples, tensors and plain values (bool, int, float, complex, str, bytes, None,
+        tree: dicts with str or int keys, lists, tuples, tensors and plain values (bool, int, float, complex, str, None,
             ``torch.dtype``, ``torch.device``, ``torch.Size``), nested as they like. Subclasses of these, such as OrderedDict and
             numpy's float64, are taken for what they derive from.
 

@@ -18,10 +18,7 @@ from .errors import SettingError
 from .progress import Progress
 from .token_batches import TokenBatches, plan_batches
 
-# Steps that a piece is long: few where each step has another budget, more and more while the budget stays.
-FEWEST_STEPS, MOST_STEPS = 4, 64
-# The end of a piece cuts one step, and with several ranks makes another of rows that are too few for a whole one.
-CUT_STEPS = 2
+MOST_STEPS = 64  # that a piece is long while the budget stays; it begins with one that can be used
 
 
 def plan_batches_by_rule(
@@ -70,10 +67,12 @@ def plan_batches_by_rule(
     rest = _Rest(lengths[order], limits)
     longest = int(rest.sizes.max()) if len(order) else 0
     used, batch_sizes, budgets = [order[:0]], [order[:0]], [order[:0]]
-    budget, steps = 0, FEWEST_STEPS
+    # The end of a piece cuts one step, and with several ranks makes another of rows too few for a whole one.
+    cut = 1 if world_size == 1 else 2
+    budget, steps = 0, cut + 1
     while len(rest):
         asked = ask(rule, progress, maximum=maximum).after
-        budget, steps = asked, (FEWEST_STEPS if asked != budget else steps)
+        budget, steps = asked, (cut + 1 if asked != budget else steps)
         if long_rows == "error" and longest > budget:
             row = int(order[rest.sizes.argmax()])
             raise SettingError(
@@ -87,7 +86,7 @@ def plan_batches_by_rule(
         plan = limits.plan(sizes, budget)
         ends = [*plan.starts[::world_size].tolist()[1:], len(plan.rows)][: -(-len(plan) // world_size)]
         tokens = [0, *sizes[plan.rows].cumsum(0).tolist()]
-        safe = len(ends) if is_all else len(ends) - CUT_STEPS
+        safe = len(ends) if is_all else len(ends) - cut
         begin = step = 0
         while step < safe and (step == 0 or ask(rule, progress, maximum=maximum).after == budget):
             end = ends[step]

@@ -58,6 +58,7 @@ class TrainingBatches:
         self._is_open = settings.batch_size_schedule is not None and follows_measurements(settings.batch_size_schedule)
         self._token_batches = lru_cache(maxsize=2)(self._plan_tokens)
         self._capacity: TrainingCapacity | None = None
+        self._said = 0  # the batch that a schedule asked for when that was said last
 
     # --- what a step is asked to hold -------------------------------------------------------------------------------
 
@@ -129,11 +130,14 @@ class TrainingBatches:
             step = progress.epoch_steps
             size = self.plan.rows_of_step(step) if step < self.plan.steps else 0
             return replace(progress, batch=self._budget(progress)), self.stream.take(size)
-        asked = self._follow(progress)
-        size = rows_of_next_step(
-            progress, step_rows=asked * distributed.world_size(), rows=len(self.stream), **self._ends
-        )
+        asked = self._follow(progress) if self._goes_on(progress) else 0
+        step_rows = asked * distributed.world_size()
+        size = rows_of_next_step(progress, step_rows=step_rows, rows=len(self.stream), **self._ends)
         return replace(progress, batch=asked), self.stream.take(size)
+
+    def _goes_on(self, progress: Progress) -> bool:
+        """Whether the epoch has room for a step of any size."""
+        return rows_of_next_step(progress, step_rows=1, rows=len(self.stream), **self._ends) > 0
 
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Rows of an epoch that is over which no step has used, by reason."""
@@ -151,9 +155,13 @@ class TrainingBatches:
             return self.batch_size * self._settings.gradient_accumulation_steps
         asked = distributed.from_rank_zero(lambda: ask(rule, progress, maximum=self.maximum))
         if asked.after != self.batch_size or not progress.steps:
+            # a ramp may change it with each step: what is near to what was said last goes into the record alone
+            says = not 0.8 * self._said < asked.after < 1.25 * self._said
+            self._said = asked.after if says else self._said
             self._record.decision(
                 "batch_size",
                 f"step {progress.steps}: {asked.describe(self.batch_size)}",
+                says=says,
                 step=progress.steps,
                 before=self.batch_size,
                 requested=asked.requested,
@@ -263,27 +271,29 @@ class TrainingBatches:
             assert settings.batch_tokens
             batches = self._parts.token_batches(order)
             return batches, [settings.batch_tokens] * len(batches)
-        planned = [
-            plan_batches_by_rule(
-                self._parts.lengths,
-                lambda progress: ask(rule, progress, maximum=None).after,
-                order=order,
-                progress=begin,
-                min_rows=settings.min_rows_per_batch,
-                max_rows=settings.max_rows_per_batch,
-                long_rows=settings.long_rows,
-                divisible=settings.uniform_micro_batches in ("rows", "both"),
-                world_size=distributed.world_size(),
-            )
-            for _ in range(2)
-        ]
-        (batches, budgets), (_, again) = planned
-        if budgets.tolist() != again.tolist():
-            raise GrowthFunctionError(
-                f"batch_size_schedule {rule!r} answered differently when asked again: with batch_tokens it must be a function "
-                "of progress alone"
-            )
-        return batches, budgets.tolist()
+        def ask_for(progress: Progress) -> int:
+            return ask(rule, progress, maximum=None).after
+
+        batches, budgets = plan_batches_by_rule(
+            self._parts.lengths,
+            ask_for,
+            order=order,
+            progress=begin,
+            min_rows=settings.min_rows_per_batch,
+            max_rows=settings.max_rows_per_batch,
+            long_rows=settings.long_rows,
+            divisible=settings.uniform_micro_batches in ("rows", "both"),
+        )
+        asked, progress = budgets.tolist(), begin
+        for number, rows in enumerate(batches.tolist()):
+            if ask_for(progress) != asked[number]:
+                raise GrowthFunctionError(
+                    f"batch_size_schedule {rule!r} answered {asked[number]}, and something else when asked again: with "
+                    "batch_tokens it must be a function of progress alone"
+                )
+            progress = replace(progress, batch=asked[number])
+            progress = progress.after_step(rows=len(rows), tokens=int(self._parts.lengths[rows].sum()))
+        return batches, asked
 
     # --- looking ahead ----------------------------------------------------------------------------------------------
 
@@ -299,6 +309,7 @@ class TrainingBatches:
         Returns:
             For each step: progress before it, the numbers of its rows, the plan of its epoch.
         """
+        progress = replace(progress, rows_per_epoch=len(self.stream))
         for epoch, batch_size in batch_sizes.items():
             rule = self._rule(batch_size)
             plan = self._plan(progress, rule)

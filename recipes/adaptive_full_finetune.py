@@ -210,6 +210,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.progress, base_rate=rate, capacity=self.capacity, saved=self.saved
             )
             self.record.decision("stages", f"the plan:\n{table}", stages=stages)
+            most, configured = self.plan.full_batch_rows, settings.step_rows * distributed.world_size()
+            if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
+                message = describe_unscaled(rate, batch=most, reference=configured)
+                self.record.decision("lr", message, lr=rate, global_batch=most, reference=configured)
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
         resumed.clear()  # the optimizer has its own copy
 
@@ -270,7 +274,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if not settings.adaptive:
             return
         if plan.sizes is not None:
-            rows = f"{min(plan.sizes)} to {max(plan.sizes)} rows" if plan.sizes else "no rows"
+            least, most = min(plan.sizes, default=0), max(plan.sizes, default=0)
+            rows = f"{least} to {most} rows" if least < most else f"{most} rows"
             if settings.batch_tokens and settings.batch_size_schedule is None:
                 what = f"{plan.steps} steps of up to {settings.batch_tokens} tokens, {rows} each"
             else:
@@ -292,7 +297,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         configured = settings.step_rows * distributed.world_size()
         group = self.parts.optimizers[0].param_groups[0]
         rate = float(group.get("initial_lr", group["lr"]))
-        if settings.lr_scaling == "none" and plan.step_rows != configured:
+        scheduled = settings.batch_size_schedule is not None  # the plan shows its batches
+        if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
             message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
             self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
         self.capacity.say_if_one_by_one(batches.batch_size)

@@ -16,6 +16,7 @@ from adaptive_rate import TrainingRate, stand_in
 from adaptive_batch import distributed
 from adaptive_batch.batching import Capacity, micro_batches
 from adaptive_batch.epoch_plan import EpochPlan
+from adaptive_batch.errors import GrowthFunctionError
 from adaptive_batch.plan import PlannedStep, as_record, asked_ahead, check_stages, stages_of, table
 from adaptive_batch.progress import Progress
 from adaptive_batch.report import RunRecord
@@ -69,14 +70,16 @@ class TrainingPlan:
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             random_state = RandomState(self._parts.device)
-            begin = epoch if first else epoch + 1
-            asked, known_until, why = asked_ahead(
-                settings.batch_increase_function,
-                first_epoch=begin,
-                epochs=settings.epochs,
-                batch_size=batches.batch_size,
-                maximum=batches.maximum,
-            )
+            try:
+                asked, known_until, why = asked_ahead(
+                    settings.batch_increase_function,
+                    first_epoch=epoch if first else epoch + 1,
+                    epochs=settings.epochs,
+                    batch_size=batches.batch_size,
+                    maximum=batches.maximum,
+                )
+            except GrowthFunctionError as error:  # it may answer when its time has come
+                asked, known_until, why = [], epoch if not first else epoch - 1, str(error)
             random_state.restore()
             sizes = asked if first else [batches.batch_size, *asked]
             if known_until is not None:

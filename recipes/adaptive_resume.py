@@ -189,11 +189,9 @@ def compare(
     refused = (*RUN, *ROWS) if in_mid_epoch else RUN
     for name in differs:
         if name in refused and name not in allowed:
-            raise SettingError(
-                name,
-                _shown(name, now),
-                f"the checkpoint was trained with {_shown(name, saved)}; go on with that, or say resume_allow_changes=[{name}]",
-            )
+            after, before = _shown(name, now, saved), _shown(name, saved, now)
+            remedy = f"the checkpoint was trained with {before}; go on with that, or say resume_allow_changes=[{name}]"
+            raise SettingError(name, after, remedy)
     return differs, in_mid_epoch and any(name in ("dataset", *ROWS) for name in differs)
 
 
@@ -202,13 +200,20 @@ def say_changes(
 ) -> None:
     """One line for each setting that differs from the checkpoint's."""
     for name in differs:
-        message = f"{name} {_shown(name, saved)} -> {_shown(name, now)}: not what the checkpoint was trained with"
+        before, after = _shown(name, saved, now), _shown(name, now, saved)
+        message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
         record.decision(name, message, before=saved[name], after=now[name])
 
 
-def _shown(name: str, conditions: Mapping[str, Any]) -> Any:
-    """A dataset has no short name that says anything to people."""
-    return f"{conditions['rows']} rows, {conditions[name][:8]}" if name == "dataset" else conditions[name]
+def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """What is of one and not of the other; a dataset has no short name that says anything to people."""
+    value, other = conditions[name], others[name]
+    if name == "dataset":
+        return f"{conditions['rows']} rows, {value[:8]}"
+    if not (isinstance(value, str) and isinstance(other, str) and value.startswith("{") and other.startswith("{")):
+        return value
+    block, other_block = json.loads(value), json.loads(other)
+    return {key: block[key] for key in block if key not in other_block or block[key] != other_block[key]}
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adaptive_batch.__main__ import main
 from adaptive_batch.audit import audit, audit_records
 from adaptive_batch.errors import SettingError
-from adaptive_batch.lineage import follow, trace
+from adaptive_batch.history.lineage import follow, trace
 from adaptive_batch.progress import Progress
 from adaptive_batch.report import RunRecord
 

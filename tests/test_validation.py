@@ -63,7 +63,7 @@ def test_rows_that_draw_random_numbers_when_they_are_read_leave_no_trace(small):
 def test_a_resumed_run_validates_as_the_uninterrupted_one(small, validated):
     folder = interrupted_after_first_epoch(validated, small)
     rest = small.run_in_process(
-        OURS, *STEPS, *VALIDATED, "epochs=2", f"output_dir={folder}", "resume_from_checkpoint=True"
+        OURS, *STEPS, *VALIDATED, DROPOUT, "epochs=2", f"output_dir={folder}", "resume_from_checkpoint=True"
     )
     again = [record["steps"] for record in records(rest, "validation")]
     assert again == [2, 4, 6, 8, 6, 8]

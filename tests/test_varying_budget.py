@@ -47,8 +47,7 @@ def test_with_a_constant_rule_it_is_the_plan_of_one_budget(case, data):
     budget = data.draw(st.integers(max(1, most // 2), 12 * most))
     try:
         one = plan_batches(lengths, budget, order=order, count="real", uniform_groups=ranks, **arguments)
-    except SettingError as error:
-        assert NOT_FITTING in str(error)
+    except SettingError:  # the shortest rows do not fit
         with pytest.raises(SettingError, match=NOT_FITTING):
             plan_batches_by_rule(
                 lengths, lambda _: budget, order=order, progress=started(order), world_size=ranks, **arguments
@@ -79,11 +78,10 @@ def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, da
     rule = hashed(low, low + data.draw(st.integers(0, 8 * most)))
     begin = started(order, epoch=2, steps=17, samples=1000, tokens=12345)
     try:
-        plan, budgets = plan_batches_by_rule(
-            lengths, rule, order=order, progress=begin, world_size=ranks, **arguments
-        )
+        plan, budgets = plan_batches_by_rule(lengths, rule, order=order, progress=begin, world_size=ranks, **arguments)
     except SettingError as error:
-        assert NOT_FITTING in str(error)
+        if NOT_FITTING not in str(error):
+            raise
         return
     assert sorted([*plan.rows.tolist(), *plan.dropped.tolist()]) == sorted(order.tolist())
     assert arguments["long_rows"] == "drop" or not len(plan.dropped)
@@ -206,7 +204,7 @@ def test_what_cannot_be_used_is_refused_before_the_rule_is_asked():
 
 
 def test_a_rule_that_fails_is_named():
-    with pytest.raises(GrowthFunctionError, match="batch_size_schedule .*returned 0"):
+    with pytest.raises(GrowthFunctionError, match=r"^batch_size_schedule .*returned 0"):
         planned([5, 5], lambda progress: 0, long_rows="error")
 
 

@@ -66,4 +66,6 @@ def in_words(series: Series) -> str:
         words = f"Always {finite[0]:.4g}."
     else:
         words = f"From {finite[0]:.4g} to {finite[-1]:.4g}; smallest {min(finite):.4g}, largest {max(finite):.4g}."
-    return f"{words} {len(series.not_finite)} values are not finite." if series.not_finite else words
+    if not (count := len(series.not_finite)):
+        return words
+    return f"{words} {'1 value is' if count == 1 else f'{count:,} values are'} not finite."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .timeline import EVENTS
+from ..history.timeline import EVENTS
 
 # The Okabe-Ito colours, which colour-blind people tell apart, darkened until each has a contrast of 3 on white.
 LIGHT: Mapping[str, str] = {

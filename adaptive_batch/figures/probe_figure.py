@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .figure import Figure, Line
-from .memory import GIB
+from ..memory import GIB
 from .series import Series
-from .timeline import as_number
+from ..history.timeline import as_number
 
 
 def probe_figure(probe: Mapping[str, Any] | None) -> Figure | None:

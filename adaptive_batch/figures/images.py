@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .drawing import WIDTH, draw, events_of, height_of, settings
-from .errors import AdaptiveBatchError
+from ..errors import AdaptiveBatchError
 from .figure import Figure
 from .look import LIGHT, MARKS
-from .timeline import Timeline
+from ..history.timeline import Timeline
 
 # In CSS pixels, as in a figure.
 _SHEET_GAP, _SHEET_TITLE, _SHEET_LINE = 24, 22, 16

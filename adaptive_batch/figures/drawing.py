@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .figure import SECONDS, Figure, Line
 from .look import LIGHT, MARKS
 from .series import thinned
-from .timeline import EVENTS, Timeline
+from ..history.timeline import EVENTS, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,234 @@
+"""The plan before training: stages by hand values, and for all steps."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batch.batch_schedules import ask, linear_ramp, ramp_by_doubling, steps
+from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.growth import at_epochs, geometric
+from adaptive_batch.plan import PlannedStep, as_record, asked_ahead, check_stages, stages_of, table
+from adaptive_batch.progress import Progress
+
+FINAL = 64
+
+
+def planned(rule, *, rows, epochs, ranks=1, tokens_per_row=10, maximum=None, micro_batch_size=16):
+    """The steps of training by a rule, the short last one of an epoch trained; the rate falls from step to step."""
+    progress, ahead = Progress(rows_per_epoch=rows), []
+    for _ in range(epochs):
+        while progress.epoch_rows < rows:
+            batch = ask(rule, progress, maximum=maximum).after
+            size = min(batch * ranks, rows - progress.epoch_rows)
+            micro = -(-size // (ranks * micro_batch_size))
+            rate = 1e-3 / (1 + progress.steps)
+            ahead.append(PlannedStep(progress, batch, size, micro, rate, size * tokens_per_row))
+            progress = replace(progress.after_step(rows=size, tokens=size * tokens_per_row), batch=batch)
+        progress = progress.after_epoch()
+    return ahead
+
+
+def of_batches(batches):
+    """Steps that are asked for these batches, each of so many rows."""
+    progress, ahead = Progress(rows_per_epoch=10**6), []
+    for batch in batches:
+        ahead.append(PlannedStep(progress, batch, batch, 1, 0.1))
+        progress = progress.after_step(rows=batch, tokens=0)
+    return ahead
+
+
+BERT24 = ramp_by_doubling(FINAL, "1ep", start=16)
+
+
+def test_the_ramp_of_bert24_by_hand():
+    """640 rows: half an epoch is 20 steps of 16, the other half 10 of 32, and the second epoch 10 of 64."""
+    first, second, third = stages_of(planned(BERT24, rows=640, epochs=2))
+    assert [stage.steps for stage in (first, second, third)] == [20, 10, 10]
+    assert [stage.batch_first for stage in (first, second, third)] == [16, 32, 64]
+    assert [stage.first.steps for stage in (first, second, third)] == [0, 20, 30]
+    assert [stage.last.samples for stage in (first, second, third)] == [320, 640, 1280]
+    assert [stage.first.epochs for stage in (first, second, third)] == [0.0, 0.5, 1.0]
+    assert [stage.last.epochs for stage in (first, second, third)] == [0.5, 1.0, 2.0]
+    assert [(stage.micro_batches_least, stage.micro_batches_most) for stage in (first, second, third)] == [
+        (1, 1),
+        (2, 2),
+        (4, 4),
+    ]
+    assert (second.learning_rate_first, second.learning_rate_last) == (1e-3 / 21, 1e-3 / 30)
+    assert third.last.tokens == 12_800
+
+
+def test_its_table_is_aligned_text_with_totals_and_notes():
+    stages = stages_of(planned(BERT24, rows=640, epochs=2, ranks=2))
+    lines = table(stages, unit="rows", ranks=2, notes=["a note"]).splitlines()
+    assert lines == [
+        "  from  step  sample      to  step  sample  batch (rows)  micro-batches  global batch  lr at start    at end  steps",
+        "0.00ep     0       0  0.50ep    10     320            16              1            32        0.001    0.0001     10",
+        "0.50ep    10     320  1.00ep    15     640            32              2            64     9.09e-05  6.67e-05      5",
+        "1.00ep    15     640  2.00ep    20   1,280            64              4           128     6.25e-05     5e-05      5",
+        "in all: 2.00 epochs, 20 steps, 1,280 samples, 12,800 tokens",
+        "a note",
+    ]
+
+
+def test_a_short_last_step_belongs_to_its_stage_and_an_epoch_ends_none():
+    (only,) = stages_of(planned(steps([16], []), rows=100, epochs=3))
+    assert (only.steps, only.last.samples, only.batch_least, only.batch_most) == (21, 300, 16, 16)
+    assert only.last.epochs == 3.0
+
+
+def test_a_plan_without_tokens_or_without_steps_says_so():
+    assert "a number not known before of tokens" in table(stages_of(of_batches([8, 8])), unit="rows", ranks=1)
+    assert table([], unit="rows", ranks=1, notes=["why"]) == "no step is left\nwhy"
+    assert stages_of([]) == []
+
+
+def test_a_ramp_that_changes_at_each_step_is_put_together():
+    stages = stages_of(of_batches(range(100, 1100)))
+    assert len(stages) <= 24
+    text = table(stages, unit="tokens", ranks=2)
+    assert "batch (tokens)" in text
+    assert text.splitlines()[-1] == f"{len(stages)} of these lines stand for 1,000 stages, one for each batch"
+    assert f"100 to {stages[0].batch_last}" in text
+    falling = table(stages_of(of_batches(range(1100, 100, -1))), unit="tokens", ranks=2)
+    assert "1,100 to " in falling
+    assert "2,200 to " in falling
+
+
+def test_a_long_stage_stays_alone_beside_a_ramp():
+    stages = stages_of(of_batches([8] * 1000 + list(range(9, 60)) + [60] * 1000))
+    assert (stages[0].batch_most, stages[0].steps) == (8, 1000)
+    assert (stages[-1].batch_least, stages[-1].steps) == (60, 1000)
+
+
+def test_rising_and_falling_stay_apart_where_lines_suffice():
+    stages = stages_of(of_batches([*range(1, 50), *range(50, 1, -1)]))
+    assert len(stages) <= 24
+    turn = [stage.direction for stage in stages if stage.direction]
+    assert turn == sorted(turn, reverse=True)
+    assert {stage.batch_most for stage in stages} >= {50}
+
+
+@given(st.lists(st.integers(1, 6), max_size=150), st.integers(1, 30))
+def test_stages_hold_all_steps_in_order_in_no_more_than_the_lines(batches, most_lines):
+    stages = stages_of(of_batches(batches), most_lines=most_lines)
+    assert len(stages) <= most_lines
+    assert sum(stage.steps for stage in stages) == len(batches)
+    for before, after in itertools.pairwise(stages):
+        assert before.last == after.first
+        assert before.batch_last != after.batch_first
+    for stage in stages:
+        of_stage = batches[stage.first.steps : stage.last.steps]
+        assert (stage.batch_first, stage.batch_last) == (of_stage[0], of_stage[-1])
+        assert (stage.batch_least, stage.batch_most) == (min(of_stage), max(of_stage))
+        assert stage.changes == sum(a != b for a, b in itertools.pairwise(of_stage))
+    runs = [batch for batch, _ in itertools.groupby(batches)]
+    if len(runs) <= most_lines:
+        assert [stage.batch_first for stage in stages] == runs
+        assert not any(stage.changes for stage in stages)
+
+
+def test_the_record_is_plain_and_whole():
+    stages = stages_of(planned(BERT24, rows=640, epochs=2))
+    record = json.loads(json.dumps(as_record(stages)))
+    assert [line["batch_first"] for line in record] == [16, 32, 64]
+    assert Progress(**record[1]["first"]) == stages[1].first
+    assert set(record[0]) == set(vars(stages[0]))
+
+
+# check_stages
+
+DATA = {"ranks": 1, "rows_per_epoch": 640, "drop_last": False}
+
+
+def test_a_schedule_whose_stages_all_have_steps_has_no_notes():
+    assert check_stages(BERT24, planned(BERT24, rows=640, epochs=2), **DATA) == []
+    assert check_stages(lambda progress: 8, planned(lambda progress: 8, rows=64, epochs=1), **DATA) == []
+
+
+def test_a_stage_that_training_ends_before_is_named():
+    early = steps([16, 32, 64], ["1ep", "5ep"])
+    (late,) = check_stages(early, planned(early, rows=640, epochs=2), **DATA)
+    assert late == "no step has batch 64, asked for from 5ep on: training ends before it"
+
+
+def test_a_stage_that_is_too_short_for_a_step_is_refused():
+    short = steps([128, 16, 64], ["100sp", "120sp"])
+    with pytest.raises(SettingError, match="no step has batch 16, which it asks for from 100sp on: that is over before"):
+        check_stages(short, planned(short, rows=640, epochs=1), **DATA)
+
+
+def test_equal_batches_are_stages_of_their_own_and_a_cut_is_no_absence():
+    back = steps([16, 32, 16], ["1ep", "5ep"])
+    assert len(check_stages(back, planned(back, rows=640, epochs=2), **DATA)) == 1
+    cut = planned(BERT24, rows=640, epochs=2, maximum=24)
+    assert check_stages(BERT24, cut, **DATA, maximum=24) == []
+
+
+def test_what_lies_behind_is_not_looked_for():
+    assert check_stages(BERT24, planned(BERT24, rows=640, epochs=2)[25:], **DATA) == []
+    assert check_stages(BERT24, [], **DATA) == []
+
+
+def test_a_stage_that_drop_last_drops_whole_is_refused():
+    ahead = planned(BERT24, rows=100, epochs=2, ranks=2)
+    with pytest.raises(
+        SettingError, match=r"^batch_size_schedule=64: 64 rows on each of 2 devices .*ask for 50 or fewer"
+    ):
+        check_stages(BERT24, ahead, ranks=2, rows_per_epoch=100, drop_last=True)
+    for others in ({"drop_last": False}, {"drop_last": True, "maximum": 50}, {"drop_last": True, "unit": "tokens"}):
+        check_stages(BERT24, ahead, ranks=2, rows_per_epoch=100, **others)
+
+
+# asked_ahead
+
+
+def ahead(increment, *, first_epoch=0, epochs=4, batch_size=16, maximum=None):
+    return asked_ahead(increment, first_epoch=first_epoch, epochs=epochs, batch_size=batch_size, maximum=maximum)
+
+
+def test_a_pure_growth_function_is_known_to_the_end():
+    assert ahead(geometric(2)) == ([16, 32, 64, 128], None, "")
+    assert ahead(at_epochs({1: 8, 2: 100}), maximum=48) == ([16, 24, 48, 48], None, "")
+    assert ahead(geometric(2), first_epoch=2) == ([32, 64], None, "")
+    assert ahead(geometric(2), first_epoch=4) == ([], None, "")
+
+
+def test_answers_that_change_are_unknown_after_the_last_epoch_that_did_not():
+    calls = []
+
+    def increment(epoch, batch_size):
+        calls.append(epoch)
+        return 8 if epoch < 2 else 12 - len(calls) % 2 * 4
+
+    assert ahead(increment) == ([24, 32], 1, "the growth function answered 8, then 12")
+    assert calls == [0, 0, 1, 1, 2, 2]
+    assert ahead(lambda epoch, batch_size: len(calls.append(0) or calls))[:2] == ([], -1)
+
+
+def test_a_function_that_counts_its_calls_does_not_count_these():
+    class Counting:
+        calls = 0
+
+        def __call__(self, epoch, batch_size):
+            self.calls += 1
+            return self.calls
+
+    counting = Counting()
+    assert ahead(counting) == ([], -1, "the growth function answered 1, then 2")
+    assert counting.calls == 0
+
+
+def test_an_error_of_a_later_epoch_is_why_it_is_unknown_and_of_the_first_is_raised():
+    def fails(epoch, batch_size):
+        return [0, 8][epoch]
+
+    sizes, known_until, why = ahead(fails)
+    assert (sizes, known_until) == ([16, 24], 1)
+    assert "(epoch=2, batch_size=24) raised IndexError" in why
+    with pytest.raises(GrowthFunctionError, match="raised IndexError"):
+        ahead(fails, first_epoch=3)
