@@ -37,7 +37,9 @@ class Clock:
         if isinstance(value, Mapping):
             for key in value:
                 if key not in ("warmup", "decay"):
-                    raise SettingError(f"lr_clock.{key}", value[key], "there is no such key; there are warmup and decay")
+                    raise SettingError(
+                        f"lr_clock.{key}", value[key], "there is no such key; there are warmup and decay"
+                    )
             units = {key: value.get(key) or "samples" for key in ("warmup", "decay")}
         else:
             units = {"warmup": value, "decay": value}

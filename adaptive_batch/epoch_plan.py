@@ -97,9 +97,7 @@ def walk(
     while True:
         asked = batch(progress)
         progress = replace(progress, batch=asked)
-        size = rows_of_next_step(
-            progress, step_rows=asked * ranks, rows=rows, drop_last=drop_last, max_steps=max_steps
-        )
+        size = rows_of_next_step(progress, step_rows=asked * ranks, rows=rows, drop_last=drop_last, max_steps=max_steps)
         if not size:
             return
         yield progress, size

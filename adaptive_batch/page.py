@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .figures.drawing import events_of
 from .errors import SettingError
+from .figures.drawing import events_of
 from .figures.facts import clock, duration, facts_of
-from .figures.of_run import figures_of
 from .figures.images import require_matplotlib, to_png, to_svg
 from .figures.look import mark_to_svg, style_sheet
-from .report import read_records
+from .figures.of_run import figures_of
 from .history.timeline import Decision, Timeline
+from .report import read_records
 
 _MOST_ROWS = 100  # of one kind in the table of decisions
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .batching import UNIFORM, largest_divisor
 from .batch_schedules import follows_measurements
+from .batching import UNIFORM, largest_divisor
 from .clock import Clock
 from .components import load_increment, load_schedule
 from .errors import SettingError
@@ -24,55 +24,9 @@ from .learning_rate import RULES, Reference, parse_reference
 from .order import ORDERS
 from .probe_settings import ProbeSettings
 from .progress import Progress
+from .validation_settings import ValidationSettings
 
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
-
-
-@dataclass(frozen=True)
-class ValidationSettings:
-    """Validation during training.
-
-    Attributes:
-        every_n_steps: validate after each so many optimizer steps.
-        batch_size: rows of a validation batch.
-        fits_itself: run as many rows at once as fit (``batch_size_val: auto``).
-        max_batches: validate on the first so many batches; None for all.
-    """
-
-    every_n_steps: int
-    batch_size: int
-    fits_itself: bool
-    max_batches: int | None
-
-    def rows_of(self, rows: int) -> int:
-        """How many of the `rows` of a dataset are validated on: its first."""
-        return rows if self.max_batches is None else min(rows, self.max_batches * self.batch_size)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ValidationSettings | None:
-        """Read and check the keys of validation; None where there is none.
-
-        Raises:
-            SettingError: a value cannot be used, or `dataset_val` is missing.
-        """
-        every = whole(config, "run_val_every_n_steps")
-        size = auto_or_whole(config, "batch_size_val")
-        most = config.get("max_validation_batches")
-        most = None if most in (None, -1) else check_whole("max_validation_batches", most)
-        if every is None:
-            return None
-        dataset = config.get("dataset_val")
-        if dataset is None:
-            raise SettingError(
-                "run_val_every_n_steps", every, "there is nothing to validate on; set dataset_val to a dataset block"
-            )
-        blocks = dataset if isinstance(dataset, list) else [dataset]
-        if not blocks or not all(isinstance(block, Mapping) and block.get("_component_") for block in blocks):
-            raise SettingError(
-                "dataset_val", dataset, "give a block with _component_, as dataset is, or a list of such"
-            )
-        rows = size if isinstance(size, int) else config["batch_size"]
-        return cls(every, rows, size == "auto", most)
 
 
 @dataclass(frozen=True)
@@ -270,54 +224,6 @@ class Settings:
         drop_last = switch(config, "drop_last", default=not settings.adaptive)
         return replace(settings, drop_last=drop_last)
 
-    def without_effect(self, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The keys that are set and do nothing, each with the reason."""
-        found: list[tuple[str, str]] = []
-
-        def say(keys: tuple[str, ...], reason: str) -> None:
-            found.extend((key, reason) for key in keys if config.get(key) is not None)
-
-        def say_if_on(keys: tuple[str, ...], reason: str) -> None:
-            found.extend((key, reason) for key in keys if config.get(key))
-
-        if not self.batch_tokens:
-            say(
-                ("min_rows_per_batch", "max_rows_per_batch", "long_rows"),
-                "it is for steps by batch_tokens, which is not set",
-            )
-        elif self.gradient_accumulation_steps > 1 and (self.lr_scaling == "none" or self.reference_batch_size):
-            say(("gradient_accumulation_steps",), "batch_tokens says what a step holds")
-        if self.sample_order != "dataloader" and config.get("shuffle") is False:
-            say(("shuffle",), f"sample_order={self.sample_order} says in which order rows come")
-        if self.sample_order != "seqlen":
-            say(("sample_window",), "it is for sample_order=seqlen")
-        if self.measures_noise and (why := self._why_no_noise()):
-            found.append(("log_gradient_noise_scale" if self.log_gradient_noise_scale else "batch_size_schedule", why))
-        if not self.grows:
-            say_if_on(("grow_beyond_maximum",), "no rule makes the batch grow")
-        if self.batch_size_schedule is not None:
-            say_if_on(("use_maximum_batch_size",), "batch_size_schedule says how many rows a step has")
-        if self.save_every_n_steps is None:
-            say(("keep_last_n_checkpoints",), "it is for save_every_n_steps, which is not set")
-            say_if_on(("enable_async_checkpointing",), "it is for save_every_n_steps, which is not set")
-        if not config.get("resume_from_checkpoint"):
-            say(("resume_allow_changes",), "resume_from_checkpoint is False, so nothing is compared")
-        if config.get("lr_scheduler") is None:
-            say(("lr_clock",), "there is no lr_scheduler")
-        if self.lr_scaling == "none":
-            say(("reference_batch_size",), "lr_scaling is none; linear or sqrt would use it")
-        if self.validation is None:
-            reason = "run_val_every_n_steps is not set, so nothing is validated"
-            say(("dataset_val", "batch_size_val", "max_validation_batches"), reason)
-        if self.probe.assumed_maximum is not None and not self.plan_only:
-            found.append(("probe.assumed_maximum", "it is for plan_only; training finds what fits"))
-        if config.get("probe") and self.probe != ProbeSettings():
-            if not self.needs_bound and not (self.validation and self.validation.fits_itself):
-                say(("probe",), "nothing that needs to know what fits is on")
-            elif self.probe.sequence_lengths:
-                found.append(("probe.sequence_lengths", "it is for adaptive_probe"))
-        return found
-
     def _check_batches(self, config: Mapping[str, Any]) -> None:
         if self.micro_batch_size is not None and self.micro_batch_tokens is not None:
             raise SettingError(
@@ -348,17 +254,6 @@ class Settings:
                 f"the {self.step_rows} rows of a step divide into equal micro-batches of up to {size} only one by one; "
                 "change batch_size or micro_batch_size so that one divides the other",
             )
-
-    def _why_no_noise(self) -> str:
-        """Why steps give no sample of the gradient noise scale; empty where they do."""
-        if self.micro_batch_tokens is not None:
-            return "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size"
-        if self.sample_order == "seqlen":
-            return "rows come sorted by length, so a micro-batch is no random part of a step"
-        whole_steps = self.micro_batch_size is None and self.gradient_accumulation_steps == 1
-        if whole_steps and not self.grow_beyond_maximum:
-            return "a step is one micro-batch, and it takes two; set micro_batch_size or gradient_accumulation_steps"
-        return ""
 
     def _check_schedule(self, config: Mapping[str, Any]) -> None:
         rule = self.batch_size_schedule

@@ -271,6 +271,7 @@ class TrainingBatches:
             assert settings.batch_tokens
             batches = self._parts.token_batches(order)
             return batches, [settings.batch_tokens] * len(batches)
+
         def ask_for(progress: Progress) -> int:
             return ask(rule, progress, maximum=None).after
 

@@ -20,7 +20,7 @@ from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.fingerprint import fingerprint
 from adaptive_batch.lengths import longest_rows
 from adaptive_batch.memory import GIB, DeviceMemory, device_memory
-from adaptive_batch.probe import load_latest, ProbeResult, find_max_batch_size, load_result, save_result, try_again
+from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_latest, load_result, save_result, try_again
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 from adaptive_batch.snapshot import RandomState, optimizer_state_tensors
 from adaptive_batch.trial import Rehearsal

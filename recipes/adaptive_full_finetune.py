@@ -39,6 +39,7 @@ from adaptive_batch.accumulation import StepResult
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.full_batch_loss import FullBatchLoss
 from adaptive_batch.learning_rate import describe_unscaled
+from adaptive_batch.no_effect import without_effect
 from adaptive_batch.noise_scale import NoiseScale
 from adaptive_batch.preemption import EXIT_STATUS, Preemption
 from adaptive_batch.progress import Progress
@@ -63,7 +64,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.cfg = cfg
         plain = OmegaConf.to_container(cfg, resolve=True)
         self.settings = Settings.from_config(plain)
-        self.without_effect = self.settings.without_effect(plain)
+        self.without_effect = without_effect(self.settings, plain)
         self.parts = TrainingParts(cfg, self.settings)
         self.bounds = BoundSearch(self.parts)
         self.device = self.parts.device
@@ -148,9 +149,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.plan = TrainingPlan(parts, self.batches)
         self.plan.check(self.progress)
         if settings.plan_only:
-            print(
-                self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch)
-            )
+            print(self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch))
             return
         self.metric_logger = config.instantiate(self.cfg.metric_logger)
         self.metric_logger.log_config(self.cfg)
@@ -206,9 +205,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if settings.grows and self.progress.epoch < settings.epochs:
             group = parts.optimizers[0].param_groups[0]
             rate = float(group.get("initial_lr", group["lr"]))
-            table, stages = self.plan.table(
-                self.progress, base_rate=rate, capacity=self.capacity, saved=self.saved
-            )
+            table, stages = self.plan.table(self.progress, base_rate=rate, capacity=self.capacity, saved=self.saved)
             self.record.decision("stages", f"the plan:\n{table}", stages=stages)
             most, configured = self.plan.full_batch_rows, settings.step_rows * distributed.world_size()
             if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
@@ -332,7 +329,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 if epoch == first_epoch and not within:
                     self._restore_random_state()
                 self.batches.start_epoch(self.progress)
-                if epoch == first_epoch and within:  # beginning to read rows draws; the saved run had drawn that already
+                if (
+                    epoch == first_epoch and within
+                ):  # beginning to read rows draws; the saved run had drawn that already
                     self._restore_random_state()
                 self._train_epoch()
                 self.progress = self.progress.after_epoch()
@@ -371,9 +370,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.unlabelled += not result.micro_batches
         if result.noise is not None:
             noise = result.noise
-            self.noise_scale.update(
-                noise.small_rows, noise.small_squared_norm, noise.big_rows, noise.big_squared_norm
-            )
+            self.noise_scale.update(noise.small_rows, noise.small_squared_norm, noise.big_rows, noise.big_squared_norm)
         progress = progress.after_step(rows=result.rows, tokens=result.tokens)
         if self.settings.measures_noise:
             progress = replace(progress, noise_scale=self.noise_scale.value)

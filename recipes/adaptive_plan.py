@@ -112,7 +112,9 @@ class TrainingPlan:
         if settings.batch_size_schedule is not None:
             notes += self._notes(progress)
         if batches.plan.is_open:
-            notes.append("the schedule follows what is measured in training: this is what comes if nothing new is measured")
+            notes.append(
+                "the schedule follows what is measured in training: this is what comes if nothing new is measured"
+            )
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=distributed.world_size(), notes=notes), as_record(stages)
 
@@ -156,7 +158,7 @@ class TrainingPlan:
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
         last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
-        stays = {epoch: last[0] for epoch in unknown}  # where it is not known, that nothing changes is the best guess
+        stays = dict.fromkeys(unknown, last[0])  # where it is not known, that nothing changes is the best guess
         return sum(1 for _ in self._batches.ahead(progress, {**self._batch_sizes, **stays}))
 
     def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
@@ -189,7 +191,7 @@ class TrainingPlan:
     def _notes(self, progress: Progress) -> list[str]:
         """What is to be said of the stages of a schedule."""
         settings, batches = self._settings, self._batches
-        sizes = {epoch: batches.batch_size for epoch in range(progress.epoch, settings.epochs)}
+        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
         steps = (
             PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
             for at, rows, _ in batches.ahead(progress, sizes)

@@ -57,7 +57,9 @@ class TrainingRate:
         self._warmup_ended_at: float | None = saved.get("warmup_ended_at")
         self._follow_rule(saved, record)
         last_epoch = int(self._clock(progress, batches.plan, self._settings.lr_clock.decay)) - 1
-        if last_epoch >= 0:  # torch asks for it in a scheduler that begins later; a checkpoint without a scheduler has none
+        if (
+            last_epoch >= 0
+        ):  # torch asks for it in a scheduler that begins later; a checkpoint without a scheduler has none
             for group in optimizers[0].param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))
         scheduler = block and config.instantiate(

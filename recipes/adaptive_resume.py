@@ -195,9 +195,7 @@ def compare(
     return differs, in_mid_epoch and any(name in ("dataset", *ROWS) for name in differs)
 
 
-def say_changes(
-    differs: Sequence[str], saved: Mapping[str, Any], now: Mapping[str, Any], *, record: RunRecord
-) -> None:
+def say_changes(differs: Sequence[str], saved: Mapping[str, Any], now: Mapping[str, Any], *, record: RunRecord) -> None:
     """One line for each setting that differs from the checkpoint's."""
     for name in differs:
         before, after = _shown(name, saved, now), _shown(name, now, saved)
@@ -239,5 +237,3 @@ def _name_of_rows(parts: TrainingParts) -> str:
 def _tokens(row: Any) -> Any:
     tokens = row.get("tokens") if isinstance(row, Mapping) else None
     return tokens.tolist() if isinstance(tokens, torch.Tensor) else (None if tokens is None else list(tokens))
-
-

@@ -8,8 +8,10 @@ from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
 from adaptive_batch.keys import NOT_SUPPORTED_YET, OURS
 from adaptive_batch.learning_rate import Reference
+from adaptive_batch.no_effect import without_effect
 from adaptive_batch.probe_settings import ProbeSettings
-from adaptive_batch.settings import Settings, ValidationSettings
+from adaptive_batch.settings import Settings
+from adaptive_batch.validation_settings import ValidationSettings
 
 GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
@@ -209,7 +211,7 @@ def test_a_reference_is_rows_or_tokens():
 
 
 @pytest.mark.parametrize(
-    ("config", "without_effect"),
+    ("config", "named"),
     [
         ({}, []),
         (dict.fromkeys(OURS), []),
@@ -244,9 +246,9 @@ def test_a_reference_is_rows_or_tokens():
     ],
     ids=str,
 )
-def test_keys_that_are_set_and_do_nothing_are_named(config, without_effect):
+def test_keys_that_are_set_and_do_nothing_are_named(config, named):
     config = PLAIN | config
-    assert [key for key, _ in Settings.from_config(config).without_effect(config)] == without_effect
+    assert [key for key, _ in without_effect(Settings.from_config(config), config)] == named
 
 
 @pytest.mark.parametrize("dataset", ["my_dataset", {}, {"source": "json"}, [], [{"source": "json"}]], ids=str)

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..history.timeline import EVENTS, Timeline
 from .figure import SECONDS, Figure, Line
 from .look import LIGHT, MARKS
 from .series import thinned
-from ..history.timeline import EVENTS, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,11 +8,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .drawing import WIDTH, draw, events_of, height_of, settings
 from ..errors import AdaptiveBatchError
+from ..history.timeline import Timeline
+from .drawing import WIDTH, draw, events_of, height_of, settings
 from .figure import Figure
 from .look import LIGHT, MARKS
-from ..history.timeline import Timeline
 
 # In CSS pixels, as in a figure.
 _SHEET_GAP, _SHEET_TITLE, _SHEET_LINE = 24, 22, 16

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
+from ..history.timeline import Step, Timeline, as_number
 from .figure import SECONDS, Colour, Figure, Line, Style, in_words
 from .probe_figure import probe_figure
 from .series import Series
-from ..history.timeline import Step, Timeline, as_number
 
 POINTS = 300  # parts of a line in a figure some 400 pixels wide
 _MOST_MINUTES = 180  # above it, time is in hours

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .figure import Figure, Line
-from ..memory import GIB
-from .series import Series
 from ..history.timeline import as_number
+from ..memory import GIB
+from .figure import Figure, Line
+from .series import Series
 
 
 def probe_figure(probe: Mapping[str, Any] | None) -> Figure | None:
