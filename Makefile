@@ -29,5 +29,5 @@ format: $(INSTALLED)
 measure: $(INSTALLED)  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,dev,bench]"
 	$(BIN)/python -m adaptive_demo
-	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time resume noise_scale kills schedules; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/step_time.py --compare micro

@@ -110,3 +110,12 @@ def test_the_package_imports_where_torchtune_and_its_needs_are_blocked():
         """
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_architecture_page_has_each_room_on_its_floor():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    found, number = {}, -1
+    for line in re.findall(r"^\| *(\d*) *\| (`.*?) \|", page, re.MULTILINE):
+        number = int(line[0]) if line[0] else number
+        found |= dict.fromkeys(re.findall(r"`([\w.]+)`", line[1]), number)
+    assert found.items() >= {name: floor for floor, names in enumerate(FLOORS) for name in names}.items()

@@ -15,7 +15,7 @@ RUN_BY_CI = {
     "make demo",
     "make check",
     "make test",
-    "pip install -c constraints.txt -e '.[recipes]'",
+    "pip install -c constraints.txt -e '.[recipes,report]'",
 }  # make installs too
 
 pytestmark = pytest.mark.readme

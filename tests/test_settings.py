@@ -125,6 +125,7 @@ def test_a_ready_made_function_comes_from_a_block():
 
 # --- what follows from the keys -----------------------------------------------------------------------------------------
 
+RAMP = {"_component_": "adaptive_batch.growth.ramp_by_doubling", "end": 8, "over": "1ep"}
 VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}
 
 
@@ -233,6 +234,26 @@ def test_a_reference_is_rows_or_tokens():
         ({"sample_window": 8}, ["sample_window"]),
         ({"sample_window": 8, "sample_order": "random"}, ["sample_window"]),
         ({"sample_window": 8, "sample_order": "seqlen"}, []),
+        ({"grow_beyond_maximum": True}, ["grow_beyond_maximum"]),
+        ({"grow_beyond_maximum": True, "batch_size_schedule": RAMP}, []),
+        ({"batch_size_schedule": RAMP, "use_maximum_batch_size": True}, ["use_maximum_batch_size"]),
+        (
+            {"keep_last_n_checkpoints": 2, "enable_async_checkpointing": True},
+            ["keep_last_n_checkpoints", "enable_async_checkpointing"],
+        ),
+        ({"save_every_n_steps": 5, "keep_last_n_checkpoints": 2, "enable_async_checkpointing": True}, []),
+        ({"resume_allow_changes": ["dataset"]}, ["resume_allow_changes"]),
+        ({"resume_allow_changes": ["dataset"], "resume_from_checkpoint": True}, []),
+        ({"lr_clock": "tokens"}, ["lr_clock"]),
+        ({"lr_clock": "tokens", "lr_scheduler": {"_component_": "a.b"}}, []),
+        ({"log_gradient_noise_scale": True}, ["log_gradient_noise_scale"]),
+        ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, []),
+        (
+            {"log_gradient_noise_scale": True, "micro_batch_size": 2, "sample_order": "seqlen"},
+            ["log_gradient_noise_scale"],
+        ),
+        ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto"}, ["probe.assumed_maximum"]),
+        ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto", "plan_only": True}, []),
         ({"reference_batch_size": 8}, ["reference_batch_size"]),
         ({"reference_batch_size": 8, "lr_scaling": "linear"}, []),
         (

@@ -1,0 +1,108 @@
+"""What tests of schedules name by dotted paths: rules for the batch, good and bad, and schedulers of the learning rate."""
+
+import itertools
+
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, SequentialLR
+from torchtune.training.metric_logging import DiskLogger
+
+CALLS = itertools.count()
+TRAINED = {}  # the step that training is at, as far as a logger has told
+
+
+# --- batch_size_schedule: rule(progress) --------------------------------------------------------------------------------
+
+
+def four_more_each_epoch(progress):
+    return 4 + 4 * progress.epoch
+
+
+def waves(progress):
+    return (4, 8, 6)[progress.steps % 3]
+
+
+def another_each_time(progress):
+    return 4 + next(CALLS) % 3
+
+
+def takes_two(progress, batch_size):
+    return 4
+
+
+def raises(progress):
+    raise KeyError("no such stage")
+
+
+def returns_none(progress):
+    return None
+
+
+def returns_zero(progress):
+    return 0
+
+
+def returns_float(progress):
+    return 4.5
+
+
+def returns_huge(progress):
+    return 10**12
+
+
+def raises_in_second_epoch(progress):
+    if progress.epoch == 1:
+        raise KeyError("no such stage")
+    return 4
+
+
+def raises_in_training(progress):
+    if TRAINED.get("step", 0) >= 12:
+        raise KeyError("lost in mid-run")
+    return 4
+
+
+NOT_CALLABLE = 3
+
+
+class Telling(DiskLogger):
+    """A log that tells :func:`raises_in_training` where training is."""
+
+    def __init__(self, log_dir, filename):
+        super().__init__(log_dir, filename)
+        TRAINED.clear()
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        TRAINED["step"] = step
+
+
+# --- batch_increase_function: f(epoch, batch_size) ----------------------------------------------------------------------
+
+
+def another_increment_each_time(epoch, batch_size):
+    return next(CALLS) % 3 if epoch > 1 else 0
+
+
+# --- lr_scheduler -------------------------------------------------------------------------------------------------------
+
+
+def linear(optimizer, num_training_steps, last_epoch=-1):
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_training_steps), last_epoch)
+
+
+def sequence(optimizer, num_training_steps, last_epoch=-1):
+    """Up, down in a curve, and a tail."""
+    parts = [
+        LambdaLR(optimizer, lambda step: (step + 1) / 4),
+        LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step)),
+        LambdaLR(optimizer, lambda step: 0.1 * 0.9**step),
+    ]
+    milestones = [3, num_training_steps - 4]
+    return SequentialLR(optimizer, parts, milestones, last_epoch=last_epoch)
+
+
+def linear_that_counts(optimizer, num_training_steps, last_epoch=-1):
+    return LinearLR(optimizer, 1.0, 0.1, total_iters=num_training_steps, last_epoch=last_epoch)
+
+
+def one_cycle(optimizer, num_training_steps, last_epoch=-1):
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=num_training_steps + 1, last_epoch=last_epoch)
