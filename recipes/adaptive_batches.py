@@ -154,7 +154,7 @@ class TrainingBatches:
             self._parts.accumulator.capacity = self._capacity.of(self.batch_size)
             return self.batch_size * self._settings.gradient_accumulation_steps
         asked = distributed.from_rank_zero(lambda: ask(rule, progress, maximum=self.maximum))
-        if asked.after != self.batch_size or not progress.steps:
+        if asked.after != self.batch_size or not (progress.steps or self._said):
             # a ramp may change it with each step: what is near to what was said last goes into the record alone
             says = not 0.8 * self._said < asked.after < 1.25 * self._said
             self._said = asked.after if says else self._said

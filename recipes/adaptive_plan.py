@@ -39,6 +39,8 @@ class TrainingPlan:
         self._parts, self._settings, self._batches = parts, parts.settings, batches
         self._batch_sizes: dict[int, int] = {}
         self._unknown = ""
+        self._stage_notes: list[str] = []
+        self._most_asked = 0  # of a schedule, on one device
 
     def check(self, progress: Progress) -> None:
         """Ask the rules ahead, for nothing, so that mistakes show before weights load.
@@ -53,7 +55,7 @@ class TrainingPlan:
         random_state = RandomState(self._parts.device)
         batches.ask_ahead(progress)
         if settings.batch_size_schedule is not None:
-            self._notes(progress)
+            self._stage_notes = self._check_stages(progress)
         random_state.restore()
 
     def look_ahead(self, progress: Progress, *, saved: Mapping[str, Any], first: bool = False) -> None:
@@ -87,8 +89,12 @@ class TrainingPlan:
         self._batch_sizes = dict(enumerate(sizes, start=epoch))
         reference = batches.reference
         self.full_batch_rows = reference.step_rows
-        if settings.grows and not batches.plan.is_open:
-            self.full_batch_rows = max((len(rows) for _, rows, _ in self._ahead(progress)), default=1)
+        if settings.grows and not settings.batch_tokens and not batches.plan.is_open:
+            asked = [size * settings.gradient_accumulation_steps for size in sizes]
+            if settings.batch_size_schedule is not None:
+                asked = [min(self._most_asked, batches.maximum or self._most_asked)]
+            most = max(asked, default=1) * distributed.world_size()
+            self.full_batch_rows = min(most, len(batches.stream))
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and settings.grows:
             known = saved.get("total_steps") if saved.get("epochs") == settings.epochs else None
@@ -109,8 +115,9 @@ class TrainingPlan:
         )
         stages = stages_of(self._planned(progress, rate, capacity))
         notes = [self._unknown] if self._unknown else []
-        if settings.batch_size_schedule is not None:
-            notes += self._notes(progress)
+        notes += self._stage_notes
+        if settings.lr_clock.decay == "steps" and self._parts.cfg.get("lr_scheduler", None):
+            notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if batches.plan.is_open:
             notes.append(
                 "the schedule follows what is measured in training: this is what comes if nothing new is measured"
@@ -188,18 +195,20 @@ class TrainingPlan:
         lengths = self._parts.lengths[rows].tolist()
         return len(micro_batches(lengths, capacity, self._parts.shapes))
 
-    def _notes(self, progress: Progress) -> list[str]:
+    def _check_stages(self, progress: Progress) -> list[str]:
         """What is to be said of the stages of a schedule."""
         settings, batches = self._settings, self._batches
         sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
-        steps = (
-            PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
-            for at, rows, _ in batches.ahead(progress, sizes)
-        )
+
+        def steps() -> Iterator[PlannedStep]:
+            for at, rows, _ in batches.ahead(progress, sizes):
+                self._most_asked = max(self._most_asked, at.batch)
+                yield PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
+
         assert settings.batch_size_schedule is not None
         return check_stages(
             settings.batch_size_schedule,
-            steps,
+            steps(),
             ranks=distributed.world_size(),
             rows_per_epoch=len(batches.stream),
             drop_last=settings.drop_last,
