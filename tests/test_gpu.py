@@ -14,7 +14,9 @@ from adaptive_batch.batching import Capacity
 from adaptive_batch.memory import GIB, AcceleratorMemory, device_memory, is_out_of_memory
 from adaptive_batch.probe import find_max_batch_size
 from adaptive_batch.replay import CapacityChange
+from adaptive_batch.resume import ResumePoints, newest_whole
 from adaptive_batch.search import BinarySearch, Predictive
+from adaptive_batch.snapshot import RandomState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -201,3 +203,61 @@ def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
     assert split.loss == pytest.approx(whole.loss, rel=1e-4)
     for one, other in zip(expected, found, strict=True):
         assert torch.linalg.norm(one - other) <= 1e-2 * torch.linalg.norm(one)  # matrix products may be in TF32
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_resume_point_of_a_device_goes_on_to_the_bit(tmp_path, asynchronous):
+    """Dropout draws from the device's generator, and training goes on changing what is being written."""
+
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.3), nn.Linear(256, 64)).to(CUDA, torch.bfloat16)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model, optimizer):
+        loss = model(torch.ones(16, 64, device=CUDA, dtype=torch.bfloat16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    model, optimizer = build()
+    with deterministic(CUDA):
+        for _ in range(3):
+            step(model, optimizer)
+        with ResumePoints(tmp_path, asynchronous=asynchronous) as points:
+            tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            points.save(3, tensors, {"random_state": RandomState(CUDA).state_dict()})
+            expected = [step(model, optimizer) for _ in range(5)]
+        point, passed_over = newest_whole(tmp_path)
+        assert passed_over == []
+        tensors, small = point.load()
+        again, its_optimizer = build()
+        again.load_state_dict(tensors["model"])
+        its_optimizer.load_state_dict(tensors["optimizer"])
+        RandomState.from_state_dict(small["random_state"], CUDA).restore()
+        assert [step(again, its_optimizer) for _ in range(5)] == expected
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_noise_of_a_step_is_not_waited_for():
+    """Its norms stay on the device until somebody reads them."""
+    torch.manual_seed(0)
+    model = nn.Embedding(100, 32).to(CUDA)
+    rows = [{"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 100, (16, 8)).tolist()]
+    accumulator = Accumulator(
+        model,
+        collate=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")},
+        to_device=lambda batch: batch.update({key: value.to(CUDA) for key, value in batch.items()}),
+        mean_loss=lambda batch: model(batch["tokens"])[:, 1:].square().mean(),
+        num_real_tokens=lambda row: len(row["tokens"]),
+        ignore_index=-100,
+        capacity=Capacity(4),
+        measures_noise=True,
+    )
+    noise = accumulator.run(rows).noise
+    assert noise.small_squared_norm.device == noise.big_squared_norm.device == CUDA
+    assert float(noise.small_rows) == pytest.approx(4)
+    assert noise.big_rows == 16
+    assert float(noise.big_squared_norm) == pytest.approx(float(model.weight.grad.square().sum()), rel=1e-4)
