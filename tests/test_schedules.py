@@ -7,8 +7,7 @@ from itertools import accumulate, groupby, pairwise
 import pytest
 import small_schedules
 import torch
-from safetensors.torch import load_file
-from small_run import OURS, same_weights
+from small_run import MODEL, OURS, same_weights
 
 from adaptive_batch.batch_schedules import by_noise_scale
 from adaptive_batch.errors import GrowthFunctionError
@@ -209,19 +208,27 @@ def test_past_the_bound_it_is_one_large_batch_in_more_micro_batches(small):
 
 def test_growth_past_the_bound_is_one_large_batch_to_1e_12_in_float64(small):
     """The gradients of a whole run: with plain SGD they are what its weights have moved by."""
-    settings = (*of_lengths(VARIED), *SGD, "dtype=fp64", "loss=torch.nn.CrossEntropyLoss", "epochs=2", "clip_grad_norm=0.5")
-    rule = (*steps_rule([4, 8, 32], ["0.5ep", "1ep"]), "grow_beyond_maximum=True")
-    split = small.run_in_process(OURS, *settings, *rule, "micro_batch_size=3")
-    whole = small.run_in_process(OURS, *settings, *rule, "micro_batch_size=32")
+    base = small.fresh_folder()
+    before = small_schedules.write_base(base, vocab_size=MODEL["vocab_size"], embed_dim=MODEL["embed_dim"])
+    settings = (
+        *of_lengths(VARIED), *SGD, "dtype=fp64", "epochs=2", "clip_grad_norm=0.5", "loss=torch.nn.CrossEntropyLoss",
+        "model._component_=small_schedules.InItsOwnType", f"checkpointer.checkpoint_dir={base}",
+        "checkpointer._component_=torchtune.training.FullModelTorchTuneCheckpointer",
+        "checkpointer.checkpoint_files=[model.pt]", *steps_rule([4, 8, 32], ["0.5ep", "1ep"]), "grow_beyond_maximum=True",
+    )  # fmt: skip
+    split = small.run_in_process(OURS, *settings, "micro_batch_size=3")
+    whole = small.run_in_process(OURS, *settings, "micro_batch_size=32")
     assert figures(split, "micro_batches") == [2] * 4 + [3] * 2 + [11]
     assert set(figures(whole, "micro_batches")) == {1}
     assert figures(split, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-12)
     assert figures(split, "grad_norm") == pytest.approx(figures(whole, "grad_norm"), rel=1e-12)
-    base = load_file(small.base / "model.safetensors")
-    ours, theirs = split.weights(1), whole.weights(1)
+    ours, theirs = (
+        torch.load(next((run.output_dir / "epoch_1").glob("*.bin")), weights_only=True) for run in (split, whole)
+    )
     for name, weight in theirs.items():
-        moved = weight - base[name].double()
-        assert torch.linalg.norm(ours[name] - weight) <= 1e-12 * torch.linalg.norm(moved), name
+        assert weight.dtype == torch.float64
+        moved = torch.linalg.norm(weight - before[name])
+        assert torch.linalg.norm(ours[name] - weight) <= 1e-12 * moved > 0, name
 
 
 # --- rules that follow the gradient noise scale -------------------------------------------------------------------------
