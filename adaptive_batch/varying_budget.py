@@ -69,10 +69,11 @@ def plan_batches_by_rule(
     used, batch_sizes, budgets = [order[:0]], [order[:0]], [order[:0]]
     # The end of a piece cuts one step, and with several ranks makes another of rows too few for a whole one.
     cut = 1 if world_size == 1 else 2
-    budget, steps = 0, cut + 1
+    budget, steps, step = 0, cut + 1, 1
     while len(rest):
-        asked = ask(rule, progress, maximum=maximum).after
-        budget, steps = asked, (cut + 1 if asked != budget else steps)
+        if step:  # asked again at the same progress, a rule that is not pure might never let a piece be long enough
+            asked = ask(rule, progress, maximum=maximum).after
+            budget, steps = asked, (cut + 1 if asked != budget else steps)
         if long_rows == "error" and longest > budget:
             row = int(order[rest.sizes.argmax()])
             raise SettingError(

@@ -238,3 +238,16 @@ def test_stages_that_double_are_filled_one_after_the_other():
     plan, budgets, _ = planned([4] * 100, ramp_by_doubling(64, "4ba", start=16), long_rows="error")
     assert budgets[:5] == [16, 16, 32, 32, 64]
     assert [len(batch) for batch in plan] == [4, 4, 8, 8, 16, 16, 16, 16, 12]
+
+
+@settings(max_examples=50, deadline=None)
+@given(epochs(long_rows="alone"), st.lists(st.integers(1, 200), min_size=2, max_size=7))
+def test_a_rule_that_answers_otherwise_each_time_comes_to_an_end(case, answers):
+    """It is refused by who asks it again; what is planned with it still holds each row once."""
+    lengths, order, arguments, _, _ = case
+    asked = iter(answers * 10_000)
+    lowest = sum(sorted(lengths)[: arguments["min_rows"]])
+    batches, _ = plan_batches_by_rule(
+        lengths, lambda progress: max(lowest, next(asked)), order=order, progress=started(order), **arguments
+    )
+    assert sorted(row for batch in batches.tolist() for row in batch) == sorted(order.tolist())
