@@ -24,6 +24,7 @@ from torchtune import config, training
 
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import is_out_of_memory
+from adaptive_batch.resume_point import flush_folder
 
 log = logging.getLogger("adaptive_batch")
 
@@ -120,9 +121,11 @@ class EpochCheckpoints:
         if target.exists():
             target.rename(replaced)
         (self._aside / folder).rename(target)
+        flush_folder(self._output_dir)  # the weights are there before the recipe state names them
         if (self._aside / _RECIPE_STATE).exists():
             (self._output_dir / _RECIPE_STATE).parent.mkdir(parents=True, exist_ok=True)
             os.replace(self._aside / _RECIPE_STATE, self._output_dir / _RECIPE_STATE)
+            flush_folder((self._output_dir / _RECIPE_STATE).parent)
         shutil.rmtree(replaced, ignore_errors=True)
         shutil.rmtree(self._aside, ignore_errors=True)
 
@@ -195,7 +198,9 @@ def _unreadable(path: Path) -> str | None:
 
 def _flush_to_disk(folder: Path) -> None:
     for path in folder.rglob("*"):
-        if path.is_file():
+        if path.is_dir():
+            flush_folder(path)
+        elif path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 

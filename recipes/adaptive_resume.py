@@ -6,7 +6,8 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,24 @@ ROWS = (
     "long_rows",
 )
 # Everything else that results depend on: another one is said.
-SAID = ("gradient_accumulation_steps", "reference_batch_size")
+SAID = (
+    "gradient_accumulation_steps",
+    "reference_batch_size",
+    "dtype",
+    "loss",
+    "clip_grad_norm",
+    "drop_last",
+    "micro_batch_size",
+    "micro_batch_tokens",
+    "uniform_micro_batches",
+    "pad_to_multiple_of",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+    "compile",
+)
+# What the checkpoint brings with it: another one has no effect, which is said.
+KEPT = "optimizer_settings"
+_OWN_WORDS = ("_component_", "lr")  # of the optimizer, which are said in their own words
 _SAMPLED_ROWS = 64
 
 
@@ -53,6 +71,7 @@ class Checkpoints:
     Attributes:
         recipe_state: what was saved; None unless resuming.
         passed_over: a line for each resume point that was newer and could not be used.
+        on_failure: is told of a resume point that failed in the background while training went on; logs a warning unless set.
 
     Raises:
         CheckpointError: resuming, and nothing whole is there.
@@ -62,6 +81,7 @@ class Checkpoints:
         self._points = ResumePoints(
             Path(cfg.output_dir), keep_last=settings.keep_last_n_checkpoints, asynchronous=settings.saves_asynchronously
         )
+        self.on_failure: Callable[[CheckpointError], object] = _warn
         self._point: ResumePoint | None = None
         self.passed_over: list[str] = []
         self.holds_earlier_run = False
@@ -77,10 +97,10 @@ class Checkpoints:
         try:
             self._epochs = EpochCheckpoints(cfg.checkpointer, resume=True)
         except CheckpointError as error:
+            has_epoch = (Path(cfg.output_dir) / "recipe_state").exists()
             if point is None:
-                said = "".join(f"\n{line}" for line in self.passed_over)
-                raise CheckpointError(f"{error}{said}") from error
-            if (Path(cfg.output_dir) / "recipe_state").exists():
+                raise CheckpointError(self._nothing_whole(cfg.output_dir, str(error) if has_epoch else "")) from error
+            if has_epoch:
                 self.passed_over.append(str(error))
             self._epochs = EpochCheckpoints(cfg.checkpointer, resume=False)
         if point is None or self._is_newer(self._epochs, point):
@@ -107,6 +127,28 @@ class Checkpoints:
             return bool(steps >= others)
         return epochs.order > point.order
 
+    def _nothing_whole(self, folder: str, epoch: str) -> str:
+        """Why there is nothing to go on from; `epoch` is what is wrong with the last epoch, if there is one."""
+        reasons = [*filter(None, [epoch]), *self.passed_over]
+        if len(reasons) == 1 and epoch:
+            return epoch
+        if reasons:
+            return "\n".join(
+                [
+                    f"{folder} holds nothing whole to go on from; restore one of these, or give another output_dir:",
+                    *reasons,
+                ]
+            )
+        if any(Path(folder).glob("epoch_*")):
+            return (
+                f"{folder} holds the weights of a run that is done, and nothing to go on from: the last epoch is saved without "
+                "its recipe_state; train on from its weights with another output_dir and resume_from_checkpoint=False"
+            )
+        return (
+            f"{folder} holds nothing to go on from: no resume point (step_N), and no recipe_state of an epoch; check output_dir, "
+            "or set resume_from_checkpoint=False to begin, as for a run that was ended before its first save"
+        )
+
     def load_weights(self) -> Mapping[str, Any]:
         """The model's state dict, in torchtune's naming; the optimizer's comes into :attr:`recipe_state`."""
         weights: Mapping[str, Any] = self._epochs.load_weights()
@@ -120,12 +162,12 @@ class Checkpoints:
         return model
 
     def save_epoch(self, model_state: Mapping[str, Any], *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Save an epoch, once resume points that are being written are whole.
+        """Save an epoch, once a resume point that is being written is whole or has failed.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
         """
-        self.wait()
+        self._settle()
         self._epochs.save(model_state, recipe_state=recipe_state, epoch=epoch)
 
     def save_step(
@@ -134,9 +176,12 @@ class Checkpoints:
         """Save a resume point; returns the seconds that training stood still.
 
         Raises:
-            CheckpointError: this one, or one before that was being written, failed; what was saved before is untouched.
+            CheckpointError: saving failed, unless it goes on in the background; what was saved before is untouched.
         """
-        return self._points.save(step, {"model": model_state, "optimizer": optimizer_state}, dict(state))
+        start = time.perf_counter()
+        self._settle()
+        self._points.save(step, {"model": model_state, "optimizer": optimizer_state}, dict(state))
+        return time.perf_counter() - start
 
     def wait(self) -> None:
         """Wait for a resume point that is being written.
@@ -154,14 +199,26 @@ class Checkpoints:
         """
         self._points.close()
 
+    def _settle(self) -> None:
+        """Wait for a resume point that is being written in the background; that it failed is said, and no more."""
+        try:
+            self._points.wait()
+        except CheckpointError as error:
+            self.on_failure(error)
+
+
+def _warn(error: CheckpointError) -> None:
+    log.warning("training goes on without a resume point: %s", error)
+
 
 def conditions(parts: TrainingParts) -> dict[str, Any]:
     """What a run's results depend on beside its progress, as plain values."""
     cfg, settings = parts.cfg, parts.settings
-    found: dict[str, Any] = {name: _plain(cfg.get(name, None)) for name in RUN if name != "dataset"}
+    found: dict[str, Any] = {name: _plain(cfg.get(name, None)) for name in (*RUN, *SAID) if name != "dataset"}
     found["lr_clock"] = str(settings.lr_clock)
     found |= {name: getattr(settings, name) for name in (*ROWS, *SAID) if hasattr(settings, name)}
     found |= {"shuffle": bool(cfg.shuffle), "reference_batch_size": str(reference_batch(settings))}
+    found[KEPT] = _plain(OmegaConf.masked_copy(cfg.optimizer, [key for key in cfg.optimizer if key not in _OWN_WORDS]))
     return {**found, "dataset": _name_of_rows(parts), "rows": len(parts.dataset)}
 
 
@@ -190,7 +247,9 @@ def compare(
     for name in differs:
         if name in refused and name not in allowed:
             after, before = _shown(name, now, saved), _shown(name, saved, now)
-            remedy = f"the checkpoint was trained with {before}; go on with that, or say resume_allow_changes=[{name}]"
+            remedy = (
+                f"the checkpoint was trained with {before!r}; go on with that, or say resume_allow_changes=[{name}]"
+            )
             raise SettingError(name, after, remedy)
     return differs, in_mid_epoch and any(name in ("dataset", *ROWS) for name in differs)
 
@@ -199,6 +258,10 @@ def say_changes(differs: Sequence[str], saved: Mapping[str, Any], now: Mapping[s
     """One line for each setting that differs from the checkpoint's."""
     for name in differs:
         before, after = _shown(name, saved, now), _shown(name, now, saved)
+        if name == KEPT:
+            message = f"optimizer {after} has no effect: the checkpoint's {before} goes on"
+            record.decision("no_effect", message, key="optimizer", configured=now[name], kept=saved[name])
+            continue
         message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
         record.decision(name, message, before=saved[name], after=now[name])
 

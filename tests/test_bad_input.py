@@ -12,6 +12,16 @@ PROBE = "use_maximum_batch_size=True"
 LENGTHS = "dataset.lengths=[10,20,30,40]"
 OF_LENGTHS = ("dataset._component_=small_growth.OfLengths", LENGTHS, "batch_size=2")
 VALIDATED = ("dataset_val._component_=small_growth.OfLengths", "dataset_val.lengths=[5]", "run_val_every_n_steps=1")
+SCHEDULE = "batch_size_schedule"
+STEPS = (
+    f"{SCHEDULE}._component_=adaptive_batch.growth.steps",
+    f"{SCHEDULE}.batch_sizes=[4,8,16]",
+    f"{SCHEDULE}.thresholds=[0.5ep,1ep]",
+)
+COSINE = (
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
 PICTURES = "dataset._component_=small_growth.with_pictures"
 
 REFUSED = {
@@ -107,16 +117,11 @@ REFUSED = {
     "a word for a switch": (["optimizer_in_bwd=maybe"], "optimizer_in_bwd='maybe'", "True or False"),
     # keys
     "a key that is nearly ours": (["use_max_batch_size=True"], "use_max_batch_size=True", "use_maximum_batch_size"),
-    **{
-        f"{key} is for later": ([f"{key}={value}"], f"{key}=", "not supported yet")
-        for key, value in {
-            "grow_beyond_maximum": "True",
-            "lr_clock": "steps",
-            "save_every_n_steps": 10,
-            "batch_size_schedule": "a.b",
-            "plan_only": "True",
-        }.items()
-    },
+    "a switch of synchronization is for later": (
+        ["sync_gradients_every_micro_batch=False"],
+        "sync_gradients_every_micro_batch=False",
+        "not supported yet; remove it or set it to null",
+    ),
     # what does not go together
     "optimizer in backward with accumulation": (
         ["optimizer_in_bwd=True", "gradient_accumulation_steps=2"],
@@ -253,8 +258,19 @@ REFUSED = {
             "batch_tokens=100",
             "uniform_micro_batches=rows",
             "micro_batch_size=2",
+            "log_gradient_noise_scale=True",
+            "grow_beyond_maximum=True",
         )
     },
+    "optimizer in backward with a rule of the noise scale": (
+        [
+            "optimizer_in_bwd=True",
+            f"{SCHEDULE}._component_=adaptive_batch.growth.by_noise_scale",
+            f"{SCHEDULE}.start=4",
+        ],
+        SCHEDULE,
+        "there is no gradient left to measure",
+    ),
     # validation
     "a validation set that is empty": (
         [*VALIDATED, "dataset_val._component_=small_growth.empty_dataset"],
@@ -277,6 +293,142 @@ REFUSED = {
         "lr_scheduler='ReduceLROnPlateau'",
         "torchtune's cosine schedule, would do",
     ),
+    **{
+        f"a clock that is {name}": ([*COSINE, f"lr_clock={value}"], shown, remedy)
+        for name, value, shown, remedy in (
+            ("no unit", "epochs", "lr_clock='epochs'", "give one of samples, tokens, steps"),
+            ("a number", 3, "lr_clock=3", "give one of samples, tokens, steps"),
+            ("a list", "[steps]", "lr_clock=", "or a block such as {warmup: steps, decay: tokens}"),
+            (
+                "no unit for one of two",
+                "{warmup: steps, decay: rows}",
+                "lr_clock=",
+                "give one of samples, tokens, steps",
+            ),
+            ("another block", "{warmup: steps, cooldown: steps}", "lr_clock.cooldown='steps'", "warmup and decay"),
+        )
+    },
+    **{
+        f"{clock} for a scheduler that counts, {scheduler}": (
+            [f"lr_scheduler._component_={scheduler}", f"lr_clock={clock}"],
+            "lr_clock=",
+            f"{scheduler} counts steps and can follow nothing else; give steps, or a LambdaLR such as",
+        )
+        for clock in ("samples", "tokens")
+        for scheduler in ("small_growth_scheduler.step_lr", "small_schedules.one_cycle")
+    },
+    "a warm-up of its own for a scheduler that counts": (
+        ["lr_scheduler._component_=small_growth_scheduler.step_lr", "lr_clock={warmup: steps, decay: tokens}"],
+        "lr_clock=",
+        "a warm-up of its own unit needs a scheduler with num_warmup_steps, such as",
+    ),
+    "a warm-up of its own without one": (
+        ["lr_scheduler._component_=small_schedules.linear", "lr_clock={warmup: steps, decay: tokens}"],
+        "lr_clock=",
+        "give one unit for both",
+    ),
+    # schedules
+    **{
+        f"thresholds {what}": ([*STEPS, f"{SCHEDULE}.thresholds={value}"], f"{SCHEDULE}.thresholds=", remedy)
+        for what, value, remedy in (
+            ("that fall", "[2ep,1ep]", "they must rise, and 1ep comes after 2ep"),
+            ("given twice", "[1ep,1.0ep]", "1ep is given twice"),
+            ("of two units", "[1ep,200ba]", "give all in one unit"),
+            ("of zero", "[0ep,1ep]", "the first must be above 0"),
+            ("without a unit", "[1,2ep]", "it has no unit; give one of ep (epochs), ba (optimizer steps)"),
+            ("of an unknown unit", "[1epoch,2ep]", "unknown unit 'epoch'; give one of ep (epochs)"),
+            ("below zero", "[-1ep,2ep]", "it must not be negative"),
+            ("in parts of a step", "[1.5ba,3ba]", "ba are counted in whole ones"),
+            ("that are too few", "[1ep]", ""),
+            ("that are no list", "1ep", "give a list, such as [1ep, 2ep]"),
+        )
+    },
+    **{
+        f"batch sizes of {value}": (
+            [*STEPS, f"{SCHEDULE}.batch_sizes=[4,{value},16]"],
+            f"{SCHEDULE}.batch_sizes=",
+            "1 to",
+        )
+        for value in (0, -8, 2.5, "True", "many")
+    },
+    "a stage that no epoch has the rows for": (
+        [*STEPS, f"{SCHEDULE}.batch_sizes=[4,8,64]", "drop_last=True"],
+        f"{SCHEDULE}=64",
+        "64 rows on each of 1 devices are more than an epoch's 32, and drop_last drops such a step; ask for 32 or fewer, "
+        "or set drop_last=False",
+    ),
+    "a stage that is over within a step": (
+        [*STEPS, f"{SCHEDULE}.batch_sizes=[16,2,4]", f"{SCHEDULE}.thresholds=[1sp,2sp]"],
+        f"{SCHEDULE}=",
+        "no step has batch 2, which it asks for from 1sp on",
+    ),
+    "a schedule with accumulation": (
+        [*STEPS, "gradient_accumulation_steps=2"],
+        "gradient_accumulation_steps=2",
+        "its micro-batches follow from what fits; set it to 1",
+    ),
+    "a rule of the noise scale by tokens": (
+        [f"{SCHEDULE}._component_=adaptive_batch.growth.by_noise_scale", f"{SCHEDULE}.start=4", "batch_tokens=200"],
+        "batch_tokens=200",
+        "the gradient noise scale is counted in rows; remove batch_tokens",
+    ),
+    "a ready rule that is not there": (
+        [f"{SCHEDULE}._component_=adaptive_batch.growth.stepz"],
+        SCHEDULE,
+        "near it: steps",
+    ),
+    "a ready rule without its arguments": (
+        [f"{SCHEDULE}._component_=adaptive_batch.growth.linear_ramp", f"{SCHEDULE}.start=4"],
+        SCHEDULE,
+        "",
+    ),
+    "a rule that is not callable": ([f"{SCHEDULE}=small_schedules.NOT_CALLABLE"], SCHEDULE, "give a function"),
+    "a rule of two arguments": (
+        [f"{SCHEDULE}=small_schedules.takes_two"],
+        SCHEDULE,
+        "it is called as rule(progress) with one positional argument",
+    ),
+    "a rule that is a number": ([f"{SCHEDULE}=16"], f"{SCHEDULE}=16", "dotted path"),
+    "a rule in a module that is not there": ([f"{SCHEDULE}=nowhere.f"], "nowhere.f", "no module nowhere"),
+    "a rule that raises": ([f"{SCHEDULE}=small_schedules.raises"], r"Progress\(.*steps=0", "KeyError: 'no such stage'"),
+    "a rule that raises later": (
+        [f"{SCHEDULE}=small_schedules.raises_in_second_epoch"],
+        r"Progress\(epoch=1",
+        "KeyError: 'no such stage'",
+    ),
+    **{
+        f"a rule that {name}": (
+            [f"{SCHEDULE}=small_schedules.{name}"],
+            rf"small_schedules\.{name}\(Progress\(",
+            "it must return what a step on one device holds: a whole number, 1 or more, at most 1000000000",
+        )
+        for name in ("returns_none", "returns_zero", "returns_float", "returns_huge")
+    },
+    "a rule by tokens whose answers change": (
+        [*OF_LENGTHS, f"{SCHEDULE}=small_schedules.another_each_time", "batch_tokens=100", "long_rows=alone"],
+        "another_each_time",
+        "something else when asked again: with batch_tokens it must be a function of progress alone",
+    ),
+    # resume points
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", "give a whole number, 1 or more")
+        for key in ("save_every_n_steps", "keep_last_n_checkpoints")
+        for value in (0, -1, 1.5, "x", "True")
+    },
+    **{
+        f"resume_allow_changes={value}": (
+            [f"resume_allow_changes={value}"],
+            "resume_allow_changes=",
+            "give the names of keys",
+        )
+        for value in (3, "True", "[3]", "{dataset: True}")
+    },
+    "an assumed maximum of zero": (
+        ["plan_only=True", "probe.assumed_maximum=0"],
+        "probe.assumed_maximum=0",
+        "1 or more",
+    ),
+    "plan_only that is no switch": (["plan_only=maybe"], "plan_only='maybe'", "True or False"),
     # names
     **{
         f"{nearly} for {meant}": ([f"{nearly}=1"], f"{nearly}=1", f"{meant} is probably meant")
@@ -289,6 +441,16 @@ REFUSED = {
             "reference_batchsize": "reference_batch_size",
             "pad_to_multiple": "pad_to_multiple_of",
             "run_val_every_steps": "run_val_every_n_steps",
+            "save_every_n_step": "save_every_n_steps",
+            "keep_last_n_checkpoint": "keep_last_n_checkpoints",
+            "batch_schedule": "batch_size_schedule",
+            "batchsize_schedule": "batch_size_schedule",
+            "lr_clok": "lr_clock",
+            "lr_clocks": "lr_clock",
+            "plan_onyl": "plan_only",
+            "grow_beyond_max": "grow_beyond_maximum",
+            "resume_allow_change": "resume_allow_changes",
+            "log_gradient_noise": "log_gradient_noise_scale",
         }.items()
     },
     # the data

@@ -86,7 +86,9 @@ def test_bert24s_ramp_has_the_steps_samples_micro_batches_and_rates_that_come_ou
 def test_the_loss_of_each_full_batch_of_samples_is_the_mean_over_the_steps_that_make_it(doubled):
     """A full batch is 64 rows, the largest that is planned."""
     assert records(doubled, "step")[0].get("loss_per_full_batch") is None
-    full = {step["step"]: step["loss_per_full_batch"] for step in records(doubled, "step") if "loss_per_full_batch" in step}
+    full = {
+        step["step"]: step["loss_per_full_batch"] for step in records(doubled, "step") if "loss_per_full_batch" in step
+    }
     losses, batches = figures(doubled, "loss"), figures(doubled, "batch_size")
     expected, begin = {}, 0
     for step in range(1, len(batches) + 1):
@@ -263,7 +265,9 @@ def test_a_rule_that_follows_the_noise_scale_does_what_it_would_do_by_hand(led):
 
 
 def test_a_rule_that_follows_the_noise_scale_never_passes_the_bound(small):
-    finished = small.run_in_process(OURS, *LED, "micro_batch_size=auto", "gradient_accumulation_steps=1", "probe.maximum=3")
+    finished = small.run_in_process(
+        OURS, *LED, "micro_batch_size=auto", "gradient_accumulation_steps=1", "probe.maximum=3"
+    )
     assert max(figures(finished, "batch_size")) <= 3
 
 
@@ -291,7 +295,9 @@ def test_the_noise_scale_is_logged_without_a_rule_that_follows_it(small):
 def test_a_rule_that_fails_in_mid_run_leaves_what_was_saved_whole(small):
     output = small.fresh_folder()
     failing = (f"{KEY}=small_schedules.raises_in_training", "metric_logger._component_=small_schedules.Telling")
-    with pytest.raises(GrowthFunctionError, match=r"raises_in_training\(Progress\(.*steps=12.* KeyError: 'lost in mid-run'"):
+    with pytest.raises(
+        GrowthFunctionError, match=r"raises_in_training\(Progress\(.*steps=12.* KeyError: 'lost in mid-run'"
+    ):
         small.run_in_process(OURS, *failing, "save_every_n_steps=5", f"output_dir={output}")
     assert sorted(path.name for path in output.glob("*_[0-9]*")) == ["epoch_0", "step_10", "step_5"]
     small_schedules.TRAINED.clear()
