@@ -76,7 +76,8 @@ def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan,
     if unit == "tokens":
         return begin + progress.epoch_tokens * reference.steps / plan.tokens
     if not plan.is_open:
-        return begin + progress.epoch_rows * reference.steps / plan.slots
+        slots = reference.slots if plan.stepped_rows == reference.stepped_rows else plan.slots
+        return begin + progress.epoch_rows * reference.steps / slots
     by_steps = progress.epoch_steps / plan.most_steps if plan.most_steps else 0.0
     return begin + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
 

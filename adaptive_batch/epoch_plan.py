@@ -49,6 +49,11 @@ class EpochPlan:
         return min(self.step_rows, self.rows - step * self.step_rows)
 
     @property
+    def stepped_rows(self) -> int:
+        """Rows that the epoch's steps have."""
+        return min(self.rows, self.slots) if self.sizes is None else sum(self.sizes)
+
+    @property
     def slots(self) -> int:
         """Rows that the epoch's steps have room for; a short last step counts in full where the others are of one size."""
         if self.sizes is None:

@@ -231,8 +231,8 @@ def check_stages(
             raise SettingError(
                 KEY,
                 batch,
-                f"{rows} rows on each of {ranks} devices are more than an epoch's {rows_per_epoch}, and drop_last drops such "
-                f"a step; {f'ask for {fewer} or fewer, or ' if (fewer := rows_per_epoch // ranks) else ''}set drop_last=False",
+                f"{rows} rows{f' on each of {ranks} devices' if ranks > 1 else ''} are more than an epoch's {rows_per_epoch}, and "
+                f"drop_last drops such a step; {f'ask for {fewer} or fewer, or ' if (fewer := rows_per_epoch // ranks) else ''}set drop_last=False",
             )
     used = {stage_of(step.progress) for step in steps}
     lines = []

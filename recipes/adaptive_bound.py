@@ -168,7 +168,7 @@ class BoundSearch:
             return probe.assumed_maximum, tokens, "probe.assumed_maximum says so"
         found = load_latest(path, settings=self._settings_name(tokens))
         if found is None:
-            return 0, tokens, f"no search is in {path}; probe.assumed_maximum=N would be taken for it"
+            return 0, tokens, f"{path} has no search of these settings; plan with one by probe.assumed_maximum=N"
         return found.max_batch_size, tokens, f"a search found that before ({path})"
 
     def of_row(self, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:

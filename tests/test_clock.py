@@ -95,3 +95,14 @@ def test_a_clock_is_one_unit_or_two():
 def test_what_is_no_clock_is_refused_with_what_would_do(value):
     with pytest.raises(SettingError, match=r"lr_clock.*(give one of samples, tokens, steps|there are warmup and decay)"):
         Clock.from_config(value)
+
+
+def test_a_grown_batch_whose_last_step_is_short_is_where_the_constant_batch_would_be():
+    reference, plan = (EpochPlan.of(112, step_rows=rows, drop_last=False) for rows in (16, 32))
+    clocks = [schedule_clock(Progress(epoch_rows=rows), plan=plan, reference=reference) for rows in (0, 32, 64, 96)]
+    assert clocks == [0, 2, 4, 6]
+
+
+def test_where_the_end_of_the_epoch_drops_other_rows_the_clock_still_comes_to_the_end():
+    reference, plan = (EpochPlan.of(100, step_rows=rows, drop_last=True) for rows in (16, 32))
+    assert schedule_clock(Progress(epoch_rows=96), plan=plan, reference=reference) == reference.steps == 6

@@ -156,8 +156,8 @@ def test_the_schedule_is_not_stretched_by_growth(small):
     peak = max(rates)
     assert rates.index(peak) == 2  # two steps of warm-up at the batch that training began with
     assert all(later < earlier for earlier, later in pairwise(rates[2:]))
-    assert len(steps) == 8 + 4 + 3  # instead of 24, and the last one is at 21 1/3 of the 24 that the schedule has
-    assert rates[-1] == pytest.approx(peak * 0.5 * (1 + math.cos(math.pi * (64 / 3 - 2) / 22)))
+    assert len(steps) == 8 + 4 + 3  # instead of 24, and the last one begins where a batch of 4 would take step 22
+    assert rates[-1] == pytest.approx(peak * 0.5 * (1 + math.cos(math.pi * (22 - 2) / 22)))
 
 
 def test_a_schedule_that_counts_steps_is_warned_about(small, caplog):

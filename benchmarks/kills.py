@@ -1,0 +1,81 @@
+"""Whether a run that is killed and resumed is the one that was never killed: genuine kills at many moments, in several ways.
+
+    python benchmarks/kills.py [--kills N] [--seed N] [--jobs N] [--ways WAY ...] [--output DIR]
+
+Each way is trained once from beginning to end; then runs of it are killed by SIGKILL, N in all, and resumed each time by
+the real command line (see tests/small_kills.py). Weights of every epoch, every figure of every step and of every
+validation, times excepted, are compared bit by bit, steps that were done again with what they were the first time, and the audit must
+hold. Exits 1 where anything differs, or where a moment was never hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import records
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import small_kills
+from small_kills import MOMENTS, WAYS
+
+
+def experiment(way: str, *, kills: int, seed: int) -> dict[str, Any]:
+    """In a process of its own, as what it forks must not have threads."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--kills", str(kills), "--seed", str(seed), "--folder", folder]
+        command = [sys.executable, small_kills.__file__, *options, way]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"way": way, "differing": [f"it failed: {done.stderr[-3000:]}"], "by_moment": {}, "kills": 0}
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+
+def show(all_found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print each as it comes."""
+    columns = "  ".join(MOMENTS)
+    print(f"{'way':<13}  {columns}  kills  runs  steps  differing  seconds", flush=True)
+    rows = []
+    for found in all_found:
+        rows.append(found)
+        hits = "  ".join(f"{found['by_moment'].get(moment, '-'):>{len(moment)}}" for moment in MOMENTS)
+        counts = f"{found['kills']:>5}  {found.get('runs', 0):>4}  {found.get('steps', 0):>5}"
+        print(
+            f"{found['way']:<13}  {hits}  {counts}  {len(found['differing']):>9}  {found.get('seconds', 0):>7.1f}",
+            flush=True,
+        )
+        for difference in found["differing"]:
+            print(f"  DIFFERING {difference}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=40, help="of each way")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="ways at a time")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        ways = reversed(arguments.ways)  # the longest first
+        begun = [pool.submit(experiment, way, kills=arguments.kills, seed=arguments.seed) for way in ways]
+        rows = show(future.result() for future in as_completed(begun))
+    rows.sort(key=lambda row: list(WAYS).index(row["way"]))
+    kills, differing = sum(row["kills"] for row in rows), sum(len(row["differing"]) for row in rows)
+    never_hit = [f"{row['way']}: {moment}" for row in rows for moment, hits in row["by_moment"].items() if not hits]
+    print(f"\n{kills} kills, {differing} differences" + "".join(f"; never killed {moment}" for moment in never_hit))
+    records.write("kills", arguments.output, kills=kills, differing=differing, never_hit=never_hit, ways=rows)
+    sys.exit(bool(differing or never_hit or not kills))
+
+
+if __name__ == "__main__":
+    main()
