@@ -6,11 +6,14 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
+
+from .errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
 
@@ -23,6 +26,9 @@ class RunRecord:
     Args:
         path: the file; appended to, so that a record outlives restarts. A line torn by a kill is closed, not joined.
         enabled: False writes nothing (ranks other than zero).
+
+    Raises:
+        SettingError: another process is writing it.
     """
 
     def __init__(self, path: Path, *, enabled: bool = True) -> None:
@@ -31,6 +37,13 @@ class RunRecord:
             path.parent.mkdir(parents=True, exist_ok=True)
             torn = _ends_torn(path)
             self._file = path.open("a", encoding="utf-8")
+            if not _locked(self._file):
+                self._file.close()
+                raise SettingError(
+                    "output_dir",
+                    str(path.parents[1]),
+                    "another run is writing there; give this one a folder of its own",
+                )
             if torn:
                 self._file.write("\n")
 
@@ -87,6 +100,21 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if torn := records.count(None):
         log.warning("%s: %d torn %s left out", path, torn, "line is" if torn == 1 else "lines are")
     return [record for record in records if record is not None]
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether the file is ours alone now, until it is closed or this process ends by any means."""
+    if sys.platform == "win32":  # which has no locks of this kind
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _ends_torn(path: Path) -> bool:

@@ -89,16 +89,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.checkpoints = Checkpoints(self.cfg, self.settings)
         self.conditions = conditions(self.parts)
         self.differs: list[str] = []
+        self.kept: dict[str, tuple[Any, Any]] = {}
         self.saved: dict[str, Any] = {}
         self.begins_epoch_anew = False
         state = self.checkpoints.recipe_state
         if state is None:
             return
         for name, key in (("seed", training.SEED_KEY), ("max_steps_per_epoch", training.MAX_STEPS_KEY)):
-            if getattr(self, name) != state[key]:
-                log.warning(
-                    "%s=%s differs from the checkpoint's; going on with %s", name, getattr(self, name), state[key]
-                )
+            if (configured := getattr(self, name)) != state[key]:
+                self.kept[name] = configured, state[key]
                 setattr(self, name, state[key])
         self.saved = ours = state.get(STATE_KEY, {})
         self.progress = Progress(**ours["progress"]) if ours else Progress(epoch=state[training.EPOCHS_KEY])
@@ -139,7 +138,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         parts.check_rows()
         self.load_checkpoint()
         self.batches = TrainingBatches(parts, seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch)
-        if self.continues_batch:
+        follows_schedule = bool(self.saved) and settings.batch_size_schedule is not None
+        if self.continues_batch or follows_schedule:
             self.batches.batch_size = self.saved["batch_size"]
         self.batches.first_batch_size = self.saved.get("first_batch_size") if self.continues_batch else None
         validates_what_fits = settings.validation is not None and settings.validation.fits_itself
@@ -151,9 +151,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if settings.plan_only:
             print(self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch))
             return
+        self.record = RunRecord(self.output_dir / "adaptive_batch" / "run.jsonl", enabled=distributed.is_rank_zero())
         self.metric_logger = config.instantiate(self.cfg.metric_logger)
         self.metric_logger.log_config(self.cfg)
-        self.record = RunRecord(self.output_dir / "adaptive_batch" / "run.jsonl", enabled=distributed.is_rank_zero())
+        self.checkpoints.on_failure = self._say_failed_save
         resumed = self.checkpoints.recipe_state or {}
         self._say_where_it_starts(bool(resumed))
         self._say_what_changed(resumed)
@@ -166,7 +167,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self._say_whose_rate()
         self.batches.batch_size = self.capacity.find(
             self.batches.batch_size,
-            goes_on=self.continues_batch or bool(self.saved and settings.batch_size_schedule),
+            goes_on=self.continues_batch or follows_schedule,
             saved=self.saved,
         )
         self.validation = (
@@ -248,6 +249,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {saved}"
             self.record.decision("batch_size", message, before=saved, after=configured)
         say_changes(self.differs, ours, self.conditions, record=self.record)
+        for name, (value, goes_on) in self.kept.items():
+            message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
+            self.record.decision("no_effect", message, key=name, configured=value, after=goes_on)
         if not resumed and self.checkpoints.holds_earlier_run:
             message = f"{self.output_dir} holds an earlier run, which this one replaces save by save"
             self.record.decision("replaces", f"{message}; until its first save, resuming goes on with the earlier")
@@ -319,7 +323,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler.start()
         first_epoch = self.progress.epoch
         if first_epoch >= self.settings.epochs:
-            log.info("nothing to train: %d epochs are done and epochs=%d", first_epoch, self.settings.epochs)
+            message = f"nothing to train: {first_epoch} epochs are done and epochs={self.settings.epochs}"
+            self.record.decision("nothing_to_train", message)
         with Preemption() as self.preemption:
             for epoch in range(first_epoch, self.settings.epochs):
                 if epoch > first_epoch:
@@ -338,7 +343,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.unlabelled = 0
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
-        self.record.decision("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
+        if first_epoch < self.settings.epochs:
+            self.record.decision("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
         self.profiler.stop()
 
     def _train_epoch(self) -> None:
@@ -491,12 +497,16 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         except CheckpointError as error:
             if self.preemption.requested:
                 raise
-            self.record.decision("checkpoint_failed", f"training goes on without a resume point: {error}", step=step)
+            self._say_failed_save(error)
             return
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
         self.record.decision("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
         if self.preemption.requested:
             self._end_early()
+
+    def _say_failed_save(self, error: CheckpointError) -> None:
+        message = f"training goes on without a resume point: {error}"
+        self.record.decision("checkpoint_failed", message, step=self.progress.steps)
 
     def _end_early(self) -> None:
         message = f"asked to end: saved at step {self.progress.steps}; resume_from_checkpoint=True goes on from there"
@@ -533,10 +543,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         }
 
     def cleanup(self) -> None:
-        """Close the logs."""
-        if not self.settings.plan_only:
-            self.metric_logger.close()
-            self.record.close()
+        """Close the logs, as far as they were opened."""
+        for name in ("metric_logger", "record"):
+            if hasattr(self, name):
+                getattr(self, name).close()
 
 
 def check_output_dir(folder: Path) -> None:
@@ -555,8 +565,8 @@ def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe: YAML first, then key=value from the command line over it."""
     config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
     recipe = AdaptiveFullFinetuneRecipe(cfg=cfg)
-    recipe.setup()
     try:
+        recipe.setup()
         recipe.train()
     finally:
         recipe.cleanup()

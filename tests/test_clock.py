@@ -93,7 +93,9 @@ def test_a_clock_is_one_unit_or_two():
 
 @pytest.mark.parametrize("value", ["epochs", 3, ["steps"], {"warmup": "rows"}, {"warm": "steps"}])
 def test_what_is_no_clock_is_refused_with_what_would_do(value):
-    with pytest.raises(SettingError, match=r"lr_clock.*(give one of samples, tokens, steps|there are warmup and decay)"):
+    with pytest.raises(
+        SettingError, match=r"lr_clock.*(give one of samples, tokens, steps|there are warmup and decay)"
+    ):
         Clock.from_config(value)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.batch_schedules import ask, linear_ramp, ramp_by_doubling, steps
+from adaptive_batch.batch_schedules import ask, ramp_by_doubling, steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.growth import at_epochs, geometric
 from adaptive_batch.plan import PlannedStep, as_record, asked_ahead, check_stages, stages_of, table
@@ -158,7 +158,9 @@ def test_a_stage_that_training_ends_before_is_named():
 
 def test_a_stage_that_is_too_short_for_a_step_is_refused():
     short = steps([128, 16, 64], ["100sp", "120sp"])
-    with pytest.raises(SettingError, match="no step has batch 16, which it asks for from 100sp on: that is over before"):
+    with pytest.raises(
+        SettingError, match="no step has batch 16, which it asks for from 100sp on: that is over before"
+    ):
         check_stages(short, planned(short, rows=640, epochs=1), **DATA)
 
 

@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from adaptive_batch.errors import SettingError
 from adaptive_batch.report import RunRecord, iterate_records, read_records
 
 
@@ -74,3 +77,14 @@ def test_records_come_one_by_one_and_a_torn_line_is_none(tmp_path):
     assert next(records) == {"kind": "step", "step": 1}
     assert list(records) == [None, None, None, {"kind": "end"}]
     assert read_records(path) == [{"kind": "step", "step": 1}, {"kind": "end"}]
+
+
+def test_a_record_that_another_run_is_writing_is_refused(tmp_path):
+    path = tmp_path / "adaptive_batch" / "run.jsonl"
+    with RunRecord(path) as first:
+        with pytest.raises(SettingError, match=r"output_dir=.*another run is writing there; give this one a folder"):
+            RunRecord(path)
+        first.decision("still", "written")
+    with RunRecord(path) as second:  # it ended, by whatever means
+        second.decision("next", "written")
+    assert [record["kind"] for record in read_records(path)] == ["still", "next"]
