@@ -176,6 +176,7 @@ class Accumulator:
     def _attempt(self, rows: Sequence[Row]) -> StepResult:
         lengths = list(map(_length, rows))
         pieces = micro_batches(lengths, self.capacity, self._shapes)
+        assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
         self._replay.current = fullest = self.capacity.fullest(pieces)
         loss_sum = label_tokens = torch.zeros(())
         padded_tokens = num_run = 0

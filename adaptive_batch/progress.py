@@ -21,6 +21,7 @@ class Progress:
         rows_per_epoch: rows that an epoch has; 0 where that is not known.
         batch: what the last step was asked to hold on one device, in rows or, by `batch_tokens`, in tokens; 0 before the first.
         noise_scale: the smoothed gradient noise scale, in rows; None where it is not measured or not known yet.
+        batch_before_epoch, noise_scale_before_epoch: the same two where the current epoch began.
     """
 
     epoch: int = 0
@@ -33,6 +34,8 @@ class Progress:
     rows_per_epoch: int = 0
     batch: int = 0
     noise_scale: float | None = None
+    batch_before_epoch: int = 0
+    noise_scale_before_epoch: float | None = None
 
     @property
     def epochs(self) -> float:
@@ -53,14 +56,22 @@ class Progress:
 
     def after_epoch(self) -> Progress:
         """At the start of the next epoch."""
-        return replace(self, epoch=self.epoch + 1, epoch_rows=0, epoch_steps=0, epoch_tokens=0)
-
-    def at_epoch_start(self) -> Progress:
-        """Where the current epoch began, as far as what is counted goes; the last batch and the noise are not known."""
         return replace(
             self,
-            batch=0,
-            noise_scale=None,
+            epoch=self.epoch + 1,
+            epoch_rows=0,
+            epoch_steps=0,
+            epoch_tokens=0,
+            batch_before_epoch=self.batch,
+            noise_scale_before_epoch=self.noise_scale,
+        )
+
+    def at_epoch_start(self) -> Progress:
+        """Where the current epoch began."""
+        return replace(
+            self,
+            batch=self.batch_before_epoch,
+            noise_scale=self.noise_scale_before_epoch,
             epoch_rows=0,
             steps=self.steps - self.epoch_steps,
             samples=self.samples - self.epoch_rows,

@@ -245,7 +245,8 @@ class Settings:
                 f"max_rows_per_batch is {self.max_rows_per_batch}; give that or less",
             )
         size = self.micro_batch_size
-        rows_alike = self.uniform_micro_batches in ("rows", "both") and not self.batch_tokens and not self.batch_changes
+        changes = self.batch_changes or self.grows or bool(self.batch_tokens)
+        rows_alike = self.uniform_micro_batches in ("rows", "both") and not changes
         splits = isinstance(size, int) and 1 < size < self.step_rows
         if rows_alike and splits and largest_divisor(self.step_rows, at_most=int(size or 1)) == 1:
             raise SettingError(

@@ -212,7 +212,7 @@ def summary(run: Run, seconds: list[float], cpu_seconds: list[float], *, num_row
         "highest_rate": max(step["lr"] for step in steps),
         "held_out": run.held_out,
         "train": windows(steps, total=EPOCHS * num_rows),
-        "batches": changes_of("batch_size", steps),
+        "batches": batches_of(steps),
         "noise_scale": [
             (step["samples_seen"], round(step["gradient_noise_scale"], 2))
             for step in steps
@@ -237,12 +237,18 @@ def windows(steps: list[dict[str, Any]], *, total: int) -> list[tuple[int, float
     return [(total * (index + 1) // WINDOWS, loss / count) for index, (loss, count) in enumerate(sums)]
 
 
-def changes_of(name: str, steps: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(samples before the step, value) for the first step and for each whose value is another than the step's before it."""
+def batches_of(steps: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """(samples before the step, its rows) for the first step and each with other rows than the step before it.
+
+    The last step of an epoch that holds what is left is no change of the batch.
+    """
+    last_of_epoch = {step["epoch"]: step["step"] for step in steps}
     changes: list[tuple[int, int]] = []
     for step in steps:
-        if not changes or changes[-1][1] != step[name]:
-            changes.append((step["samples_seen"] - step["batch_size"], step[name]))
+        rows = step["batch_size"]
+        is_rest = bool(changes) and rows < changes[-1][1] and last_of_epoch[step["epoch"]] == step["step"]
+        if not changes or (rows != changes[-1][1] and not is_rest):
+            changes.append((step["samples_seen"] - rows, rows))
     return changes
 
 
@@ -346,9 +352,10 @@ def table_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def differences_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out loss at the end of each way less that of each constant run with the same rate, seed by seed.
+    """Held-out loss at the end of each way less that of each constant batch at the one rate, seed by seed.
 
-    A difference is within the noise where it is no larger than the range of the constant run's loss over its seeds.
+    Two measures of noise: the range of the constant batch's loss over its seeds, and the 95% interval of the mean of the
+    differences, which is narrower, as runs of one seed have the same rows in the same order.
     """
     losses = {(run["title"], run["seed"]): run["held_out"][-1][1] for run in runs}
     found = []
@@ -368,14 +375,15 @@ def differences_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "mean": mean,
                     "half_of_interval_95": half,
                     "range_of_constant": spread,
-                    "within_noise": abs(mean) <= spread if len(own) > 1 else None,
+                    "within_range": abs(mean) <= spread if len(own) > 1 else None,
+                    "interval_holds_0": abs(mean) <= half if half is not None else None,
                 }
             )
     return found
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    head = ("", "seeds", "peak lr", "steps", "micro-batches", "s", "tokens/s", "s / small", "95% interval")
+    head = ("", "seeds", "peak lr", "steps", "micro-batches", "s", "cpu s", "tokens/s", "s / small", "95% interval")
     head += ("held-out loss", "range", "train, last 1/16")
     lines = [
         (
@@ -385,6 +393,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             " ".join(map(str, dict.fromkeys(row["steps"]))),
             f"{row['micro_batches']:.0f}",
             f"{row['seconds']:.1f}",
+            f"{row['processor_seconds']:.1f}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['seconds_over_small']:.3f}",
             "{:.3f} to {:.3f}".format(*row["seconds_over_small_interval_95"]),
@@ -401,14 +410,20 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def print_differences(differences: list[dict[str, Any]]) -> None:
-    print("\nheld-out loss at the end, less that of a constant batch at the same samples and seed")
     width = max(len(one["way"]) for one in differences)
-    for one in differences:
-        half = one["half_of_interval_95"]
-        interval = f", 95% interval {one['mean'] - half:+.4f} to {one['mean'] + half:+.4f}" if half is not None else ""
-        noise = "" if one["within_noise"] is None else f"; {'within' if one['within_noise'] else 'beyond'} the noise"
-        noise += f", a range over seeds of {one['range_of_constant']:.4f}" if noise else ""
-        print(f"{one['way']:<{width}} less {one['less']}: {one['mean']:+.4f}{interval}{noise}")
+    for constant in dict.fromkeys(one["less"] for one in differences):
+        mine = [one for one in differences if one["less"] == constant]
+        spread = mine[0]["range_of_constant"]
+        of_seeds = f", whose range over seeds is {spread:.4f}" if mine[0]["within_range"] is not None else ""
+        print(f"\nheld-out loss at the end less that of {constant}{of_seeds}")
+        for one in mine:
+            line, half = f"{one['way']:<{width}} {one['mean']:+.4f}", one["half_of_interval_95"]
+            if one["within_range"] is not None:
+                line += f", {'within' if one['within_range'] else 'beyond'} the range"
+            if half is not None:
+                line += f"; seed by seed 95% interval {one['mean'] - half:+.4f} to {one['mean'] + half:+.4f}"
+                line += ", holds 0" if one["interval_holds_0"] else ""
+            print(line)
 
 
 # --- the figure ----------------------------------------------------------------------------------------------------------

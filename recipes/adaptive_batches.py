@@ -65,6 +65,19 @@ class TrainingBatches:
     def use(self, capacity: TrainingCapacity, record: RunRecord, *, saved_bound: int | None = None) -> None:
         """Set what fits, what fitted when the checkpoint was saved, and where decisions are written down."""
         self._capacity, self._record, self._saved_bound = capacity, record, saved_bound or 0
+        bound = capacity.bound
+        if (
+            self._settings.optimizer_in_bwd
+            and self._settings.batch_size_schedule
+            and bound
+            and self._saved_bound > bound
+        ):
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"the checkpoint's schedule may ask for {self._saved_bound} rows, of which {bound} fit here, and they cannot be "
+                "split into micro-batches; go on with more memory, or start anew with optimizer_in_bwd=False",
+            )
 
     def begin(self, progress: Progress) -> Progress:
         """Begin the first epoch of this run, or go on within it; find the constant batch that schedules count in."""
@@ -76,7 +89,16 @@ class TrainingBatches:
         """Plan the epoch as :meth:`begin` does, with a batch size that is known, and do nothing."""
         self.batch_size = batch_size
         self.plan = self._plan(replace(progress, rows_per_epoch=len(self.stream)), self._rule())
+        self._check_plan()
         self._count_in()
+
+    def _check_plan(self) -> None:
+        if self.plan.steps == 0 and self._settings.adaptive and self._settings.drop_last:
+            raise SettingError(
+                "drop_last",
+                True,
+                f"a step of the batch that is asked for is more than an epoch's {self.plan.rows} rows",
+            )
 
     def _count_in(self) -> None:
         """Set the constant batch that schedules count in."""
@@ -94,15 +116,11 @@ class TrainingBatches:
 
     def begin_epoch(self, progress: Progress) -> Progress:
         """Grow the batch where a growth function says so, and plan the epoch's steps; or go on within an epoch."""
-        settings = self._settings
         if progress.epoch_steps == 0:
             self._grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=len(self.stream))
         self.plan = self._plan(progress, self._rule())
-        if self.plan.steps == 0 and settings.adaptive and settings.drop_last:
-            raise SettingError(
-                "drop_last", True, f"a step of {self.plan.step_rows} rows is more than an epoch's {self.plan.rows}"
-            )
+        self._check_plan()
         self._follow(progress)
         return progress
 
@@ -144,7 +162,8 @@ class TrainingBatches:
         long_rows = len(self._batches(progress).dropped) if self._settings.batch_tokens else 0
         rest = len(self.stream) - progress.epoch_rows - long_rows
         most = self._ends["max_steps"]
-        why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else "drop_last"
+        why = "drop_last" if self._ends["drop_last"] else "an error"  # which the audit does not let pass
+        why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else why
         return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
 
     def _follow(self, progress: Progress) -> int:
@@ -214,23 +233,36 @@ class TrainingBatches:
             batches = self._batches(progress)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **self._ends)
             return replace(plan, tokens=self._tokens(batches.rows, plan))
-        ranks = distributed.world_size()
+        ranks, order = distributed.world_size(), None
         if settings.batch_size_schedule is None:
             plan = EpochPlan.of(len(self.stream), step_rows=rule(progress) * ranks, **self._ends)
-            if progress.epoch_steps and progress.epoch_rows != progress.epoch_steps * plan.step_rows:
-                left = EpochPlan.of(len(self.stream) - progress.epoch_rows, step_rows=plan.step_rows, **self._ends)
-                plan = replace(plan, steps=progress.epoch_steps + left.steps)  # the batch was another before a restart
-            return replace(plan, tokens=self._tokens(self.stream.order(progress.epoch), plan) if self._counts else 0)
+            if progress.epoch_rows != progress.epoch_steps * plan.step_rows:  # it was another batch before a restart
+                plan = self._mixed(progress, rule)
+            if self._counts:
+                order = self.stream.order(progress.epoch)
+            return plan if order is None else replace(plan, tokens=self._tokens(order, plan))
         order = self.stream.order(progress.epoch)
-        counted = self._parts.real_lengths[order]
-        before = [0, *counted.cumsum(0).tolist()]
+        before = [0, *self._parts.real_lengths[order].cumsum(0).tolist()]
         options: dict[str, Any] = {"batch": rule, "ranks": ranks, "rows": len(order), "tokens_before": before}
-        begin = progress if self._is_open else progress.at_epoch_start()
-        sizes, again = ([size for _, size in walk(begin, **options, **self._ends)] for _ in range(2))
-        plan = EpochPlan.of_sizes(sizes, max_steps=self._ends["max_steps"])
-        plan = replace(plan, rows=len(order), is_open=self._is_open or sizes != again)
-        plan = replace(plan, steps=plan.steps + begin.epoch_steps)
+        if self._is_open:
+            plan = self._mixed(progress, rule, before)
+        else:
+            begin = progress.at_epoch_start()
+            sizes, again = ([size for _, size in walk(begin, **options, **self._ends)] for _ in range(2))
+            plan = EpochPlan.of_sizes(sizes, max_steps=self._ends["max_steps"])
+            plan = replace(plan, is_open=sizes != again)
+        plan = replace(plan, rows=len(order), is_open=self._is_open or plan.is_open)
         return replace(plan, tokens=self._tokens(order, plan))
+
+    def _mixed(
+        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: list[int] | None = None
+    ) -> EpochPlan:
+        """An epoch whose steps so far are not those that the rule would have asked for: these, as large as they were on average."""
+        rows, steps = progress.epoch_rows, progress.epoch_steps
+        done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
+        options: dict[str, Any] = {"batch": rule, "ranks": distributed.world_size(), "rows": len(self.stream)}
+        left = [size for _, size in walk(progress, tokens_before=tokens_before, **options, **self._ends)]
+        return replace(EpochPlan.of_sizes(done + left), rows=len(self.stream), most_steps=self._ends["max_steps"])
 
     def _constant(self, batch_size: int) -> EpochPlan:
         """The first epoch, divided by a batch that does not change."""
@@ -315,22 +347,40 @@ class TrainingBatches:
             rule = self._rule(batch_size)
             plan = self._plan(progress, rule)
             order = self._batches(progress).rows if self._settings.batch_tokens else self.stream.order(epoch)
-            lengths = self._parts.real_lengths
-            while True:
-                asked = self._budget(progress) if self._settings.batch_tokens else rule(progress)
-                progress = replace(progress, batch=asked)
-                if self._settings.batch_tokens:
-                    step = progress.epoch_steps
-                    size = plan.rows_of_step(step) if step < plan.steps else 0
-                else:
-                    step_rows = asked * distributed.world_size()
-                    size = rows_of_next_step(progress, step_rows=step_rows, rows=len(order), **self._ends)
-                if not size:
-                    break
-                numbers = order[progress.epoch_rows : progress.epoch_rows + size]
-                yield progress, numbers.tolist(), plan
-                progress = progress.after_step(rows=size, tokens=int(lengths[numbers].sum()))
+            before = [0, *self._parts.real_lengths[order].cumsum(0).tolist()]
+            for at, size in self._walk(progress, rule, plan, before):
+                begin = at.epoch_rows
+                yield at, order[begin : begin + size].tolist(), plan
+                progress = at.after_step(rows=size, tokens=before[begin + size] - before[begin])
             progress = progress.after_epoch()
+
+    def _walk(
+        self, progress: Progress, rule: Callable[[Progress], int], plan: EpochPlan, tokens_before: list[int]
+    ) -> Iterator[tuple[Progress, int]]:
+        """The rest of an epoch, step by step, as training will take it."""
+        if not self._settings.batch_tokens:
+            yield from walk(
+                progress,
+                batch=rule,
+                ranks=distributed.world_size(),
+                rows=len(self.stream),
+                tokens_before=tokens_before,
+                **self._ends,
+            )
+            return
+        for step in range(progress.epoch_steps, plan.steps):
+            progress, size = replace(progress, batch=self._budget(progress)), plan.rows_of_step(step)
+            yield progress, size
+            begin = progress.epoch_rows
+            progress = progress.after_step(rows=size, tokens=tokens_before[begin + size] - tokens_before[begin])
+
+    def steps_left(self, progress: Progress) -> int:
+        """Optimizer steps that are left where the batch stays as it is."""
+        epochs_left = self._settings.epochs - progress.epoch - 1
+        if self._settings.batch_tokens:
+            stays = dict.fromkeys(range(progress.epoch, self._settings.epochs), self.batch_size)
+            return sum(1 for _ in self.ahead(progress, stays))
+        return self.plan.steps - progress.epoch_steps + epochs_left * self._constant(self.batch_size).steps
 
     def ask_ahead(self, progress: Progress) -> None:
         """Ask the rule once, for nothing, so that its mistakes show before weights load."""

@@ -165,11 +165,11 @@ class BoundSearch:
         probe = self._settings.probe
         _, tokens = self._trials.get(probe.sequence_length) or self._trial_rows(probe.sequence_length)
         if probe.assumed_maximum is not None:
-            return probe.assumed_maximum, tokens, "probe.assumed_maximum says so"
+            return min(probe.assumed_maximum, self.most_rows), tokens, "probe.assumed_maximum says so"
         found = load_latest(path, settings=self._settings_name(tokens))
         if found is None:
             return 0, tokens, f"{path} has no search of these settings; plan with one by probe.assumed_maximum=N"
-        return found.max_batch_size, tokens, f"a search found that before ({path})"
+        return min(found.max_batch_size, self.most_rows), tokens, f"a search found that before ({path})"
 
     def of_row(self, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
         """The same for one row, repeated: for a row that is longer than any that was tried.

@@ -8,6 +8,7 @@ recipe runs unchanged. The keys that are ours are in docs/configuration.md.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -33,6 +34,7 @@ from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
 from adaptive_batch.accumulation import StepResult
@@ -175,19 +177,20 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             if settings.validation
             else None
         )
-        self.batches.use(self.capacity, self.record, saved_bound=self.saved.get("bound"))
+        self.batches.use(self.capacity, self.record, saved_bound=self.saved.get("maximum"))
         self.progress = self.batches.begin(self.progress)
         self._say_epoch()
         reference = self.batches.reference
         every = settings.validation.every_n_steps if settings.validation else 0
-        if every > settings.epochs * reference.steps:
+        if every > settings.epochs * reference.steps and not settings.grows:
             message = f"the run has {settings.epochs * reference.steps} steps, so nothing is validated"
             self.record.decision("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not self.saved:
             self.progress = replace(self.progress, steps=self.progress.epoch * reference.steps)
-        self.plan.look_ahead(self.progress, saved=self.saved)
+        changed = bool(self.differs) or self.saved.get("configured_batch_size") != settings.batch_size
+        self.plan.look_ahead(self.progress, saved=self.saved, changed=changed)
         self.full_batch_loss = FullBatchLoss(self.plan.full_batch_rows)
-        if "full_batch_loss" in self.saved:
+        if "full_batch_loss" in self.saved and not self.begins_epoch_anew:
             self.full_batch_loss.load_state_dict(self.saved["full_batch_loss"])
         if "noise_scale" in self.saved:
             self.noise_scale.load_state_dict(self.saved["noise_scale"])
@@ -204,8 +207,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             reference = reference_batch(settings)
             self.record.decision("lr", message, reference=str(reference), rule=settings.lr_scaling)
         if settings.grows and self.progress.epoch < settings.epochs:
-            group = parts.optimizers[0].param_groups[0]
-            rate = float(group.get("initial_lr", group["lr"]))
+            rate = self._base_rate()
             table, stages = self.plan.table(self.progress, base_rate=rate, capacity=self.capacity, saved=self.saved)
             self.record.decision("stages", f"the plan:\n{table}", stages=stages)
             most, configured = self.plan.full_batch_rows, settings.step_rows * distributed.world_size()
@@ -240,14 +242,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if before is not None and before != self.settings.epochs:
             message = f"epochs {before} -> {self.settings.epochs}: the learning rate's schedule spans the new number"
             self.record.decision("epochs", message, before=before, after=self.settings.epochs)
-        configured, saved = self.settings.batch_size, ours.get("configured_batch_size", self.settings.batch_size)
-        kept = ours.get("batch_size", configured)
-        if self.continues_batch and configured != kept:
-            message = f"batch_size {kept}: configured is {configured}, the checkpoint's goes on"
-            self.record.decision("batch_size", message, before=kept, after=kept)
-        elif configured != saved and not self.continues_batch and not self.settings.use_maximum_batch_size:
-            message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {saved}"
-            self.record.decision("batch_size", message, before=saved, after=configured)
+        configured = self.settings.batch_size
+        before = ours.get("batch_size", configured)
+        scheduled = self.settings.batch_size_schedule is not None  # which says what a step holds
+        if self.continues_batch and configured != before:
+            message = f"batch_size {before}: configured is {configured}, the checkpoint's goes on"
+            self.record.decision("batch_size", message, before=before, after=before)
+        elif configured != before and not (self.continues_batch or scheduled or self.settings.use_maximum_batch_size):
+            message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
+            self.record.decision("batch_size", message, before=before, after=configured)
         say_changes(self.differs, ours, self.conditions, record=self.record)
         for name, (value, goes_on) in self.kept.items():
             message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
@@ -261,9 +264,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
             self.record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
 
-    def _say_whose_rate(self) -> None:
+    def _base_rate(self) -> float:
+        """The rate before schedule and batch have their say."""
         group = self.parts.optimizers[0].param_groups[0]
-        configured, saved = self.cfg.optimizer.get("lr"), float(group.get("initial_lr", group["lr"]))
+        return float(group.get("initial_lr", group["lr"]))
+
+    def _say_whose_rate(self) -> None:
+        configured, saved = self.cfg.optimizer.get("lr"), self._base_rate()
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
             self.record.decision("lr", message, configured=float(configured), lr=saved)
@@ -296,8 +303,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             steps=plan.steps,
         )
         configured = settings.step_rows * distributed.world_size()
-        group = self.parts.optimizers[0].param_groups[0]
-        rate = float(group.get("initial_lr", group["lr"]))
+        rate = self._base_rate()
         scheduled = settings.batch_size_schedule is not None  # the plan shows its batches
         if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
             message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
@@ -338,7 +344,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     epoch == first_epoch and within
                 ):  # beginning to read rows draws; the saved run had drawn that already
                     self._restore_random_state()
-                self._train_epoch()
+                with logging_redirect_tqdm([logging.getLogger("adaptive_batch")]):
+                    self._train_epoch()
                 self.progress = self.progress.after_epoch()
                 self.unlabelled = 0
                 self.save_checkpoint(epoch=epoch)
@@ -407,7 +414,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _restore_random_state(self) -> None:
         """Go on with the random numbers of the checkpoint, after everything that building and searching drew."""
-        if self.saved and (self.settings.restores_random_state or self.progress.epoch_steps):
+        goes_on = self.settings.restores_random_state or self.saved.get("preempted") or self.progress.epoch_steps
+        if self.saved and goes_on:
             RandomState.from_state_dict(self.saved["random_state"], self.device).restore()
 
     def _validate(self) -> None:
@@ -446,6 +454,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             epoch=self.progress.epoch,
             position=stream.position,
             rows=stream.taken,
+            asked=self.progress.batch,
             seconds=round(seconds, 6),
             **metrics,
         )
@@ -535,6 +544,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 **self.conditions,
                 "progress": self.progress.state_dict(),
                 "unlabelled": self.unlabelled,
+                "preempted": self.preemption.requested,
+                "base_rate": self._base_rate(),
                 "begun_anew": self.begun_anew,
                 "full_batch_loss": self.full_batch_loss.state_dict(),
                 "noise_scale": self.noise_scale.state_dict(),

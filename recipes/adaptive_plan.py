@@ -58,13 +58,16 @@ class TrainingPlan:
             self._stage_notes = self._check_stages(progress)
         random_state.restore()
 
-    def look_ahead(self, progress: Progress, *, saved: Mapping[str, Any], first: bool = False) -> None:
+    def look_ahead(
+        self, progress: Progress, *, saved: Mapping[str, Any], first: bool = False, changed: bool = False
+    ) -> None:
         """Ask the growth function ahead for the epochs that come; find where schedules end.
 
         Args:
             progress: where training is.
             saved: the recipe's state in the checkpoint; empty without one.
             first: the epoch at whose beginning progress is has not been asked about either.
+            changed: steps will be others than were planned when the checkpoint was saved.
         """
         settings, batches = self._settings, self._batches
         epoch = progress.epoch
@@ -96,9 +99,11 @@ class TrainingPlan:
             most = max(asked, default=1) * distributed.world_size()
             self.full_batch_rows = min(most, len(batches.stream))
         self.schedule_steps = settings.epochs * reference.steps
-        if settings.lr_clock.decay == "steps" and settings.grows:
-            known = saved.get("total_steps") if saved.get("epochs") == settings.epochs else None
-            self.schedule_steps = known or progress.steps + self._count_steps(progress)
+        if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
+            same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated goes on
+            known = saved.get("total_steps") if same else None
+            left = self._count_steps if settings.grows else batches.steps_left
+            self.schedule_steps = known or progress.steps + left(progress)
 
     def table(
         self, progress: Progress, *, base_rate: float, capacity: TrainingCapacity, saved: Mapping[str, Any]
@@ -140,19 +145,21 @@ class TrainingPlan:
         if settings.needs_bound:
             path = Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json"
             rows, tokens, why = bounds.known(path)
-            lines.append(f"bound: {rows or 'not known, so nothing is cut'} ({why})")
+            unknown = "not known, so nothing is cut, and micro-batches are not known"
+            lines.append(f"bound: {rows or unknown} ({why})")
             if rows:
                 capacity.bound, capacity.tried_length = rows, tokens
                 if settings.use_maximum_batch_size and not goes_on and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
-        batches.use(capacity, RunRecord(Path(os.devnull), enabled=False), saved_bound=saved.get("bound"))
+        known_first = batches.first_batch_size
+        batches.use(capacity, RunRecord(Path(os.devnull), enabled=False), saved_bound=saved.get("maximum"))
         batches.look_at(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, first=progress.epoch_steps == 0)
         if first := list(self._batch_sizes.values())[:1]:
-            batches.first_batch_size = saved.get("first_batch_size") or first[0]
+            batches.first_batch_size = known_first or first[0]
             batches.look_at(progress, batch_size=first[0])
             self.look_ahead(progress, saved=saved)
-        configured = self._parts.cfg.optimizer.get("lr")
+        configured = saved.get("base_rate", self._parts.cfg.optimizer.get("lr"))
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")
         text, _ = self.table(progress, base_rate=float(configured or 1.0), capacity=capacity, saved=saved)
@@ -160,7 +167,7 @@ class TrainingPlan:
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values, for the checkpoint."""
-        return {"epochs": self._settings.epochs}
+        return {"epochs": self._settings.epochs, "maximum": self._batches.maximum}
 
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
@@ -192,6 +199,8 @@ class TrainingPlan:
         return capacity.of(progress.batch if scheduled else self._batch_sizes[progress.epoch])
 
     def _num_micro_batches(self, rows: list[int], capacity: Capacity) -> int:
+        if capacity.amount == 0:  # the plan alone, where what fits is not known
+            return 1
         lengths = self._parts.lengths[rows].tolist()
         return len(micro_batches(lengths, capacity, self._parts.shapes))
 

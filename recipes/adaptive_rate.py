@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from adaptive_batches import TrainingBatches
 from adaptive_parts import TrainingParts
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 from torchtune import config
 
 from adaptive_batch import distributed
-from adaptive_batch.clock import after_warmup, schedule_clock
+from adaptive_batch.clock import Clock, after_warmup, schedule_clock
 from adaptive_batch.components import load_function
 from adaptive_batch.epoch_plan import EpochPlan
 from adaptive_batch.errors import SettingError
@@ -157,8 +157,10 @@ def check_scheduler(cfg: DictConfig) -> None:
             "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup would do",
         ) from None
     optimizer = stand_in(1.0)
-    rate = LearningRate(optimizer, config.instantiate(block, optimizer, num_training_steps=1000, last_epoch=-1))
-    if cfg.get("lr_clock", None) not in (None, "steps") and not rate.follows_clock:
+    steps = 10**6  # more than any warm-up
+    rate = LearningRate(optimizer, config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1))
+    asked = Clock.from_config(OmegaConf.to_container(cfg).get("lr_clock"))
+    if cfg.get("lr_clock", None) is not None and asked != Clock("steps", "steps") and not rate.follows_clock:
         raise SettingError(
             "lr_clock",
             cfg.lr_clock,

@@ -39,9 +39,13 @@ ROWS = (
     "max_rows_per_batch",
     "long_rows",
 )
+# The same of steps that are filled by tokens.
+ROWS_BY_TOKENS = ("uniform_micro_batches", "batch_size_schedule")
 # Everything else that results depend on: another one is said.
 SAID = (
     "gradient_accumulation_steps",
+    "use_maximum_batch_size",
+    "grow_beyond_maximum",
     "reference_batch_size",
     "dtype",
     "loss",
@@ -97,7 +101,7 @@ class Checkpoints:
         try:
             self._epochs = EpochCheckpoints(cfg.checkpointer, resume=True)
         except CheckpointError as error:
-            has_epoch = (Path(cfg.output_dir) / "recipe_state").exists()
+            has_epoch = (Path(cfg.checkpointer.output_dir) / "recipe_state").exists()
             if point is None:
                 raise CheckpointError(self._nothing_whole(cfg.output_dir, str(error) if has_epoch else "")) from error
             if has_epoch:
@@ -239,11 +243,14 @@ def compare(
     Raises:
         SettingError: a key differs that must not, unless it is allowed; or one is allowed that nothing compares.
     """
+    known = (*RUN, *ROWS, *ROWS_BY_TOKENS)
     for name in allowed:
-        if name not in (*RUN, *ROWS):
-            raise SettingError("resume_allow_changes", list(allowed), f"{name} is none of {', '.join((*RUN, *ROWS))}")
+        if name not in known:
+            options = ", ".join(dict.fromkeys(known))
+            raise SettingError("resume_allow_changes", list(allowed), f"{name} is none of {options}")
+    moves_rows = ("dataset", *ROWS, *(ROWS_BY_TOKENS if now["batch_tokens"] else ()))
     differs = [name for name in now if name in saved and saved[name] != now[name] and name != "rows"]
-    refused = (*RUN, *ROWS) if in_mid_epoch else RUN
+    refused = (*RUN, *moves_rows) if in_mid_epoch else RUN
     for name in differs:
         if name in refused and name not in allowed:
             after, before = _shown(name, now, saved), _shown(name, saved, now)
@@ -251,7 +258,7 @@ def compare(
                 f"the checkpoint was trained with {before!r}; go on with that, or say resume_allow_changes=[{name}]"
             )
             raise SettingError(name, after, remedy)
-    return differs, in_mid_epoch and any(name in ("dataset", *ROWS) for name in differs)
+    return differs, in_mid_epoch and any(name in moves_rows for name in differs)
 
 
 def say_changes(differs: Sequence[str], saved: Mapping[str, Any], now: Mapping[str, Any], *, record: RunRecord) -> None:
@@ -278,7 +285,9 @@ def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) 
 
 
 def _plain(value: Any) -> Any:
-    return json.dumps(OmegaConf.to_container(value, resolve=True)) if OmegaConf.is_config(value) else value
+    if not OmegaConf.is_config(value):
+        return value
+    return json.dumps(OmegaConf.to_container(value, resolve=True), sort_keys=True)
 
 
 def _name_of_rows(parts: TrainingParts) -> str:

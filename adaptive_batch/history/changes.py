@@ -36,9 +36,10 @@ class BatchSizes:
         tokens = record.get("batch_tokens")
         self._batch_tokens = tokens if isinstance(tokens, int) else None
 
-    def step(self, step: int, *, epoch: int, rows: int, rate: float) -> None:
-        """Adds one step."""
-        asked = f"{rows:,} rows" if self._batch_tokens is None else f"{self._batch_tokens:,} tokens"
+    def step(self, step: int, *, epoch: int, rows: int, rate: float, budget: int | None = None) -> None:
+        """Adds one step; by tokens, `budget` is what it was asked to hold where that is recorded."""
+        by_rows = self._batch_tokens is None
+        asked = f"{rows:,} rows" if by_rows else f"{budget or self._batch_tokens:,} tokens"
         if self._shorter and self._shorter[1] == epoch:
             self._begin(self._shorter[0], self._shorter[2], self._shorter[3], f"{self._shorter[2]:,} rows")
         elif self._shorter:

@@ -90,6 +90,8 @@ class Coverage:
                 f"{name}: its end says {self.ending.get('left_out')} rows left out, its steps left out {self.left_out}"
             )
         reasons = self.reasons
+        if "an error" in reasons:
+            problems.append(f"{name}: {reasons['an error']} rows were lost, which no setting asks for")
         if sum(reasons.values()) != self.left_out:
             problems.append(f"{name}: the reasons {dict(reasons)} do not add up to {self.left_out} rows left out")
         return problems

@@ -176,7 +176,7 @@ class Ledger:
         coverage.last_step = step
         rate, batch_size = number(record, "lr"), whole(record, "batch_size")
         if rate is not None and batch_size is not None:
-            self.batch_sizes.step(step, epoch=epoch, rows=batch_size, rate=rate)
+            self.batch_sizes.step(step, epoch=epoch, rows=batch_size, rate=rate, budget=whole(record, "asked"))
             self.rates.step(step, rate=rate)
 
     def _check_numbers(self, record: Record, coverage: Coverage, step: int) -> None:

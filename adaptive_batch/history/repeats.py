@@ -89,7 +89,7 @@ class Repeats:
         self.num_alike += not unlike
         for done, names in unlike[:1]:
             what = "; ".join(
-                f"another {name}" + (f" ({done.values[i]}, then {now[i]})" if name != "rows" else "")
+                f"other {name}" + (f" ({done.values[i]}, then {now[i]})" if name != "rows" else "")
                 for i, name in enumerate(COMPARED)
                 if name in names
             )
