@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from .errors import SettingError
-from .growth import check_increment, check_schedule
+from .growth import check_increment
 from .progress import Progress
+from .schedule_rule import check_schedule
 
 
 def load_function(path: str, *, key: str) -> Any:

@@ -25,25 +25,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from adaptive_batch.batch_schedules import (
-    MOST_ROWS,
-    by_noise_scale,
-    check_schedule,
-    linear_ramp,
-    name_of,
-    ramp_by_doubling,
-    shortened,
-    steps,
-    whole_number,
-)
+from adaptive_batch.batch_schedules import by_noise_scale, linear_ramp, ramp_by_doubling, steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.schedule_rule import MOST_ROWS, name_of, shortened, whole_number
 
 __all__ = [
     "Growth",
     "at_epochs",
     "by_noise_scale",
     "check_increment",
-    "check_schedule",
     "geometric",
     "linear_ramp",
     "next_batch_size",

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from .batch_schedules import KEY
 from .errors import GrowthFunctionError, SettingError
 from .growth import next_batch_size
 from .progress import Progress
+from .schedule_rule import KEY
 
 MOST_LINES = 24  # stages that fit on a screen with what stands around them
 

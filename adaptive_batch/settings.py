@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .batch_schedules import follows_measurements
 from .batching import UNIFORM, largest_divisor
 from .clock import Clock
 from .components import load_increment, load_schedule
@@ -24,6 +23,7 @@ from .learning_rate import RULES, Reference, parse_reference
 from .order import ORDERS
 from .probe_settings import ProbeSettings
 from .progress import Progress
+from .schedule_rule import follows_measurements
 from .validation_settings import ValidationSettings
 
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .batch_schedules import KEY, ask
 from .errors import SettingError
 from .progress import Progress
+from .schedule_rule import KEY, ask
 from .token_batches import TokenBatches, plan_batches
 
 MOST_STEPS = 64  # that a piece is long while the budget stays; it begins with one that can be used

@@ -12,12 +12,12 @@ from adaptive_capacity import TrainingCapacity
 from adaptive_parts import TrainingParts
 
 from adaptive_batch import distributed
-from adaptive_batch.batch_schedules import ask, follows_measurements
 from adaptive_batch.epoch_plan import EpochPlan, rows_of_next_step, walk
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.growth import next_batch_size
 from adaptive_batch.progress import Progress
 from adaptive_batch.report import RunRecord
+from adaptive_batch.schedule_rule import ask, follows_measurements
 from adaptive_batch.snapshot import RandomState
 from adaptive_batch.stream import RowStream
 from adaptive_batch.token_batches import TokenBatches

@@ -24,10 +24,11 @@ from adaptive_batches import TrainingBatches
 from adaptive_bound import BoundSearch
 from adaptive_capacity import TrainingCapacity
 from adaptive_checkpoint import STATE_KEY
+from adaptive_conditions import compare, conditions, say_changes
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
 from adaptive_plan import TrainingPlan
 from adaptive_rate import TrainingRate, check_scheduler, reference_batch
-from adaptive_resume import Checkpoints, compare, conditions, say_changes
+from adaptive_resume import Checkpoints
 from adaptive_validation import Validation
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils

@@ -62,6 +62,28 @@ def raises_in_training(progress):
     return 4
 
 
+def doubles_every_fourth_step(progress):
+    """Follows the batch of the step before."""
+    if not progress.batch:
+        return 4
+    return min(16, 2 * progress.batch) if progress.steps % 4 == 0 else progress.batch
+
+
+def doubles_its_tokens(progress):
+    """The same of tokens, with every third step."""
+    if not progress.batch:
+        return 128
+    return min(512, 2 * progress.batch) if progress.steps % 3 == 0 else progress.batch
+
+
+def hundred_fifty(progress):
+    return 150
+
+
+def four_hundred(progress):
+    return 400
+
+
 NOT_CALLABLE = 3
 
 
@@ -108,6 +130,12 @@ def linear_that_counts(optimizer, num_training_steps, last_epoch=-1):
 
 def one_cycle(optimizer, num_training_steps, last_epoch=-1):
     return OneCycleLR(optimizer, max_lr=0.1, total_steps=num_training_steps + 1, last_epoch=last_epoch)
+
+
+def refuses_a_long_warm_up(optimizer, num_warmup_steps, num_training_steps, last_epoch=-1):
+    if num_warmup_steps > num_training_steps:
+        raise ValueError(f"{num_warmup_steps} steps of warm-up are more than all {num_training_steps}")
+    return linear(optimizer, num_training_steps, last_epoch)
 
 
 # --- model --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,18 @@ PACKAGE = Path(__file__).parents[1] / "adaptive_batch"
 
 FLOORS = (
     {"errors", "progress", "extrapolation", "noise_scale", "preemption", "full_batch_loss"},
-    {"counting", "keys", "order", "filling", "schedule", "epoch_plan", "durations", "state_tree", "report"},
+    {
+        "counting",
+        "keys",
+        "order",
+        "filling",
+        "schedule",
+        "epoch_plan",
+        "durations",
+        "state_tree",
+        "report",
+        "schedule_rule",
+    },
     {"memory", "distributed", "token_batches", "clock", "batch_schedules"},
     {"search", "growth", "batching", "learning_rate", "fingerprint", "lengths", "varying_budget", "resume_point"},
     {"snapshot", "stream", "probe", "components", "replay", "plan", "resume"},

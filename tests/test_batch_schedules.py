@@ -11,18 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch import batch_schedules, growth
-from adaptive_batch.batch_schedules import (
-    Asked,
-    ask,
-    by_noise_scale,
-    check_schedule,
-    follows_measurements,
-    linear_ramp,
-    ramp_by_doubling,
-    steps,
-)
+from adaptive_batch.batch_schedules import by_noise_scale, linear_ramp, ramp_by_doubling, steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.progress import Progress
+from adaptive_batch.schedule_rule import Asked, ask, check_schedule, follows_measurements
 
 batches = st.integers(1, 4096)
 
@@ -258,7 +250,7 @@ def test_a_rule_says_how_it_was_made_and_crosses_processes(rule):
 
 
 def test_configurations_name_the_rules_in_growth():
-    for name in ("steps", "linear_ramp", "ramp_by_doubling", "by_noise_scale", "check_schedule"):
+    for name in ("steps", "linear_ramp", "ramp_by_doubling", "by_noise_scale"):
         assert getattr(growth, name) is getattr(batch_schedules, name)
 
 

@@ -11,6 +11,7 @@ import torch
 from small_run import OURS
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
+from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records
 
 RATE = 0.01
@@ -177,3 +178,83 @@ def test_a_sequence_is_read_between_its_milestones(small):
         since = clock - ([0, *milestones][part])
         expected.append([(since + 1) / 4, 1 / (1 + 0.3 * since), 0.1 * 0.9**since][part])
     assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in expected])
+
+
+# --- a run that goes on -------------------------------------------------------------------------------------------------
+
+
+def go_on(small, finished, step, *settings):
+    """The rates from a checkpoint within an epoch, by the number of the step."""
+    folder = small.fresh_folder()
+    shutil.copytree(finished.output_dir / f"step_{step}", folder / f"step_{step}")
+    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    assert min(rates(rest)) == step + 1
+    return rates(rest)
+
+
+WARM_COSINE = (f"lr_scheduler._component_={COSINE}", *WARM)
+
+
+def test_a_rule_that_follows_the_noise_scale_goes_on_at_its_place_in_the_epochs_tokens(small):
+    settings = (
+        *BASE, f"dataset.lengths={[5 + row % 16 for row in range(32)]}", *WARM_COSINE, "lr_clock=tokens", "epochs=1",
+        f"{KEY}._component_=adaptive_batch.growth.by_noise_scale", f"{KEY}.start=4", "micro_batch_size=2",
+        "save_every_n_steps=3",
+    )  # fmt: skip
+    whole = small.run_in_process(OURS, *settings)
+    for step in (3, 6):
+        expected = {number: rate for number, rate in rates(whole).items() if number > step}
+        assert len(set(expected.values())) == len(expected) > 1
+        assert go_on(small, whole, step, *settings) == expected
+
+
+ENDS = (*WARM_COSINE, "lr_clock=steps", "epochs=2")
+
+
+def ends_at(found, total):
+    """Whether each rate is that of a cosine that ends with the last of so many steps."""
+    assert max(found) == total
+    expected = {step: RATE * cosine(step - 1, warmup=3, total=total) for step in found}
+    assert found == pytest.approx(expected)
+
+
+def test_by_steps_a_schedule_ends_at_the_last_step_of_a_batch_size_that_was_changed(small):
+    """Of 2 x 16 steps of 2 rows 18 are done; 28 rows are left, which are 4 steps of 8."""
+    settings = (*BASE, f"dataset.lengths={[12] * 32}", *ENDS, "save_every_n_steps=6")
+    first = small.run_in_process(OURS, *settings, "batch_size=2")
+    ends_at(rates(first), 32)
+    ends_at(go_on(small, first, 18, *settings, "batch_size=8"), 22)
+
+
+def test_by_steps_a_schedule_of_the_rate_ends_at_the_last_step_of_a_schedule_that_was_changed(small):
+    settings = (
+        *BASE, f"dataset.lengths={[12] * 32}", *ENDS, "save_every_n_steps=3", *CONSTANT[-2:], CONSTANT[0],
+    )  # fmt: skip
+    first = small.run_in_process(OURS, *settings, f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]")
+    ends_at(rates(first), 16)
+    changed = (f"{KEY}.batch_sizes=[4,16]", f"{KEY}.thresholds=[3ba]", f"resume_allow_changes=[{KEY}]")
+    ends_at(go_on(small, first, 3, *settings, *changed), 3 + 2 + 2)  # 16 and 4 rows, then two of 16
+
+
+def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_by_tokens_have_unlike_numbers_of_steps(small):
+    varied = [5 + (11 * row) % 40 for row in range(32)]
+    found = set()
+    for batch_tokens in (90, 100, 130):
+        finished = small.run_in_process(
+            OURS, *BASE, f"dataset.lengths={varied}", *ENDS, f"batch_tokens={batch_tokens}",
+            "micro_batch_tokens=64",
+        )  # fmt: skip
+        epochs = figures(finished, "epoch")
+        found.add(epochs.count(1) - epochs.count(0))
+        ends_at(rates(finished), len(epochs))
+    assert found - {0}, "all epochs have as many steps"
+
+
+def test_a_scheduler_that_counts_its_own_steps_is_allowed_where_both_clocks_count_steps(small):
+    settings = (
+        *BASE, EQUAL, "lr_scheduler._component_=small_schedules.linear_that_counts", f"epochs={EPOCHS}",
+    )  # fmt: skip
+    finished = small.run_in_process(OURS, *settings, "lr_clock={warmup: steps, decay: steps}")
+    assert list(rates(finished).values()) == torchs_own(small_schedules.linear_that_counts, 16)
+    with pytest.raises(SettingError, match=r"^lr_clock=.*counts steps and can follow nothing else"):
+        small.run_in_process(OURS, *settings, MIXED)

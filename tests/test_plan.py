@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.batch_schedules import ask, ramp_by_doubling, steps
+from adaptive_batch.batch_schedules import ramp_by_doubling, steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.growth import at_epochs, geometric
 from adaptive_batch.plan import PlannedStep, as_record, asked_ahead, check_stages, stages_of, table
 from adaptive_batch.progress import Progress
+from adaptive_batch.schedule_rule import ask
 
 FINAL = 64
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from small_run import OURS
 
-from adaptive_batch.errors import GrowthFunctionError
+from adaptive_batch.errors import GrowthFunctionError, SettingError
 
 KEY = "batch_size_schedule"
 RAMP = (
@@ -90,8 +90,9 @@ def test_a_bound_that_is_not_known_cuts_nothing_and_that_is_said(small, plan):
     output = small.fresh_folder()
     lines = plan(*RAMP, "epochs=2", output=output)
     path = output / "adaptive_batch" / "probe.json"
-    remedy = "probe.assumed_maximum=N would be taken for it"
-    assert f"bound: not known, so nothing is cut (no search is in {path}; {remedy})" in lines
+    unknown = "bound: not known, so nothing is cut, and micro-batches are not known"
+    why = f"{path} has no search of these settings; plan with one by probe.assumed_maximum=N"
+    assert lines[-6] == f"{unknown} ({why})"
     assert [row[6] for row in cells(lines)] == ["4", "8", "16"]
 
 
@@ -154,3 +155,52 @@ def test_what_is_left_of_a_run_is_planned(small, plan):
     assert first[:9] == ["0.75ep", "5", "24", "1.00ep", "6", "32", "8", "2", "8"]
     assert (first[10], first[11]) == (whole[1][10], "1")
     assert sorted((path, path.stat().st_mtime_ns) for path in run.output_dir.rglob("*")) == before
+
+
+def test_an_assumed_bound_is_no_more_than_an_epochs_rows(plan):
+    lines = plan("use_maximum_batch_size=True", "epochs=2", "probe.assumed_maximum=4096")
+    assert "bound: 32 (probe.assumed_maximum says so)" in lines
+    (row,) = cells(lines)
+    assert (row[6], row[7], row[-1]) == ("32", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch"),
+    [(("micro_batch_size=auto", "batch_size=16"), "16"), (("batch_tokens=400",), "400")],
+    ids=["micro_batch_size=auto", "batch_tokens"],
+)
+def test_where_no_bound_is_known_micro_batches_are_not_known_and_a_step_is_shown_as_one(plan, settings, batch):
+    lines = plan("epochs=1", *settings)
+    assert any(line.startswith("bound: not known") and "micro-batches are not known" in line for line in lines)
+    head = next(number for number, line in enumerate(lines) if line.strip().startswith("from "))
+    (row,) = [re.split(r" {2,}", line.strip()) for line in lines[head + 1 : -1]]
+    assert (row[6], row[7]) == (batch, "1")
+
+
+def test_a_plan_of_what_is_left_shows_the_checkpoints_rate(small, plan):
+    settings = (*RAMP, "epochs=1", "grow_beyond_maximum=True", "micro_batch_size=4", "save_every_n_steps=3")
+    run = small.run_in_process(OURS, *settings)
+    for path in (*run.output_dir.glob("epoch_*"), run.output_dir / "recipe_state"):
+        shutil.rmtree(path)
+    asked = (*settings, "resume_from_checkpoint=True", "optimizer.lr=0.5")
+    rows = cells(plan(*asked, output=run.output_dir, base=small.base))
+    assert rows[0][1] == "3"
+    assert {(row[9], row[10]) for row in rows} == {("0.01", "0.01")}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [(f"{KEY}=small_schedules.hundred_fifty",), (RAMP[0], f"{KEY}.batch_sizes=[100]", f"{KEY}.thresholds=[]")],
+    ids=["a user's own", "steps"],
+)
+def test_a_step_of_more_rows_than_an_epoch_is_refused_where_it_would_be_dropped(plan, rule):
+    with pytest.raises(SettingError, match=r"an epoch.* 32 rows"):
+        plan(*rule, "drop_last=True", "grow_beyond_maximum=True", "micro_batch_size=4")
+
+
+def test_a_scheduler_that_refuses_a_warm_up_above_its_total_is_asked_with_no_total_that_is_too_small(plan):
+    settings = ("lr_scheduler._component_=small_schedules.refuses_a_long_warm_up", "lr_scheduler.num_warmup_steps=1500")
+    (row,) = cells(plan(*settings, "epochs=200"))
+    assert row[-1] == "1600"
+    with pytest.raises(ValueError, match="1500 steps of warm-up are more than all 16"):
+        plan(*settings, "epochs=2")

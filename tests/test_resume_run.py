@@ -1,6 +1,7 @@
 """A run that is ended anywhere and goes on, through the real command line: to the same bits, or with a reason why not."""
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import small_kills
+from omegaconf import OmegaConf
 from small_run import FEATURES, OURS, TUNE, same_weights
 from small_stops import stopped_after
 
@@ -397,3 +399,154 @@ def test_a_run_with_restarts_is_audited_and_drawn_by_the_command_line(small, who
         assert printed in done.stdout
     assert "restarted" in (folder / "adaptive_batch" / "report.html").read_text()
     assert (folder / "adaptive_batch" / "report.png").stat().st_size > 10_000
+
+
+# --- on another device, or with another batch -------------------------------------------------------------------------
+
+
+def resumed_steps(folder):
+    """The steps since the last start."""
+    found = records(folder, "start", "step")
+    begin = max(number for number, record in enumerate(found) if record["kind"] == "start")
+    return found[begin + 1 :]
+
+
+FOUR_THEN_SIXTEEN = (
+    "batch_size_schedule._component_=adaptive_batch.growth.steps",
+    "batch_size_schedule.batch_sizes=[4,16]",
+    "batch_size_schedule.thresholds=[4ba]",
+    SAVES,
+)
+SMALLER = ("probe.maximum=8", "probe.search=halve")
+
+
+def test_with_the_optimizer_in_backward_a_schedule_does_not_go_on_where_its_steps_would_be_split(small):
+    overrides = (*FOUR_THEN_SIXTEEN, "optimizer_in_bwd=True")
+    whole = small.run_in_process(OURS, *overrides)
+    assert {step["micro_batches"] for step in records(whole.output_dir, "step")} == {1}
+    folder = stopped_after(whole, small, 3)
+    with pytest.raises(SettingError, match=r"optimizer_in_bwd=True: .*of which 8 fit here.*more memory"):
+        go_on(small, folder, *overrides, *SMALLER)
+    assert not resumed_steps(folder)
+
+
+def test_a_schedule_goes_on_as_it_was_on_a_smaller_device_and_again_from_there(small):
+    whole = small.run_in_process(OURS, *FOUR_THEN_SIXTEEN)
+    sizes = [step["batch_size"] for step in records(whole.output_dir, "step")]
+    assert max(sizes) == 16
+    folder = stopped_after(whole, small, 3)
+    once = go_on(small, folder, *FOUR_THEN_SIXTEEN, *SMALLER)
+    assert [step["batch_size"] for step in resumed_steps(folder)] == sizes[3:]
+    again = stopped_after(once, small, 6)
+    go_on(small, again, *FOUR_THEN_SIXTEEN, *SMALLER)
+    assert went_on_from(again) == "step_6"
+    steps = resumed_steps(again)
+    assert [step["batch_size"] for step in steps] == sizes[6:]
+    assert {step["micro_batches"] for step in steps if step["batch_size"] == 16} == {2}
+
+
+def assert_begun_anew(folder):
+    """The epoch that was begun is trained from its first row, each row of it once."""
+    (said,) = records(folder, "epoch_restarted")
+    rows = [row for step in resumed_steps(folder) if step["epoch"] == said["epoch"] for row in step["rows"]]
+    assert sorted(rows) == list(range(32))
+    found = audit(folder)
+    assert found.holds, found.problems
+
+
+BY_TOKENS = ("batch_tokens=300", "micro_batch_tokens=200", SAVES, "epochs=1", "drop_last=False")
+
+
+def of_tokens(tokens):
+    return (
+        "batch_size_schedule._component_=adaptive_batch.growth.steps",
+        f"batch_size_schedule.batch_sizes=[{tokens}]",
+        "batch_size_schedule.thresholds=[]",
+        "grow_beyond_maximum=True",
+    )
+
+
+def test_with_another_schedule_of_tokens_the_epoch_begins_anew(small):
+    whole = small.run_in_process(OURS, *BY_TOKENS, *of_tokens(150))
+    folder = stopped_after(whole, small, 3)
+    with pytest.raises(SettingError, match=r"resume_allow_changes=\[batch_size_schedule\]"):
+        go_on(small, folder, *BY_TOKENS, *of_tokens(400))
+    go_on(small, folder, *BY_TOKENS, *of_tokens(400), "resume_allow_changes=[batch_size_schedule]")
+    assert_begun_anew(folder)
+
+
+def test_with_other_micro_batches_steps_of_tokens_hold_other_rows_and_the_epoch_begins_anew(small):
+    whole = small.run_in_process(OURS, *BY_TOKENS, "uniform_micro_batches=rows")
+    folder = stopped_after(whole, small, 3)
+    with pytest.raises(SettingError, match=r"uniform_micro_batches=.*resume_allow_changes=\[uniform_micro_batches\]"):
+        go_on(small, folder, *BY_TOKENS)
+    assert not resumed_steps(folder)
+    go_on(small, folder, *BY_TOKENS, "resume_allow_changes=[uniform_micro_batches]")
+    assert_begun_anew(folder)
+
+
+def test_a_batch_that_was_found_and_is_not_gone_on_with_is_said(small):
+    overrides = ("save_every_n_steps=2", "epochs=1")
+    found = small.run_in_process(OURS, *overrides, "use_maximum_batch_size=True", "probe.maximum=8")
+    folder = stopped_after(found, small, 2)
+    assert {step["batch_size"] for step in records(folder, "step")} == {8}
+    go_on(small, folder, *overrides)
+    assert {step["batch_size"] for step in resumed_steps(folder)} == {4}
+    said = records(folder, "start", "batch_size", "use_maximum_batch_size")
+    said = said[1 + said.index(last_start(folder)) :]
+    changes = {(record["kind"], record["before"], record["after"]) for record in said}
+    assert changes == {("batch_size", 8, 4), ("use_maximum_batch_size", True, False)}
+    assert audit(folder).holds
+
+
+@pytest.mark.parametrize(("before", "after", "at"), [(4, 8, 3), (3, 7, 4)])
+def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, before, after, at):
+    """Warm-up of 3 and a cosine over two epochs of the new batch; a last, short step is dropped, as torchtune does."""
+    overrides = (f"save_every_n_steps={at}", *FEATURES["cosine"])
+    whole = small.run_in_process(OURS, *overrides, f"batch_size={before}")
+    folder = stopped_after(whole, small, at)
+    go_on(small, folder, *overrides, f"batch_size={after}")
+    steps, done = 32 // after, before * at
+    left = (32 - done) // after
+    of_this_epoch = [steps * (done + after * step) / (done + after * left) for step in range(left)]
+    clocks = [*of_this_epoch, *range(steps, 2 * steps)]
+    curve = [0.5 * (1 + math.cos(math.pi * (clock - 3) / (2 * steps - 3))) for clock in clocks]
+    rates = [0.01 * (clock / 3 if clock < 3 else high) for clock, high in zip(clocks, curve, strict=True)]
+    assert [step["lr"] for step in resumed_steps(folder)] == pytest.approx(rates, rel=1e-9)
+
+
+# --- where things lie, and how they are written -----------------------------------------------------------------------
+
+
+def test_a_model_whose_keys_are_in_another_order_is_the_same_model(small, whole):
+    config = OmegaConf.load(small.config)
+    config.model = dict(reversed(list(config.model.items())))
+    reordered = small.fresh_folder() / "reordered.yaml"
+    OmegaConf.save(config, reordered)
+    folder = stopped_after(whole, small, 6)
+    keys = (SAVES, *DROPOUT, f"output_dir={folder}", "resume_from_checkpoint=True")
+    small.run_in_process(OURS, *keys, config=str(reordered))
+    assert not records(folder, "model")
+    assert_the_same(folder, whole)
+
+
+def test_asked_while_an_epoch_is_saved_a_run_without_resume_points_goes_on_to_the_same_bits(small, whole):
+    folder = small.fresh_folder()
+    asking = ("checkpointer._component_=small_stops.AskingCheckpointer", "checkpointer.at_epoch=0")
+    assert ends_early(small, folder, *DROPOUT, *asking) == 8
+    go_on(small, folder, *DROPOUT)
+    assert went_on_from(folder) == "epoch_0"
+    assert_the_same(folder, whole)
+
+
+def test_a_corrupt_epoch_is_named_where_the_checkpointer_has_a_folder_of_its_own(small):
+    epochs = small.fresh_folder()
+    overrides = (SAVES, *DROPOUT, f"checkpointer.output_dir={epochs}")
+    whole = small.run_in_process(OURS, *overrides)
+    folder = stopped_after(whole, small, 9)
+    path = epochs / "recipe_state" / "recipe_state.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    go_on(small, folder, *overrides)
+    assert went_on_from(folder) == "step_9"
+    (said,) = records(folder, "passed_over")
+    assert f"{path} cannot be read" in said["message"]

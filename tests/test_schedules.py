@@ -9,6 +9,7 @@ import small_schedules
 import torch
 from small_run import MODEL, OURS, same_weights
 
+from adaptive_batch.audit import audit
 from adaptive_batch.batch_schedules import by_noise_scale
 from adaptive_batch.errors import GrowthFunctionError
 from adaptive_batch.progress import Progress
@@ -332,3 +333,111 @@ def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
             assert again == seen[len(seen) - len(again) :]
             assert name == "loss_per_full_batch" or len(again) == len(seen) - 3
         assert same_weights(rest.weights(1), whole.weights(1))
+
+
+# --- rules that follow the batch of the step before ---------------------------------------------------------------------
+
+
+def go_on(small, finished, step, *settings):
+    """Goes on from a checkpoint within an epoch, with the record of before."""
+    folder = small.fresh_folder()
+    for name in (f"step_{step}", "adaptive_batch"):
+        shutil.copytree(finished.output_dir / name, folder / name)
+    return small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+
+
+def test_the_plan_of_a_rule_that_follows_the_last_batch_is_what_is_trained(small):
+    """Epochs of max_steps_per_epoch=4 end where the rule doubles."""
+    finished = small.run_in_process(
+        OURS, f"{KEY}=small_schedules.doubles_every_fourth_step", "grow_beyond_maximum=True", "micro_batch_size=4",
+        "epochs=3", "max_steps_per_epoch=4", *COSINE,
+    )  # fmt: skip
+    assert figures(finished, "batch_size") == [4] * 4 + [8] * 4 + [16] * 2
+    planned = [(stage["steps"], stage["batch_least"], stage["batch_most"]) for stage in stages(finished)]
+    assert planned == [(4, 4, 4), (4, 8, 8), (2, 16, 16)]
+    assert [stage["micro_batches_most"] for stage in stages(finished)] == [1, 2, 4]
+    edges = [(stage["learning_rate_first"], stage["learning_rate_last"]) for stage in stages(finished)]
+    rates = figures(finished, "lr")
+    assert edges == [(rates[0], rates[3]), (rates[4], rates[7]), (rates[8], rates[9])]
+    said = [record["message"].split(";")[0] for record in records(finished, "plan")]
+    assert said == ["epoch 0: 4 steps of 4 rows", "epoch 1: 4 steps of 8 rows", "epoch 2: 2 steps of 16 rows"]
+
+
+BY_TOKENS = (
+    *of_lengths(VARIED), "batch_tokens=300", "micro_batch_tokens=200", "grow_beyond_maximum=True",
+    "save_every_n_steps=2",
+)  # fmt: skip
+DOUBLING = (*BY_TOKENS, f"{KEY}=small_schedules.doubles_its_tokens", "epochs=3")
+
+
+@pytest.fixture(scope="module")
+def doubling(small):
+    return small.run_in_process(OURS, *DOUBLING)
+
+
+def test_budgets_that_follow_the_last_one_go_on_over_the_start_of_an_epoch(doubling):
+    held = [after - before for before, after in pairwise([0, *figures(doubling, "tokens_seen")])]
+    budgets = [min(512, 128 * 2 ** (step // 3)) for step in range(len(held))]
+    assert all(tokens <= budget for tokens, budget in zip(held, budgets, strict=True))
+    begins = [step["step"] - 1 for step in records(doubling, "step") if step["epoch"] > 0]
+    assert begins[0] % 3
+    assert budgets[begins[0]] == 512
+    assert held[begins[0]] > 256, "the budget fell back"
+    planned = [(stage["first"]["steps"], stage["batch_least"], stage["batch_most"]) for stage in stages(doubling)]
+    assert planned == [(0, 128, 128), (3, 256, 256), (6, 512, 512)]
+
+
+def test_budgets_that_follow_the_last_one_go_on_in_the_middle_of_an_epoch(small, doubling):
+    steps = records(doubling, "step")
+    for epoch in range(2):
+        saved = [step["step"] for step in steps if step["epoch"] == epoch and step["step"] % 2 == 0]
+        assert steps[saved[-1]]["epoch"] == epoch, "no checkpoint within the epoch"
+        rest = go_on(small, doubling, saved[-1], *DOUBLING)
+        again = records(rest, "step")[len(steps) :]
+        for name in ("step", "rows", "loss", "lr", "tokens_seen"):
+            assert [step[name] for step in again] == [step[name] for step in steps[saved[-1] :]]
+        assert audit(rest.output_dir).holds
+
+
+def test_rows_by_another_rule_of_tokens_begin_their_epoch_anew(small):
+    """Which rows are left is not known where steps hold others; so each is trained once all the same."""
+    first = small.run_in_process(OURS, *BY_TOKENS, f"{KEY}=small_schedules.hundred_fifty", "epochs=1")
+    rest = go_on(
+        small, first, 4, *BY_TOKENS, f"{KEY}=small_schedules.four_hundred", "epochs=1",
+        f"resume_allow_changes=[{KEY}]",
+    )  # fmt: skip
+    assert [record["message"] for record in records(rest, "epoch")][-1] == "epoch 0: 32 rows trained"
+    again = records(rest, "step")[len(records(first, "step")) :]
+    assert sorted(row for step in again for row in step["rows"]) == list(range(32))
+    checked = audit(rest.output_dir)
+    assert checked.holds
+    assert any("each of 32 rows exactly once in epoch 0" in line for line in checked.lines)
+
+
+def test_an_audit_lists_the_budgets_of_a_schedule_of_tokens(doubling):
+    lines = [line.strip() for line in audit(doubling.output_dir).lines]
+    begin = next(number for number, line in enumerate(lines) if line.startswith("batch size"))
+    said = [line.removeprefix("batch size").strip().split(" (")[0] for line in lines[begin : begin + 3]]
+    assert said == ["step 1: 128 tokens", "step 4: 128 tokens -> 256 tokens", "step 7: 256 tokens -> 512 tokens"]
+
+
+# --- what is not refused and not said -----------------------------------------------------------------------------------
+
+
+def test_validation_between_small_steps_of_a_schedule_is_not_said_to_have_no_effect(small):
+    """An epoch has 2 steps of the configured 16 rows, and 8 of the schedule's 4."""
+    finished = small.run_in_process(
+        OURS, "batch_size=16", *steps_rule([4], []), "grow_beyond_maximum=True", "micro_batch_size=4", "epochs=1",
+        "dataset_val=${dataset}", "run_val_every_n_steps=3",
+    )  # fmt: skip
+    assert [record["message"].split(":")[0] for record in records(finished, "validation")] == ["step 3", "step 6"]
+    assert not [record for record in records(finished, "no_effect") if "run_val_every_n_steps" in record["message"]]
+
+
+def test_rows_alike_are_asked_of_the_schedules_steps_and_not_of_the_configured_batch(small):
+    finished = small.run_in_process(
+        OURS, "uniform_micro_batches=rows", "micro_batch_size=3", "batch_size=7", *steps_rule([3, 6], ["1ep"]),
+        "grow_beyond_maximum=True", "drop_last=True",
+    )  # fmt: skip
+    assert figures(finished, "batch_size") == [3] * 10 + [6] * 5
+    assert figures(finished, "micro_batches") == [1] * 10 + [2] * 5
