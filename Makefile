@@ -15,7 +15,7 @@ demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned mo
 	$(BIN)/python -m adaptive_demo
 
 test: $(INSTALLED)  ## everything that needs no GPU, in under ten minutes
-	$(BIN)/python -m pytest -m "not gpu and not readme and not browser"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not readme and not browser"
 
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .

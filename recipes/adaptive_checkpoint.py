@@ -114,6 +114,13 @@ class EpochCheckpoints:
             ) from error
         self._move_into_place(folder)
 
+    def mark_preempted(self, epoch: int) -> None:
+        """Say of an epoch that is saved that its run was asked to end while that was being saved."""
+        path = self._output_dir / f"epoch_{epoch}" / _IDENTITY
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps({**json.loads(path.read_text()), "preempted": True}, indent=2))
+        os.replace(aside, path)
+
     def _move_into_place(self, folder: str) -> None:
         target = self._output_dir / folder
         replaced = self._output_dir / f".replaced-{folder}"
@@ -146,7 +153,7 @@ class EpochCheckpoints:
         return state
 
     def _weights_folder(self, cfg: DictConfig, state: Mapping[str, Any]) -> Path:
-        """The folder that the recipe state belongs to, checked to be whole and of the same save."""
+        """The folder that the recipe state belongs to, checked to be whole and of the same save; notes what is marked there."""
         identity = state.get(STATE_KEY, {}).get("weights")
         folder = self._output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
         if not folder.is_dir():
@@ -180,6 +187,7 @@ class EpochCheckpoints:
                     raise CheckpointError(
                         f"checkpoint file {path} is not whole: {size} bytes were saved, found {found}"
                     )
+            state[STATE_KEY]["preempted"] = saved.get("preempted", False)
         return folder
 
 

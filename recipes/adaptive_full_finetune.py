@@ -487,6 +487,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.checkpoints.save_epoch(self.parts.model.state_dict(), recipe_state=state, epoch=epoch)
         self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
         if self.preemption.requested and not last:
+            self.checkpoints.mark_preempted(epoch)
             self._end_early()
 
     def _save_where_due(self) -> None:
@@ -545,7 +546,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 **self.conditions,
                 "progress": self.progress.state_dict(),
                 "unlabelled": self.unlabelled,
-                "preempted": self.preemption.requested,
                 "base_rate": self._base_rate(),
                 "begun_anew": self.begun_anew,
                 "full_batch_loss": self.full_batch_loss.state_dict(),

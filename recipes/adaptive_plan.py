@@ -92,10 +92,11 @@ class TrainingPlan:
         self._batch_sizes = dict(enumerate(sizes, start=epoch))
         reference = batches.reference
         self.full_batch_rows = reference.step_rows
-        if settings.grows and not settings.batch_tokens and not batches.plan.is_open:
+        if settings.grows and not settings.batch_tokens:
             asked = [size * settings.gradient_accumulation_steps for size in sizes]
             if settings.batch_size_schedule is not None:
-                asked = [min(self._most_asked, batches.maximum or self._most_asked)]
+                most = getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked  # of one that measures
+                asked = [min(most, batches.maximum or most)]
             most = max(asked, default=1) * distributed.world_size()
             self.full_batch_rows = min(most, len(batches.stream))
         self.schedule_steps = settings.epochs * reference.steps

@@ -128,6 +128,10 @@ class Checkpoints:
         self._settle()
         self._epochs.save(model_state, recipe_state=recipe_state, epoch=epoch)
 
+    def mark_preempted(self, epoch: int) -> None:
+        """Say of an epoch that is saved that its run was asked to end."""
+        self._epochs.mark_preempted(epoch)
+
     def save_step(
         self, step: int, *, model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], state: Mapping[str, Any]
     ) -> float:

@@ -480,7 +480,7 @@ def test_with_other_micro_batches_steps_of_tokens_hold_other_rows_and_the_epoch_
     folder = stopped_after(whole, small, 3)
     with pytest.raises(SettingError, match=r"uniform_micro_batches=.*resume_allow_changes=\[uniform_micro_batches\]"):
         go_on(small, folder, *BY_TOKENS)
-    assert not resumed_steps(folder)
+    assert last_start(folder)["resumed"] is False
     go_on(small, folder, *BY_TOKENS, "resume_allow_changes=[uniform_micro_batches]")
     assert_begun_anew(folder)
 

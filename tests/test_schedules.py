@@ -380,9 +380,8 @@ def test_budgets_that_follow_the_last_one_go_on_over_the_start_of_an_epoch(doubl
     budgets = [min(512, 128 * 2 ** (step // 3)) for step in range(len(held))]
     assert all(tokens <= budget for tokens, budget in zip(held, budgets, strict=True))
     begins = [step["step"] - 1 for step in records(doubling, "step") if step["epoch"] > 0]
-    assert begins[0] % 3
-    assert budgets[begins[0]] == 512
-    assert held[begins[0]] > 256, "the budget fell back"
+    assert (begins[0], budgets[begins[0]]) == (5, 256)
+    assert held[begins[0]] > 128, "the budget fell back"
     planned = [(stage["first"]["steps"], stage["batch_least"], stage["batch_most"]) for stage in stages(doubling)]
     assert planned == [(0, 128, 128), (3, 256, 256), (6, 512, 512)]
 
@@ -390,12 +389,12 @@ def test_budgets_that_follow_the_last_one_go_on_over_the_start_of_an_epoch(doubl
 def test_budgets_that_follow_the_last_one_go_on_in_the_middle_of_an_epoch(small, doubling):
     steps = records(doubling, "step")
     for epoch in range(2):
-        saved = [step["step"] for step in steps if step["epoch"] == epoch and step["step"] % 2 == 0]
-        assert steps[saved[-1]]["epoch"] == epoch, "no checkpoint within the epoch"
-        rest = go_on(small, doubling, saved[-1], *DOUBLING)
+        saved = next(s["step"] for s in steps if s["epoch"] == epoch and s["step"] % 2 == 0)
+        assert steps[saved]["epoch"] == epoch, "no checkpoint within the epoch"
+        rest = go_on(small, doubling, saved, *DOUBLING)
         again = records(rest, "step")[len(steps) :]
         for name in ("step", "rows", "loss", "lr", "tokens_seen"):
-            assert [step[name] for step in again] == [step[name] for step in steps[saved[-1] :]]
+            assert [step[name] for step in again] == [step[name] for step in steps[saved:]]
         assert audit(rest.output_dir).holds
 
 
