@@ -95,7 +95,9 @@ class TrainingPlan:
         if settings.grows and not settings.batch_tokens:
             asked = [size * settings.gradient_accumulation_steps for size in sizes]
             if settings.batch_size_schedule is not None:
-                most = getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked  # of one that measures
+                most = (
+                    getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
+                )  # of one that measures
                 asked = [min(most, batches.maximum or most)]
             most = max(asked, default=1) * distributed.world_size()
             self.full_batch_rows = min(most, len(batches.stream))
