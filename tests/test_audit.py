@@ -477,3 +477,11 @@ def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
     found = audit(tmp_path)
     assert found.holds
     assert "1 of them torn" in found.lines[0]
+
+
+def test_an_epoch_may_end_in_a_start_that_does_no_step():
+    """It went on from the last step, recorded the end of the epoch, and was killed: the next start goes on from its checkpoint."""
+    run = Run(rows=7, batches=(4,), save_every=1, drop_last=True, long_rows=(0,), name="a", seed=0)
+    found = audit_records([json.loads(line) for line in run.lines([(4, 1.0, 0), (3, 1.0, 0)])])
+    assert found.holds
+    assert found.lines[-1] == "verdict     holds: 4 of 7 rows exactly once in epoch 0, 3 left out as said"

@@ -161,7 +161,8 @@ def _resumed(segments: list[_Segment], run: int, steps: int) -> _Segment:
     mine = [index for index, segment in enumerate(segments) if segment.run == run]
     if not mine:
         return _Segment(run, None, 0, steps, steps)
-    holds = [index for index in mine if segments[index].after < steps <= segments[index].steps]
+    # one that has done no step yet counts too: an epoch may have ended in it
+    holds = [index for index in mine if segments[index].after <= steps <= segments[index].steps]
     parent = (holds or mine)[-1]
     return _Segment(run, parent, min(steps, segments[parent].steps), steps, steps)
 
