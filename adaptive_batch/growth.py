@@ -20,14 +20,13 @@ name its ready-made ones here, ``adaptive_batch.growth.linear_ramp`` for instanc
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from adaptive_batch.batch_schedules import by_noise_scale, linear_ramp, ramp_by_doubling, steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.schedule_rule import MOST_ROWS, name_of, shortened, whole_number
+from adaptive_batch.schedule_rule import MOST_ROWS, check_call, name_of, shortened, whole_number
 
 __all__ = [
     "Growth",
@@ -123,22 +122,14 @@ def check_increment(function: object, *, key: str = KEY) -> None:
     Raises:
         SettingError: it cannot be called, or not with two positional arguments.
     """
-    if not callable(function):
-        raise SettingError(
-            key, function, f"it is a {type(function).__name__}; give a function f(epoch, batch_size) -> rows to add"
-        )
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some builtins do not tell
-        return
-    try:
-        signature.bind(0, 1)
-    except TypeError as error:
-        raise SettingError(
-            key,
-            name_of(function),
-            f"it takes {signature} ({error}); it is called as f(epoch, batch_size) with two positional arguments",
-        ) from error
+    check_call(
+        function,
+        0,
+        1,
+        key=key,
+        what="a function f(epoch, batch_size) -> rows to add",
+        call="f(epoch, batch_size) with two positional arguments",
+    )
 
 
 @dataclass(frozen=True, repr=False)

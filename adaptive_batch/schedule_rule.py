@@ -75,22 +75,38 @@ def check_schedule(rule: object, *, key: str = KEY) -> None:
     Raises:
         SettingError: it cannot be called, or not with one positional argument.
     """
-    if not callable(rule):
-        raise SettingError(
-            key, rule, f"it is a {type(rule).__name__}; give a function rule(progress) -> rows of a step on one device"
-        )
+    check_call(
+        rule,
+        Progress(),
+        key=key,
+        what="a function rule(progress) -> rows of a step on one device",
+        call="rule(progress) with one positional argument",
+    )
+
+
+def check_call(function: object, /, *arguments: object, key: str, what: str, call: str) -> None:
+    """Checks what can be known of a user's function without asking it.
+
+    Args:
+        function: what the configuration names.
+        arguments: such as it will be called with.
+        key: the configuration key, for the message.
+        what: it should be, for the message.
+        call: how it is called, for the message.
+
+    Raises:
+        SettingError: it cannot be called, or not with these arguments.
+    """
+    if not callable(function):
+        raise SettingError(key, function, f"it is a {type(function).__name__}; give {what}")
     try:
-        signature = inspect.signature(rule)
+        signature = inspect.signature(function)
     except (ValueError, TypeError):  # some builtins do not tell
         return
     try:
-        signature.bind(Progress())
+        signature.bind(*arguments)
     except TypeError as error:
-        raise SettingError(
-            key,
-            name_of(rule),
-            f"it takes {signature} ({error}); it is called as rule(progress) with one positional argument",
-        ) from error
+        raise SettingError(key, name_of(function), f"it takes {signature} ({error}); it is called as {call}") from error
 
 
 def follows_measurements(rule: object) -> bool:

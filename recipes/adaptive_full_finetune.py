@@ -366,8 +366,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 if not rows:
                     break
                 self.capacity.try_longer(rows, batch_size=self.batches.batch_size)
-                tokens = sum(map(self.parts.num_real_tokens, rows))
-                rate = self.rate.set(progress, plan=self.batches.plan, rows=len(rows), tokens=tokens)
+                batch = sum(map(self.parts.num_real_tokens, rows)) if self.rate.counts_tokens else len(rows)
+                rate = self.rate.set(progress, plan=self.batches.plan, batch=batch)
                 result = self.parts.accumulator.run(rows)
                 self.parts.step()
                 self.progress = self._after(result, progress)

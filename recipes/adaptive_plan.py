@@ -193,7 +193,7 @@ class TrainingPlan:
                 batch=at.batch,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                learning_rate=rate.set(at, plan=plan, rows=len(rows), tokens=tokens),
+                learning_rate=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
                 tokens=tokens,
             )
 

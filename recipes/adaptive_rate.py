@@ -74,15 +74,19 @@ class TrainingRate:
         )
         self._rate.load_state_dict(saved.get("learning_rate", {}))
 
-    def set(self, progress: Progress, *, plan: EpochPlan, rows: int, tokens: int) -> float:
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the rate is scaled by the tokens of a step, and not by its rows."""
+        return reference_batch(self._settings).unit == "tokens"
+
+    def set(self, progress: Progress, *, plan: EpochPlan, batch: int) -> float:
         """Apply the rate of a step, and return it.
 
         Args:
             progress: before the step.
             plan: of the epoch.
-            rows, tokens: that the step holds on this device, real tokens.
+            batch: rows that the step holds on this device, or real tokens where it :attr:`counts_tokens`.
         """
-        batch = tokens if reference_batch(self._settings).unit == "tokens" else rows
         return self._rate.set(self._at(progress, plan), batch=distributed.total(batch))
 
     def describe(self) -> str | None:
