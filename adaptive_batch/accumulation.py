@@ -2,6 +2,10 @@
 
 A step that runs out of memory is replayed: from cleared gradients, with random numbers and running statistics put back and
 less capacity, so that what it leaves is what a run with that capacity would have left.
+
+With several ranks each runs its own rows of the step, all the same number of micro-batches. A rank that has fewer passes
+fillers of weight 0; one that runs out of memory stands in until the ranks count their label tokens together, where all learn
+of it and replay the step.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .batching import Capacity, Shapes, micro_batches
-from .memory import DeviceMemory, device_memory
+from . import distributed
+from .batching import Capacity, MicroBatch, Shapes, micro_batches
+from .memory import DeviceMemory, device_memory, is_out_of_memory, recover
 from .noise_scale import NoiseSample, squared_norm
-from .replay import CapacityChange, Replay, lengthened
+from .replay import CapacityChange, OutOfMemoryElsewhereError, Replay, lengthened
+from .sharding import Sharding
 from .snapshot import RandomState, TensorSnapshot
 
 Row = dict[str, Any]
@@ -25,14 +31,14 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the micro-batches of one optimizer step added up to.
+    """What the micro-batches of one optimizer step added up to, on all ranks.
 
     Attributes:
         loss: mean loss of a label token; 0 where the step had none.
         label_tokens: tokens that have a label, counted after the shift; a scalar tensor on the device.
         rows: rows of the step.
         tokens: real tokens of the step, padding not counted.
-        micro_batches: forward and backward passes that were run.
+        micro_batches: forward and backward passes that were run, by each rank.
         padding_fraction: share of the padded tokens that were padding.
         grad_norm: of all gradients before they were clipped, where clipping is configured; a scalar tensor.
         noise: what the step says of the gradient's noise, where that is measured; None of a step that ran as one
@@ -69,6 +75,9 @@ class Accumulator:
         replays: replay a step that ran out of memory with half of the capacity; False lets the error through.
         on_change: is told of every lowered capacity, before anything is run with it; None logs it.
         memory: of the model's device; None asks torch.
+        device: where the model runs; None for where its parameters are.
+        sharding: of the model; needed where there are several ranks.
+        filler: gives a row for a rank that has none left, where there are several.
     """
 
     def __init__(
@@ -89,6 +98,9 @@ class Accumulator:
         replays: bool = True,
         on_change: Callable[[CapacityChange], object] | None = None,
         memory: DeviceMemory | None = None,
+        device: torch.device | None = None,
+        sharding: Sharding | None = None,
+        filler: Callable[[], Row] | None = None,
     ) -> None:
         self._model = model
         self._collate_rows = collate
@@ -103,8 +115,11 @@ class Accumulator:
         assert scale_gradients or not measures_noise, "there are no gradients to measure with the optimizer in backward"
         self._measures_noise = measures_noise
         self._replays = replays
-        self._device = next(model.parameters()).device
-        self._replay = Replay(capacity, memory=memory or device_memory(self._device), on_change=on_change)
+        self._device = device or next(model.parameters()).device
+        self._memory = memory or device_memory(self._device)
+        self.sharding = sharding or Sharding(model)
+        self._filler = filler
+        self._replay = Replay(capacity, memory=self._memory, on_change=on_change)
         self._running_statistics = _running_statistics(model)
 
     @property
@@ -116,43 +131,70 @@ class Accumulator:
     def capacity(self, capacity: Capacity) -> None:
         self._replay.capacity = capacity
 
-    def run(self, rows: Sequence[Row]) -> StepResult:
+    def num_micro_batches(self, rows: Sequence[Row]) -> int:
+        """How many micro-batches some rows are now."""
+        return len(micro_batches(list(map(_length, rows)), self.capacity, self._shapes))
+
+    @property
+    def thrashes(self) -> bool:
+        """Whether :meth:`reduce_capacity` is due, on all ranks, as the allocator of this one only just had room."""
+        return self._replay.thrashes
+
+    def reduce_capacity(self) -> None:
+        """Make the capacity a little smaller on all ranks, where one of them thrashes."""
+        self._replay.reduce()
+
+    def run(self, rows: Sequence[Row], *, num_micro_batches: int | None = None) -> StepResult:
         """Leave in the gradients the mean over the label tokens of all `rows`, clipped.
+
+        Args:
+            rows: of this rank; none where other ranks have some.
+            num_micro_batches: that the rank with most of them needs within the capacity, where all ranks know it; None lets
+                them ask each other.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
+            RankLostError: out of memory on this rank where the others cannot be told.
         """
+
+        def attempt() -> StepResult:
+            nonlocal num_micro_batches
+            if distributed.world_size() == 1:
+                return self._attempt(rows)
+            known, num_micro_batches = num_micro_batches, None  # with less capacity there are more
+            return self._attempt_together(rows, known)
+
         if not self._replays:
-            return self._attempt(rows)
+            return attempt()
         random_state = RandomState(self._device)
         # A forward may also put another tensor in a buffer's place.
         buffers = [(module, name, module._buffers[name]) for module, name in self._running_statistics]
         statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
 
         def undo() -> None:
-            for parameter in self._model.parameters():
-                parameter.grad = None
+            self._drop_gradients()
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
             statistics.restore()
             random_state.restore()
 
-        return self._replay.run(lambda: self._attempt(rows), undo=undo)
+        return self._replay.run(attempt, undo=undo)
 
-    def rehearse(self, rows: Sequence[Row]) -> None:
+    def rehearse(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
         """Run one micro-batch as :meth:`run` does, whether it has labels or not, and forget what it computed."""
-        self.forward_backward(self.collate(rows))
+        with self.sharding.micro_batch(is_last=is_last):
+            self.forward_backward(self.collate(rows))
 
     def evaluate(self, batch: Batch, *, rehearsing: bool = False) -> tuple[float, int]:
         """The sum of the token losses of a collated batch and its label tokens, without gradients.
 
-        One without any label is run only where it is `rehearsing`.
+        One without any label is run only where it is `rehearsing`, or where other ranks may have some.
         """
-        if not rehearsing and not self._has_labels(batch):
+        if not rehearsing and distributed.world_size() == 1 and not self._has_labels(batch):
             return 0.0, 0
-        with torch.no_grad():
+        with torch.no_grad(), self.sharding.evaluation():
             loss, count = self._loss_and_labels(batch)
-            return (loss * count).item(), int(count)
+            return (loss * count).item() if count else 0.0, int(count)
 
     def collate(self, rows: Sequence[Row], length: int | None = None) -> Batch:
         """One batch on the host, padded to `length` tokens, or to what the shapes ask for where that is None."""
@@ -171,7 +213,8 @@ class Accumulator:
         """Clip the gradients as configured; returns the norm that they had."""
         if self._max_grad_norm is None:
             return None
-        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=self._max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=self._max_grad_norm)
+        return self.sharding.whole(norm)
 
     def _attempt(self, rows: Sequence[Row]) -> StepResult:
         lengths = list(map(_length, rows))
@@ -197,7 +240,7 @@ class Accumulator:
                 small = count, squared_norm(self._gradients()) / count**2
         self._replay.current = fullest
         if self._scale_gradients and num_run:
-            self._divide_gradients_by(label_tokens)
+            self._multiply_gradients_by(1 / label_tokens)
         tokens = sum(map(self._num_real_tokens, rows))
         if small is None or num_run == 1:
             grad_norm, noise = self.clip(), None
@@ -214,6 +257,121 @@ class Accumulator:
             grad_norm=grad_norm,
             noise=noise,
         )
+
+    # --- several ranks ----------------------------------------------------------------------------------------------
+
+    def _attempt_together(self, rows: Sequence[Row], num_micro_batches: int | None) -> StepResult:
+        pieces = micro_batches(list(map(_length, rows)), self.capacity, self._shapes)
+        count = num_micro_batches or max(1, distributed.maximum(len(pieces)))
+        assert len(pieces) <= count, f"{len(pieces)} micro-batches on this rank, and {count} were agreed upon"
+        assert self._scale_gradients or count == 1, "with the optimizer in backward a step is one micro-batch"
+        self._replay.current = fullest = self.capacity.fullest(pieces) if pieces else MicroBatch([], 0)
+        sums = _Sums(rows=len(rows), tokens=sum(map(self._num_real_tokens, rows)), device=self._device)
+        copies = distributed.world_size() // distributed.data_parallel_size()
+        measures = self._measures_noise and self.capacity.unit == "rows" and count > 1 and copies == 1
+        small: tuple[torch.Tensor, torch.Tensor] | None = None
+        said: str | None = None
+        for number in range(count):
+            is_last = number + 1 == count
+            if said is not None:
+                self.sharding.stand_in(is_last=is_last)
+                continue
+            piece = pieces[number] if number < len(pieces) else None
+            self._replay.current = piece or self._replay.current
+            try:
+                with self.sharding.micro_batch(is_last=is_last):
+                    self._run_piece(rows, piece, sums)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not (self._replays and self.sharding.can_finish):
+                    raise self._replay.lost(error, "within a micro-batch") from error
+                said = str(error) or type(error).__name__
+            if said is not None:  # the except block has been left, which kept the failed forward's tensors alive
+                self._drop_gradients()
+                recover(self._memory)
+                self.sharding.finish()
+            if measures and number == 0:
+                small = self._measure_together(sums.label_tokens)
+        try:
+            if said is None:
+                self._replay.current = fullest
+            return self._finish_together(sums, count, small, failed=said is not None)
+        except OutOfMemoryElsewhereError:
+            if said is None:
+                raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._replay.lost(error, "after its micro-batches") from error
+        raise torch.OutOfMemoryError(said)
+
+    def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums) -> None:
+        """One micro-batch; a filler where `piece` is None."""
+        if piece is None:
+            assert self._filler is not None, "several ranks need a filler"
+            batch = self.collate([row := self._filler()], max(2, _length(row)))
+        else:
+            batch = self.collate([rows[i] for i in piece.rows], max(2, piece.length))
+            sums.padded += batch["tokens"].numel()
+        counts = piece is not None and self._has_labels(batch)
+        if not counts:  # its mean would be 0/0, and 0 times that is no zero
+            batch["labels"] = batch["tokens"].clone()
+        loss, count = self._loss_and_labels(batch)
+        token_loss = loss * (count if counts else 0)
+        if counts:
+            sums.loss, sums.label_tokens = sums.loss + token_loss.detach(), sums.label_tokens + count
+        if not self._scale_gradients:  # each parameter is stepped as soon as its gradient is there
+            sums.add_up()
+            token_loss = token_loss * (distributed.world_size() / sums.label_tokens.clamp(min=1))
+        token_loss.backward()  # type: ignore[no-untyped-call]
+
+    def _finish_together(
+        self, sums: _Sums, count: int, small: tuple[torch.Tensor, torch.Tensor] | None, *, failed: bool
+    ) -> StepResult:
+        """Count the label tokens of all ranks, and divide the gradients by them; fails where any rank has failed."""
+        if self._scale_gradients:
+            sums.failed = int(failed)
+            sums.add_up()
+            if sums.failed:
+                raise OutOfMemoryElsewhereError
+        has_labels = bool(sums.label_tokens)
+        if self._scale_gradients and has_labels:  # FSDP has taken the mean over the ranks
+            self._multiply_gradients_by(distributed.world_size() / sums.label_tokens)
+        elif self._scale_gradients:
+            self._drop_gradients()
+        copies = distributed.world_size() // distributed.data_parallel_size()  # of each row, with tensor parallelism
+        noise = None
+        if small and has_labels and 0 < small[0] < sums.label_tokens:
+            part = small[0] / sums.label_tokens * sums.rows
+            noise = NoiseSample(part, small[1], sums.rows, self._measure_together(torch.ones(()))[1])
+        grad_norm = self.clip()
+        return StepResult(
+            loss=float(sums.loss.item() / sums.label_tokens) if has_labels else 0.0,
+            label_tokens=sums.label_tokens // copies,
+            rows=sums.rows // copies,
+            tokens=sums.tokens // copies,
+            micro_batches=count if has_labels else 0,
+            padding_fraction=max(0.0, 1 - sums.tokens / max(1, sums.padded)),
+            grad_norm=grad_norm,
+            noise=noise,
+        )
+
+    def _measure_together(self, label_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Over all ranks: label tokens, and the squared norm of the gradients that were summed over them, divided by these."""
+        mine = torch.zeros(2, dtype=torch.float64, device=self._device)
+        mine[0] = label_tokens
+        for gradient in self._gradients():
+            mine[1] += squared_norm([self.sharding.of_this_rank(gradient)])
+        distributed.add_up(mine)
+        return mine[0], mine[1] * (distributed.world_size() / mine[0]) ** 2
+
+    def _drop_gradients(self) -> None:
+        self.sharding.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    # ----------------------------------------------------------------------------------------------------------------
 
     def _clip_and_measure(self) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Clip; returns the norm as :meth:`clip` does, and the squared norm that there was before."""
@@ -236,11 +394,28 @@ class Accumulator:
     def _has_labels(self, batch: Batch) -> bool:
         return bool((batch["labels"][..., 1:] != self._ignore_index).any())
 
-    def _divide_gradients_by(self, label_tokens: torch.Tensor) -> None:
-        scale = 1 / label_tokens
+    def _multiply_gradients_by(self, scale: torch.Tensor) -> None:
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 parameter.grad *= scale
+
+
+class _Sums:
+    """What the micro-batches of a step add up to: on this rank, and on all after :meth:`add_up`."""
+
+    def __init__(self, *, rows: int, tokens: int, device: torch.device) -> None:
+        self.rows, self.tokens, self.padded, self.failed = rows, tokens, 0, 0
+        self.loss = torch.zeros((), device=device)
+        self.label_tokens = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add_up(self) -> None:
+        """Two small collectives: counts as whole numbers, and the loss as it is."""
+        others = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
+        counts = torch.cat([self.label_tokens[None], others])
+        distributed.add_up(counts)
+        distributed.add_up(self.loss)
+        self.label_tokens = counts[0]
+        self.rows, self.tokens, self.padded, self.failed = counts[1:].tolist()
 
 
 def has_batch_norm(model: nn.Module) -> bool:

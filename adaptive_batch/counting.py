@@ -50,6 +50,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resident: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resizable: set[int] = set()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count what is alive before anything runs."""
@@ -88,12 +89,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def forget(_: object) -> None:
                 self.live_bytes -= self._sizes.pop(key)
                 del self._references[key]
+                self._resizable.discard(key)
 
             self._references[key] = weakref.ref(storage, forget)
             known = 0
         if size != known or not known:  # new, or resized in place
             self._sizes[key] = size
             self.live_bytes += size - known
+
+    def _see_resized(self, kwargs: dict[str, Any] | None) -> None:
+        """FSDP frees what it has gathered by resizing storages in place, which is no operation: look at them at each of its own."""
+        for tensor in (kwargs or {}).get("out", ()):
+            storage = tensor.untyped_storage()
+            self._see(storage)
+            self._resizable.add(storage._cdata)
+        for key in tuple(self._resizable):
+            if (storage := self._references[key]()) is not None:
+                self._see(storage)
 
     def _see_all(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
@@ -109,6 +121,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
         result = func(*args, **(kwargs or {}))
         self._see_all(result)
+        if getattr(func, "namespace", "") == "fsdp":
+            self._see_resized(kwargs if func is torch.ops.fsdp.split_with_sizes_copy.default else None)
         self._record(func, args)
         self.check()
         return result

@@ -1,19 +1,57 @@
 """The one seam to torch.distributed: every rank decides alike.
 
-Without a process group there is one rank, and each function returns what it was given. With one, each function but
-`world_size`, `rank` and `is_rank_zero` is a collective over all ranks: every rank must call it, in the same order.
+Without a process group there is one rank, and each function returns what it was given. With one, each function but those
+that say who and how many is a collective over all ranks: every rank must call it, in the same order.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
+
+_ranks_of_a_model = 1  # with tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows
+
+
+def is_launched() -> bool:
+    """Whether this process was started as one of several, as torchrun does; there need not be a process group yet."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
+
+
+def restart_count() -> int:
+    """Returns how often torchrun has started all ranks again; 0 at first, and without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
+    """Begin the process group of all ranks that were launched.
+
+    Args:
+        backend: as in ``torch.distributed.init_process_group``.
+        ranks_of_a_model: of tensor parallelism; divides the world size.
+    """
+    global _ranks_of_a_model
+    dist.init_process_group(backend)
+    _ranks_of_a_model = ranks_of_a_model
+
+
+def end() -> None:
+    """End the process group, if there is one."""
+    global _ranks_of_a_model
+    if _has_group():
+        dist.destroy_process_group()
+    _ranks_of_a_model = 1
+
+
+def host_group() -> Any:
+    """A process group of its own, of all ranks, for tensors on the host; None with one rank."""
+    return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
 def world_size() -> int:
@@ -31,19 +69,54 @@ def is_rank_zero() -> bool:
     return rank() == 0
 
 
+def data_parallel_size() -> int:
+    """Returns how many ranks see different rows: all of them but for tensor parallelism."""
+    return world_size() // _ranks_of_a_model
+
+
+def data_parallel_rank() -> int:
+    """Returns which of the :func:`data_parallel_size` parts of a step's rows is this rank's, from 0."""
+    return rank() // _ranks_of_a_model
+
+
+def local_world_size() -> int:
+    """Returns how many ranks share this machine's memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world_size() > 1 else 1
+
+
 def minimum(value: int) -> int:
     """Returns the least `value` of all ranks, on every rank."""
-    return _reduced(value, dist.ReduceOp.MIN) if world_size() > 1 else value
+    return _reduced([value], dist.ReduceOp.MIN)[0] if world_size() > 1 else value
 
 
 def maximum(value: int) -> int:
     """Returns the greatest `value` of all ranks, on every rank."""
-    return _reduced(value, dist.ReduceOp.MAX) if world_size() > 1 else value
+    return _reduced([value], dist.ReduceOp.MAX)[0] if world_size() > 1 else value
+
+
+def maxima(values: Sequence[int]) -> list[int]:
+    """Returns the greatest of each of `values`, as many on all ranks, in one collective."""
+    return _reduced(values, dist.ReduceOp.MAX) if world_size() > 1 else list(values)
 
 
 def total(value: int) -> int:
     """Returns the sum of `value` over all ranks, on every rank."""
-    return _reduced(value, dist.ReduceOp.SUM) if world_size() > 1 else value
+    return _reduced([value], dist.ReduceOp.SUM)[0] if world_size() > 1 else value
+
+
+def add_up(tensor: torch.Tensor) -> None:
+    """Puts the sum over all ranks into a tensor, in place."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+
+
+def gather(value: Result) -> list[Result]:
+    """Returns the `value` of each rank, by rank, on every rank; it must be picklable when there are other ranks."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def any_rank(flag: bool) -> bool:
@@ -82,6 +155,17 @@ def from_rank_zero(compute: Callable[[], Result]) -> Result:
         raise _unpacked_error(packed_error)
     result: Result = pickle.loads(packed_result)
     return result
+
+
+def on_rank_zero(act: Callable[[], Result]) -> Result | None:
+    """Acts on rank zero alone, and returns there what came of it, which need not be picklable; None on other ranks.
+
+    Raises:
+        BaseException: as :func:`from_rank_zero`.
+    """
+    results: list[Result] = []
+    from_rank_zero(lambda: results.append(act()))
+    return results[0] if results else None
 
 
 def _computed_and_sent(compute: Callable[[], Result]) -> Result:
@@ -126,10 +210,10 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _reduced(value: int, operation: Any) -> int:
-    reduced = torch.tensor(value, dtype=torch.int64, device=_collective_device())
+def _reduced(values: Sequence[int], operation: Any) -> list[int]:
+    reduced = torch.tensor(values, dtype=torch.int64, device=_collective_device())
     dist.all_reduce(reduced, op=operation)
-    return int(reduced.item())
+    return [int(value) for value in reduced.tolist()]
 
 
 def _collective_device() -> torch.device:

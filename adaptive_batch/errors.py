@@ -4,12 +4,16 @@
       SettingError                (also a ValueError)    a key, the value it was given, and what would do
       GrowthFunctionError         (also a ValueError)    a user's growth function failed or answered with no row count
       DoesNotFitError             (also a RuntimeError)  one row does not fit; numbers and remedies
+      RankLostError               (also a RuntimeError)  one rank failed where the others cannot be told; all must end
       CheckpointError             (also a RuntimeError)  a checkpoint file is missing, torn, or belongs to another run
 
 A user's mistake is one of these. An assertion is ours.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 # The end of a sentence that says that something does not fit.
 MEMORY_REMEDIES = (
@@ -47,6 +51,23 @@ class GrowthFunctionError(AdaptiveBatchError, ValueError):
 
 class DoesNotFitError(AdaptiveBatchError, RuntimeError):
     """Not even one row fits in memory. The message carries the numbers and the remedies."""
+
+
+class RankLostError(AdaptiveBatchError, RuntimeError):
+    """This rank failed where the others wait for it in a collective and cannot be told, so all ranks must end.
+
+    Args:
+        message: what happened, with numbers.
+        facts: the same as plain values, for the record; ``capacity`` and ``unit`` say what a micro-batch may hold when
+            training is started again.
+    """
+
+    def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
+        self.facts = dict(facts)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[RankLostError], tuple[str, dict[str, Any]]]:
+        return type(self), (str(self), self.facts)
 
 
 class CheckpointError(AdaptiveBatchError, RuntimeError):

@@ -9,10 +9,6 @@ from typing import Any
 
 from .errors import SettingError
 
-# Keys that are ours by name and that do not work yet, with the values that already mean what happens without them.
-NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
-    "sync_gradients_every_micro_batch": (True,),
-}
 OURS = (
     "use_maximum_batch_size",
     "batch_increase_function",
@@ -42,19 +38,22 @@ OURS = (
     "save_every_n_steps",
     "keep_last_n_checkpoints",
     "resume_allow_changes",
+    "sync_gradients_every_micro_batch",
     "probe",
-    *NOT_SUPPORTED_YET,
 )
 
 # Keys of torchtune's full fine-tune configs. One that looks like ours is still torchtune's.
 TORCHTUNE_KEYS = frozenset(
     [
+        "ac_mode",
+        "ac_option",
         "batch_size",
         "checkpointer",
         "clip_grad_norm",
         "collate_fn",
         "compile",
         "cudnn_deterministic_mode",
+        "custom_sharded_layers",
         "dataset",
         "device",
         "dtype",
@@ -62,6 +61,8 @@ TORCHTUNE_KEYS = frozenset(
         "enable_activation_offloading",
         "enable_async_checkpointing",
         "epochs",
+        "fsdp_cpu_offload",
+        "fsdp_reshard_after_forward",
         "gradient_accumulation_steps",
         "log_every_n_steps",
         "log_peak_memory_stats",
@@ -77,16 +78,18 @@ TORCHTUNE_KEYS = frozenset(
         "resume_from_checkpoint",
         "seed",
         "shuffle",
+        "tensor_parallel_dim",
+        "tensor_parallel_plan",
         "tokenizer",
     ]
 )
 
 
 def check_key_names(config: Mapping[str, Any]) -> None:
-    """Refuse a top-level key that is nearly one of ours, and one of ours that does not work yet.
+    """Refuse a top-level key that is nearly one of ours.
 
     Raises:
-        SettingError: with the key that was probably meant, or with the value that must go.
+        SettingError: with the key that was probably meant.
     """
     for key in config:
         if key in OURS or key in TORCHTUNE_KEYS:
@@ -94,10 +97,6 @@ def check_key_names(config: Mapping[str, Any]) -> None:
         # 0.77 sees lr_scaling in lr_scale, and leaves train_batch_size (0.75 of micro_batch_size) to its owner
         if meant := difflib.get_close_matches(str(key), OURS, n=1, cutoff=0.77):
             raise SettingError(str(key), config[key], f"there is no such key; {meant[0]} is probably meant")
-    for key, harmless in NOT_SUPPORTED_YET.items():
-        value = config.get(key)
-        if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
-            raise SettingError(key, value, "not supported yet; remove it or set it to null")
 
 
 def switch(config: Mapping[str, Any], key: str, *, default: bool) -> bool:

@@ -32,8 +32,9 @@ class ProbeResult:
         seconds: how long each took.
         sequence_length: tokens in the longest row of each trial; 0 where the caller did not say.
         resident_bytes: alive before any trial.
-        budget_bytes: what a trial was allowed.
+        budget_bytes: what a trial was allowed; with several ranks, on the one that was allowed least.
         from_cache: the bound was known, and was tried once more.
+        budgets_of_ranks: what each rank was allowed, in bytes; empty for one.
     """
 
     max_batch_size: int
@@ -44,6 +45,7 @@ class ProbeResult:
     resident_bytes: int = 0
     budget_bytes: int = 0
     from_cache: bool = False
+    budgets_of_ranks: tuple[int, ...] = ()
 
     @property
     def num_out_of_memory(self) -> int:
@@ -88,6 +90,13 @@ class ProbeResult:
         if (bound_peak := self.peak_bytes()) is not None:
             free = (self.budget_bytes - bound_peak) / GIB
             lines.append(f"free at the bound: {free:.3f} GiB of the {self.budget_bytes / GIB:.3f} GiB allowed")
+        if budgets := self.budgets_of_ranks:
+            least, most = min(budgets), max(budgets)
+            of_ranks = f"{len(budgets)} ranks, which all must have room"
+            if most > 1.01 * least:
+                which = ", ".join(str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least)
+                of_ranks += f": rank {which} may use least, {least / GIB:.3f} GiB, and others up to {most / GIB:.3f} GiB"
+            lines.append(of_ranks)
         cached = ", known from before and tried again" if self.from_cache else ""
         rounded = (
             "" if self.batch_size == self.max_batch_size else f"; rounded down to a power of two: {self.batch_size}"
@@ -204,10 +213,11 @@ def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
 
 def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
     try:
-        names = [name for name in ProbeResult.__dataclass_fields__ if name not in ("trials", "seconds")]
-        values: dict[str, Any] = {name: record[name] for name in names}
+        lists = ("trials", "seconds", "budgets_of_ranks")
+        values: dict[str, Any] = {n: record[n] for n in ProbeResult.__dataclass_fields__ if n not in lists}
         trials = tuple(Trial(**trial) for trial in record["trials"])
-        result = ProbeResult(trials=trials, seconds=tuple(record["seconds"]), **values)
+        seconds, budgets = tuple(record["seconds"]), tuple(record.get("budgets_of_ranks", ()))
+        result = ProbeResult(trials=trials, seconds=seconds, budgets_of_ranks=budgets, **values)
         if not {trial.batch_size for trial in trials if trial.fits} >= {result.max_batch_size, result.batch_size}:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
         return result
@@ -232,14 +242,16 @@ def _read_records(path: Path, *, say: bool = True) -> list[dict[str, Any]]:
 
 
 def _agree(trial: Trial) -> Trial:
-    """One trial for all ranks: fits where it fits everywhere, the largest peaks."""
+    """One trial for all ranks: fits where it fits everywhere, the largest peaks, and the trace of rank zero, whose shards are largest."""
     if distributed.world_size() == 1:
         return trial
-    fits = not distributed.any_rank(not trial.fits)
-    peak, optimizer_peak = (
-        distributed.maximum(-1 if peak is None else peak) for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)
+    fails, peak, optimizer_peak = distributed.maxima(
+        [not trial.fits, *(-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))]
     )
-    return Trial(trial.batch_size, fits, None if peak < 0 else peak, None if optimizer_peak < 0 else optimizer_peak)
+    trace = distributed.from_rank_zero(lambda: trial.trace) if not fails else None
+    return Trial(
+        trial.batch_size, not fails, None if peak < 0 else peak, None if optimizer_peak < 0 else optimizer_peak, trace
+    )
 
 
 def _peaks(trial: Trial) -> list[int]:

@@ -27,6 +27,7 @@ class ProbeSettings:
         round_to_power_of_two: train with the power of two at or below the bound.
         maximum: no larger size is tried; where ``halve`` starts.
         cache: use a bound that was found before, after trying it once.
+        trial_timeout: with several ranks, seconds after which a trial that does not end ends the run.
         assumed_maximum: rows that fit, for ``plan_only``, which tries nothing; None for what a search has found before.
     """
 
@@ -38,6 +39,7 @@ class ProbeSettings:
     round_to_power_of_two: bool = True
     maximum: int = 4096
     cache: bool = True
+    trial_timeout: int = 600
     assumed_maximum: int | None = None
 
     @classmethod
@@ -90,6 +92,7 @@ class ProbeSettings:
         check_bool("probe.round_to_power_of_two", self.round_to_power_of_two)
         check_whole("probe.maximum", self.maximum)
         check_bool("probe.cache", self.cache)
+        check_whole("probe.trial_timeout", self.trial_timeout, remedy="give seconds, a whole number, 1 or more")
         if self.assumed_maximum is not None:
             check_whole("probe.assumed_maximum", self.assumed_maximum)
 

@@ -1,23 +1,31 @@
-"""Runs what may run out of memory, and runs it again with less capacity.
+"""Runs what may run out of memory, and runs it again with less capacity, on all ranks alike.
 
 Capacity is lowered and not won back within a run. What failed is undone first, so that a replay leaves what a run with
-that capacity from the start would have left.
+that capacity from the start would have left. With several ranks an attempt fails on all of them or on none: one that had
+room raises :class:`OutOfMemoryElsewhereError`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
+from . import distributed
 from .batching import Capacity, MicroBatch
-from .errors import MEMORY_REMEDIES, DoesNotFitError
+from .errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from .memory import DeviceMemory, is_out_of_memory, recover
 
 log = logging.getLogger("adaptive_batch")
 
 Result = TypeVar("Result")
+
+
+class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
+    """Another rank ran out of memory in the attempt that all ranks made."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class CapacityChange:
         length: tokens that each of them was padded to.
         out_of_memory: it ran out of memory; otherwise the allocator only thrashed.
         error: what the device said; empty where it only thrashed.
+        ranks: those on which it happened, of several; empty where there is one.
     """
 
     before: Capacity
@@ -39,12 +48,15 @@ class CapacityChange:
     length: int
     out_of_memory: bool
     error: str
+    ranks: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """One line, with numbers."""
         happened = "out of memory" if self.out_of_memory else "the allocator gave back its cache and asked again"
         what_next = "it is run again, and " if self.out_of_memory else ""
         said = f" ({self.error.splitlines()[0]})" if self.error else ""
+        if self.ranks:
+            happened += f" on rank {', '.join(map(str, self.ranks))}"
         return (
             f"{happened} with {self.rows} rows of {self.length} tokens at once: {what_next}a micro-batch holds "
             f"{self.after} from now on, not {self.before}{said}"
@@ -62,6 +74,7 @@ class Replay:
     Attributes:
         capacity: what one micro-batch may hold now.
         current: the micro-batch that is being run; set by what is run.
+        thrashes: the allocator has thrashed once on this rank, of several; :meth:`reduce` is due on all of them.
     """
 
     def __init__(
@@ -69,6 +82,7 @@ class Replay:
     ) -> None:
         self.capacity = capacity
         self.current = MicroBatch([], 0)
+        self.thrashes = False
         self._memory = memory
         self._on_change = on_change or (lambda change: log.warning("%s", change.describe()))
         self._has_thrashed = False
@@ -90,37 +104,81 @@ class Replay:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                said = str(error) or type(error).__name__
+                said = None if isinstance(error, OutOfMemoryElsewhereError) else str(error) or type(error).__name__
             else:
                 if self._memory.num_retries() > retries:
-                    self._reduce()
+                    self.thrashes = not self._has_thrashed
+                    if self.thrashes and distributed.world_size() == 1:
+                        self.reduce()
                 return result
             # The except block has been left: until then the error kept the failed forward's tensors alive.
             undo()
             recover(self._memory)
             self._halve(said)
 
-    def _halve(self, said: str) -> None:
-        rows, length = len(self.current.rows), self.current.length
-        after = self.capacity.halved(rows=rows, length=length)
-        if after is None:
-            raise DoesNotFitError(
-                f"one row of {length} tokens ran out of memory on {self._memory.device}, alone in its micro-batch: {said}; "
-                f"{MEMORY_REMEDIES}"
-            )
-        self._change(after, error=said)
+    def lost(self, error: BaseException, doing: str) -> RankLostError:
+        """What to raise where this rank ran out of memory and the others cannot be told: with what to go on with."""
+        rows, length, device = len(self.current.rows), self.current.length, self._memory.device
+        after = self.capacity.halved(rows=rows, length=length) or self.capacity
+        facts = {
+            "rows": rows,
+            "length": length,
+            "before": self.capacity.amount,
+            "capacity": after.amount,
+            "unit": after.unit,
+            "error": str(error),
+        }
+        return RankLostError(
+            f"{device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: {str(error).splitlines()[0]}; the "
+            f"other ranks wait there and cannot be told, so all end. Started again, a micro-batch holds {after}",
+            facts,
+        )
 
-    def _reduce(self) -> None:
-        """A size that only thrashes the allocator is made a little smaller, once: later retries may have other reasons."""
-        after = self.capacity.reduced(rows=len(self.current.rows), length=self.current.length)
-        if after is not None and not self._has_thrashed:
-            self._has_thrashed = True
-            self._change(after)
+    def reduce(self) -> None:
+        """Make a size that only thrashes the allocator a little smaller, once: later retries may have other reasons."""
+        mine = self._asked(self.capacity.reduced, said=None) if self.thrashes else None
+        self.thrashes = False
+        self._take({rank: one for rank, one in enumerate(distributed.gather(mine)) if one and one.amount})
 
-    def _change(self, after: Capacity, *, error: str = "") -> None:
-        before, self.capacity = self.capacity, after
+    def _halve(self, said: str | None) -> None:
+        """Half of what was too large on any rank; `said` is None where it was too large on others alone."""
+        mine = self._asked(self.capacity.halved, said) if said is not None else None
+        asked = {rank: one for rank, one in enumerate(distributed.gather(mine)) if one}
+        for rank, one in asked.items():
+            if one.amount is None:
+                where = f"rank {rank}" if distributed.world_size() > 1 else str(self._memory.device)
+                raise DoesNotFitError(
+                    f"one row of {one.length} tokens ran out of memory on {where}, alone in its micro-batch: {one.said}; "
+                    f"{MEMORY_REMEDIES}"
+                )
+        self._take(asked)
+
+    def _asked(self, smaller: Callable[..., Capacity | None], said: str | None) -> _Asked:
         rows, length = len(self.current.rows), self.current.length
-        self._on_change(CapacityChange(before, after, rows, length, bool(error), error))
+        after = smaller(rows=rows, length=length)
+        return _Asked(rows, length, None if after is None else after.amount, said)
+
+    def _take(self, asked: Mapping[int, _Asked]) -> None:
+        """Take the smallest capacity that a rank has asked for, if any has."""
+        if not asked:
+            return
+        least = min(asked.values(), key=lambda one: one.amount or 0)
+        assert least.amount is not None
+        self._has_thrashed |= least.said is None
+        before, self.capacity = self.capacity, Capacity(least.amount, self.capacity.unit)
+        ranks = tuple(asked) if distributed.world_size() > 1 else ()
+        error = least.said or ""
+        self._on_change(CapacityChange(before, self.capacity, least.rows, least.length, bool(error), error, ranks))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What one rank asks for after it ran out of memory: less capacity, None where it was one row; `said` by the device."""
+
+    rows: int
+    length: int
+    amount: int | None
+    said: str | None
 
 
 def lengthened(

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ log = logging.getLogger("adaptive_batch")
 
 
 class RunRecord:
-    """One JSON object a line: ``kind`` is ``step``, or the decision's name. Each line is written out at once.
+    """One JSON object a line: ``kind`` is ``step``, or the decision's name. Each line is written out at once, from any thread.
 
     JSON has no word for nan and infinities: they are written as text, which ``float`` reads.
 
@@ -33,6 +34,7 @@ class RunRecord:
 
     def __init__(self, path: Path, *, enabled: bool = True) -> None:
         self._file = None
+        self._writing = threading.Lock()
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
             torn = _ends_torn(path)
@@ -71,8 +73,9 @@ class RunRecord:
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._file:
             finite = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
-            self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n")
-            self._file.flush()
+            with self._writing:
+                self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n")
+                self._file.flush()
 
     def __enter__(self) -> RunRecord:
         return self

@@ -1,7 +1,8 @@
 """Resume points: what a run needs to go on, in ``{output_dir}/step_N``, each whole or absent.
 
 A point is written into a fresh folder aside, flushed to the disk and renamed, so a kill at any moment leaves the points that
-were whole. Older ones are removed when a newer one is whole, and not before.
+were whole. Older ones are removed when a newer one is whole, and not before. Several ranks write one point together, each what it
+holds, into a file system that they share; what goes wrong on one goes wrong on all.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
+from .agreement import Agreement
 from .errors import CheckpointError
 from .memory import GIB, host_available_bytes
-from .resume_point import PassedOver, ResumePoint, cause, examine, flush_folder, write_point
+from .rank_parts import divided, wrapped_names
+from .resume_point import PassedOver, ResumePoint, examine, flush_folder, write_point
 from .state_tree import flatten
 
 __all__ = ["PassedOver", "ResumePoint", "ResumePoints", "newest_whole"]
@@ -34,6 +39,8 @@ _SAVING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
 
 def newest_whole(output_dir: Path) -> tuple[ResumePoint | None, list[PassedOver]]:
     """The resume point that was saved last and is whole, every file read and compared with its checksum.
+
+    With several ranks one of them asks, and tells the others; a point can be pickled.
 
     Args:
         output_dir: of the run; it need not exist.
@@ -50,8 +57,19 @@ def newest_whole(output_dir: Path) -> tuple[ResumePoint | None, list[PassedOver]
     return None, passed_over
 
 
+@dataclass(frozen=True)
+class _Content:
+    """What is written: tensors and the rest, as :func:`.resume_point.write_point` takes them, and the bytes of the tensors of all ranks."""
+
+    tensors: Mapping[str, torch.Tensor]
+    state: Mapping[str, Any]
+    num_bytes: int
+
+
 class ResumePoints:
     """Saves resume points, and removes old ones.
+
+    With a process group, every rank makes one of these, calls the same methods in the same order, and sees them end alike.
 
     Args:
         output_dir: of the run.
@@ -76,8 +94,7 @@ class ResumePoints:
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._on_failure = on_failure
-        self._process_group = process_group
-        self._is_rank_zero = process_group is None or process_group.rank() == 0
+        self._ranks = Agreement(process_group)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._copies: dict[str, torch.Tensor] = {}  # kept for the next save: fresh memory costs more than the copying
@@ -92,33 +109,34 @@ class ResumePoints:
 
         Args:
             step: optimizer steps so far; a point of the same step is replaced.
-            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``; see :func:`.state_tree.flatten`.
-            small_state: the rest, of the same kinds of value; it can be read alone.
+            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``; see :func:`.state_tree.flatten`. Alike on all
+                ranks but for what each holds of a DTensor.
+            small_state: the rest, of the same kinds of value; it can be read alone. That of rank zero is saved.
 
         Returns:
             Seconds that training stood still, waiting for an earlier asynchronous save included.
 
         Raises:
-            CheckpointError: saving failed, or the asynchronous save before this one, which is then not begun; what was saved
-                before is untouched.
+            CheckpointError: saving failed on one rank at least, or the asynchronous save before this one, which is then not begun;
+                what was saved before is untouched.
             TypeError: a value is of a kind that cannot be saved; nothing was written.
         """
         start = time.perf_counter()
         self.wait()
-        tensors, skeleton = flatten(tensors_tree)
-        small_tensors, small_skeleton = flatten(small_state)
-        state = {
-            "skeleton": skeleton,
-            "small_tensors": {name: tensor.to("cpu", copy=True) for name, tensor in small_tensors.items()},
-            "small_skeleton": small_skeleton,
-        }
-        if self._asynchronous and self._copy(tensors):
-            self._thread = threading.Thread(
-                target=self._run, args=(step, self._copies, state), name=f"save step_{step}"
-            )
+        try:
+            content = self._content(tensors_tree, small_state)
+            is_copied = self._asynchronous and self._copy(content.tensors)
+        except CheckpointException as error:  # of several ranks
+            message = f"step {step} cannot be saved ({self._ranks.reason(error)})"
+            if any(isinstance(failed, TypeError) for failed, _ in error.failures.values()):
+                raise TypeError(message) from error
+            raise CheckpointError(f"{message}; what was saved before is untouched") from error
+        if is_copied:
+            content = _Content(self._copies, content.state, content.num_bytes)
+            self._thread = threading.Thread(target=self._run, args=(step, content), name=f"save step_{step}")
             self._thread.start()
         else:
-            self._run(step, tensors, state)
+            self._run(step, content)
             self._report()
         return time.perf_counter() - start
 
@@ -152,11 +170,33 @@ class ResumePoints:
     ) -> None:
         self.close()
 
+    def _content(self, tensors_tree: Any, small_state: Any) -> _Content:
+        ours: list[Any] = []
+
+        def flattened() -> list[str]:
+            ours.extend([*flatten(tensors_tree), *flatten(small_state if self._ranks.rank == 0 else None)])
+            return wrapped_names(ours[0])
+
+        names = {name for names in self._ranks.gathered(flattened) for name in names}
+        tensors, skeleton, small_tensors, small_skeleton = ours
+        whole_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in names)
+        tensors, parts = divided(tensors, names, self._ranks)
+        state = {
+            "skeleton": skeleton,
+            "parts": parts,
+            "small_tensors": {name: tensor.to("cpu", copy=True) for name, tensor in small_tensors.items()},
+            "small_skeleton": small_skeleton,
+        }
+        own_bytes = sum(tensor.nbytes for tensor in tensors.values()) - whole_bytes
+        num_bytes = whole_bytes + (sum(self._ranks.gathered(lambda: own_bytes)) if parts else 0)
+        return _Content(tensors, state, num_bytes)
+
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Copy the tensors to the host, into last time's copies where they are alike; False where there is no room."""
+        """Copy the tensors to the host, into last time's copies where they are alike; False where a rank has no room."""
         self._copies = {name: copy for name, copy in self._copies.items() if _alike(copy, tensors.get(name))}
-        needed = sum(tensor.nbytes for name, tensor in tensors.items() if name not in self._copies)
-        if needed > (available := host_available_bytes()):
+        needed = sum(_local(tensor).nbytes for name, tensor in tensors.items() if name not in self._copies)
+        available = host_available_bytes()
+        if not all(self._ranks.gathered(lambda: needed <= available)):
             self._copies = {}
             log.warning(
                 "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
@@ -164,17 +204,21 @@ class ResumePoints:
                 available / GIB,
             )
             return False
-        for name, tensor in tensors.items():
-            if name in self._copies:
-                self._copies[name].copy_(tensor)
-            else:
-                self._copies[name] = tensor.to("cpu", copy=True)
+
+        def copied() -> None:
+            for name, tensor in tensors.items():
+                if name in self._copies:
+                    _local(self._copies[name]).copy_(_local(tensor))
+                else:
+                    self._copies[name] = tensor.to("cpu", copy=True)
+
+        self._ranks.gathered(copied)
         return True
 
-    def _run(self, step: int, tensors: Mapping[str, torch.Tensor], state: Any) -> None:
+    def _run(self, step: int, content: _Content) -> None:
         """Save; the error is kept for :meth:`_report`, as this may be another thread."""
         try:
-            self._write(step, tensors, state)
+            self._write(step, content)
         except Exception as error:
             self._error = error
 
@@ -185,32 +229,34 @@ class ResumePoints:
         elif error is not None:
             raise error
 
-    def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: Any) -> None:
+    def _write(self, step: int, content: _Content) -> None:
+        """Each rank goes through the same steps; one that fails on any of them is the last for all."""
         target = self._output_dir / f"step_{step}"
         aside = self._output_dir / f"{_SAVING}step_{step}"
+        ranks = self._ranks
         try:
-            if self._is_rank_zero:
-                self._prepare(target, aside)
-            order = max([time.time_ns(), *(order + 1 for order in self._orders())])
-            write_point(aside, step=step, order=order, tensors=tensors, state=state, process_group=self._process_group)
-            if not self._is_rank_zero:
-                return
-            self._move_into_place(aside, target)
+            order = ranks.from_rank_zero(lambda: self._prepare(target, aside))
+            write_point(aside, step=step, order=order, tensors=content.tensors, state=content.state, ranks=ranks)
+            ranks.from_rank_zero(lambda: self._move_into_place(aside, target))
         except (Exception, CheckpointException) as error:
-            needed = sum(tensor.nbytes for tensor in tensors.values())
             free = _free_bytes(self._output_dir)
-            shutil.rmtree(aside, ignore_errors=True)
+            self._clear(aside)
             raise CheckpointError(
-                f"saving {target} failed ({cause(error)}): it needs {needed:,} bytes and a little more, and {free:,} bytes were free "
-                "when it failed; what was saved before is untouched: free disk space or mend the path"
+                f"saving {target} failed ({ranks.reason(error)}): it needs {content.num_bytes:,} bytes and a little more, and "
+                f"{free:,} bytes were free when it failed; what was saved before is untouched: free disk space or mend the path"
             ) from error
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            self._clear(aside)
             raise
-        self._remove_old(order)
+        if ranks.rank == 0:
+            self._remove_old(order)
 
-    def _prepare(self, target: Path, aside: Path) -> None:
-        """Clear away what a kill has left, and make an empty folder."""
+    def _clear(self, aside: Path) -> None:
+        if self._ranks.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _prepare(self, target: Path, aside: Path) -> int:
+        """Clear away what a kill has left, and make an empty folder; returns the order of the new point."""
         self._output_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._output_dir.iterdir()):
             for prefix in (_SAVING, _REPLACED, _REMOVED):
@@ -226,6 +272,7 @@ class ResumePoints:
             if isinstance(there, PassedOver) and not there.is_ours:
                 raise FileExistsError(f"{target} is there and is not ours to replace: {there.reason}")
         aside.mkdir()
+        return max([time.time_ns(), *(order + 1 for order in self._orders())])
 
     def _orders(self) -> Iterator[int]:
         for folder in _step_folders(self._output_dir):
@@ -281,11 +328,19 @@ def _step_folders(output_dir: Path) -> list[Path]:
 
 
 def _alike(copy: torch.Tensor, tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and (copy.dtype, copy.shape, copy.stride()) == (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-    )
+    """Whether a copy can be used again for a tensor."""
+    if tensor is None or type(copy) is not type(tensor) or copy.shape != tensor.shape:
+        return False
+    if isinstance(copy, DTensor) and isinstance(tensor, DTensor) and copy.placements != tensor.placements:
+        return False
+    ours, theirs = _local(copy), _local(tensor)
+    return (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _free_bytes(folder: Path) -> int:

@@ -10,24 +10,27 @@ import json
 import os
 import pickle
 import re
-import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
 
 from . import __version__
+from .agreement import Agreement
 from .errors import CheckpointError
+from .point_reading import read_into, read_optimizer, read_whole
+from .saved_tensors import METADATA, SavedTensors, write_tensors
 from .state_tree import unflatten
 
-MANIFEST, STATE, METADATA = "resume.json", "state.pt", ".metadata"
+Result = TypeVar("Result")
+
+MANIFEST, STATE = "resume.json", "state.pt"
 FORMAT, FORMAT_VERSION = "adaptive_batch resume point", 1
 _CHUNK_BYTES = 4 * 2**20  # large enough that reading, not Python, takes the time
 
@@ -87,7 +90,10 @@ class ResumePoint:
         return sum(file.bytes for file in self.files.values())
 
     def damage(self) -> str | None:
-        """Read every file, and say what differs from what was saved; None where nothing does."""
+        """Read every file, and say what differs from what was saved; None where nothing does.
+
+        With several ranks one of them asks, and tells the others: the files are read once, not by every rank.
+        """
         for name, saved in self.files.items():
             try:
                 found = _crc32(self.path / name)
@@ -98,30 +104,70 @@ class ResumePoint:
         return None
 
     def load(self) -> tuple[Any, Any]:
-        """What was saved, on the CPU: the tree of tensors, and the small state.
+        """What was saved, whole, on the CPU, by any number of ranks: the tree of tensors, and the small state.
 
         Nothing that a file could name is run: tensors and state are read with ``weights_only=True``, and of ``.metadata``, which is
         a pickle, only the classes of torch.distributed.checkpoint are accepted.
 
         Raises:
-            CheckpointError: a file cannot be read; for tensor subclasses, their package (torchao) must have been imported.
+            CheckpointError: a file cannot be read; for tensor subclasses, their package (torchao) must have been imported. Or
+                several ranks saved low-bit states, which are not to be had whole.
         """
-        state = self._read_state()
+        return self._read(lambda saved, state: (read_whole(saved, state), _small(state)), Agreement())
+
+    def load_into(self, tree: Mapping[str, Any], *, process_group: Any = None) -> None:
+        """Load into tensors that are there; each rank reads its own part of a DTensor, and no more. A collective.
+
+        Args:
+            tree: some entries of the tree that was saved, such as ``{"model": model.state_dict()}``; below these the keys are the
+                same as when it was saved, and so are the shapes. Values that are no tensors are not looked at.
+            process_group: whose ranks load together; None for one process.
+
+        Raises:
+            CheckpointError: a file cannot be read, or the trees differ; on every rank, if on one.
+        """
+        self._read(lambda saved, state: read_into(saved, state, tree), Agreement(process_group))
+
+    def load_optimizer(
+        self,
+        optimizers: Iterable[Optimizer],
+        names: Mapping[nn.Parameter, str],
+        *,
+        key: str = "optimizer",
+        process_group: Any = None,
+    ) -> dict[str, Any]:
+        """The saved state of optimizers, sharded as their parameters are; each rank reads its own part. A collective.
+
+        Args:
+            optimizers: that it is for; they are not changed.
+            names: of their parameters, as ``model.named_parameters()`` has them.
+            key: of the state in the tree that was saved; it may have any form that :func:`.named_state.named_form` takes.
+            process_group: whose ranks load together; None for one process.
+
+        Returns:
+            What :func:`.named_state.load_named_optimizer_state` takes.
+
+        Raises:
+            CheckpointError: a file cannot be read, the state belongs to other parameters, or it is of low-bit states and the ranks
+                are not as many as saved it; on every rank, if on one.
+        """
+        ranks, optimizers = Agreement(process_group), list(optimizers)
+        return self._read(lambda saved, state: read_optimizer(saved, state, key, optimizers, names, ranks), ranks)
+
+    def _read(self, read: Callable[[SavedTensors, Any], Result], ranks: Agreement) -> Result:
+        """Read tensors, each rank for itself, and fail alike."""
+        results: list[Result] = []
+
+        def part() -> None:
+            results.append(read(SavedTensors(self.path), self._read_state()))
+
         try:
-            reader = _MetadataReader(self.path)
-            saved = reader.read_metadata().state_dict_metadata
-            if unfit := [name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata)]:
-                raise pickle.UnpicklingError(f"{unfit[0]} is no tensor")
-            tensors = {
-                name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                for name, entry in saved.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            _silence_single_process()
-            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
-            return unflatten(tensors, state["skeleton"]), _small(state)
+            ranks.gathered(part)
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"resume point {self.path} cannot be read ({cause(error)})") from error
+            if isinstance(error, CheckpointError) and str(self.path) in str(error):
+                raise
+            raise CheckpointError(f"resume point {self.path} cannot be read ({ranks.reason(error)})") from error
+        return results[0]
 
     def load_small_state(self) -> Any:
         """The small state alone, without reading the tensors.
@@ -139,44 +185,45 @@ class ResumePoint:
 
 
 def write_point(
-    folder: Path, *, step: int, order: int, tensors: Mapping[str, torch.Tensor], state: Any, process_group: Any = None
-) -> ResumePoint:
-    """Write a resume point into an empty folder, and flush it to the disk.
+    folder: Path, *, step: int, order: int, tensors: Mapping[str, torch.Tensor], state: Any, ranks: Agreement
+) -> None:
+    """Write a resume point into an empty folder, and flush it to the disk. A collective.
 
     Args:
-        folder: where; nothing else may be in it.
+        folder: where, of a file system that all ranks share; nothing else may be in it.
         step: optimizer steps so far.
         order: as in :class:`ResumePoint`.
-        tensors: plain ones, by name.
-        state: ``skeleton`` of the tensors; ``small_tensors`` and ``small_skeleton`` of the small state.
-        process_group: whose ranks write it together, rank zero the manifest; None for one process.
+        tensors: plain ones and DTensors, by name.
+        state: ``skeleton`` and ``parts`` of the tensors; ``small_tensors`` and ``small_skeleton`` of the small state; that of rank zero.
+        ranks: that write it together, rank zero what is not divided.
 
     Raises:
-        OSError, RuntimeError, CheckpointException: writing failed.
+        OSError, RuntimeError, CheckpointException: writing failed on one rank at least; raised on every rank.
         CheckpointError: the state could not be read again with ``weights_only=True``.
     """
-    _silence_single_process()
-    writer = FileSystemWriter(folder, overwrite=False)
-    state_dict_saver.save(
-        dict(tensors), storage_writer=writer, process_group=process_group, no_dist=process_group is None
-    )
-    world_size = 1 if process_group is None else process_group.size()
-    if process_group is not None and process_group.rank() > 0:
-        return ResumePoint(folder, step, order, __version__, world_size, {})
-    with (folder / STATE).open("wb") as file:
-        torch.save(state, file)
-        _flush(file)
-    try:
-        _read_small(folder / STATE)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"the state could not be read again: {_said(error)}") from error
-    files = {p.name: SavedFile(p.stat().st_size, _crc32(p)) for p in sorted(folder.iterdir())}
-    point = ResumePoint(folder, step, order, __version__, world_size, files)
-    with (folder / MANIFEST).open("wb") as file:
-        file.write(_manifest(point).encode())
-        _flush(file)
-    flush_folder(folder)
-    return point
+    written = write_tensors(folder, tensors, ranks)
+    files = [
+        file
+        for part in ranks.gathered(lambda: {name: _saved_file(folder / name) for name in written})
+        for file in part.items()
+    ]
+
+    def vouch() -> None:
+        with (folder / STATE).open("wb") as file:
+            torch.save(state, file)
+            _flush(file)
+        try:
+            _read_small(folder / STATE)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"the state could not be read again: {_said(error)}") from error
+        ours = ((name, _saved_file(folder / name)) for name in (METADATA, STATE))
+        point = ResumePoint(folder, step, order, __version__, ranks.num_ranks, dict(sorted([*files, *ours])))
+        with (folder / MANIFEST).open("wb") as file:
+            file.write(_manifest(point).encode())
+            _flush(file)
+        flush_folder(folder)
+
+    ranks.from_rank_zero(vouch)
 
 
 def examine(folder: Path) -> ResumePoint | PassedOver:
@@ -219,18 +266,6 @@ def examine(folder: Path) -> ResumePoint | PassedOver:
     return point
 
 
-def cause(error: BaseException) -> BaseException:
-    """What failed, out of what torch.distributed.checkpoint and torch.save wrap around it: the system's error if there is one."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    below: BaseException | None = error
-    while below is not None:
-        if isinstance(below, OSError):
-            return below
-        below = below.__cause__ or below.__context__
-    return error
-
-
 def flush_folder(folder: Path) -> None:
     """Flush the names of a folder's files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -238,45 +273,6 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that ``.metadata`` is made of, and no other: a pickle may name anything to be run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _METADATA_CLASSES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which does not belong there")
-
-
-_METADATA_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-}
-
-
-class _MetadataReader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.checkpoint_id) / METADATA).open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__qualname__}")
-        return metadata
 
 
 def _manifest(point: ResumePoint) -> str:
@@ -308,14 +304,8 @@ def _small(state: Any) -> Any:
     return unflatten(state["small_tensors"], state["small_skeleton"])
 
 
-def _silence_single_process() -> None:
-    """torch.distributed.checkpoint warns whenever one process writes or reads alone, which is meant here.
-
-    The filter stays: ``catch_warnings`` puts back the filters of the whole process, which is not safe in a thread.
-    """
-    for action in ("save", "load"):
-        message = f"torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to {action} in"
-        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+def _saved_file(path: Path) -> SavedFile:
+    return SavedFile(path.stat().st_size, _crc32(path))
 
 
 def _crc32(path: Path) -> int:

@@ -59,6 +59,7 @@ class Settings:
         log_gradient_noise_scale: measure it and log it.
         on_out_of_memory: ``shrink`` or ``raise``.
         optimizer_in_bwd: step each parameter inside the backward pass.
+        sync_gradients_every_micro_batch: with several ranks, reduce gradients after each micro-batch, and not the last alone.
         validation: None for none.
         save_every_n_steps: optimizer steps from one resume point to the next; None for none.
         keep_last_n_checkpoints: resume points that are kept; None for all.
@@ -93,6 +94,7 @@ class Settings:
     log_gradient_noise_scale: bool
     on_out_of_memory: str
     optimizer_in_bwd: bool
+    sync_gradients_every_micro_batch: bool
     validation: ValidationSettings | None
     save_every_n_steps: int | None
     keep_last_n_checkpoints: int | None
@@ -154,7 +156,7 @@ class Settings:
         """Read and check a whole recipe configuration, as plain dicts and lists.
 
         Raises:
-            SettingError: a key that is nearly one of ours, a key that is not supported yet, or a value that cannot be used.
+            SettingError: a key that is nearly one of ours, or a value that cannot be used.
         """
         if config.get("batch_increase_function") is not None and config.get("batch_size_schedule") is not None:
             raise SettingError(
@@ -205,6 +207,7 @@ class Settings:
                 config, "on_out_of_memory", ("shrink", "raise"), default="raise" if in_backward else "shrink"
             ),
             optimizer_in_bwd=in_backward,
+            sync_gradients_every_micro_batch=switch(config, "sync_gradients_every_micro_batch", default=True),
             validation=ValidationSettings.from_config(config),
             save_every_n_steps=whole(config, "save_every_n_steps"),
             keep_last_n_checkpoints=whole(config, "keep_last_n_checkpoints"),

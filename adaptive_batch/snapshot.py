@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import distributed
 from .counting import plain_tensors, storage_bytes
 from .errors import DoesNotFitError
 from .memory import GIB, host_available_bytes
@@ -153,7 +154,7 @@ class TrainingSnapshot:
         optimizers = list(optimizers)
         saved = [*model.buffers(), *(model.parameters() if parameters_change else ())]
         needed = storage_bytes([*saved, *(t for o in optimizers for t in _tensors_in(o.state.values()))])
-        if needed > (available := host_available_bytes()):
+        if needed > (available := host_available_bytes() // distributed.local_world_size()):
             raise DoesNotFitError(
                 f"the probe copies {needed / GIB:.2f} GiB of weights and optimizer state to the host so that it leaves no trace, "
                 f"and the host has {available / GIB:.2f} GiB available; free host memory, or set batch_size without a probe"

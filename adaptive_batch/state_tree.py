@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # What ``torch.load(weights_only=True)`` reads back as it was.
@@ -16,7 +18,8 @@ def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Divide a nested state into plain tensors and a skeleton.
 
     Wrapper subclasses, such as torchao's low-bit optimizer states, are divided into the tensors that they wrap; other tensors that
-    are not plain (sparse, quantized) stay in the skeleton, as copies on the host. Entries that are the same memory become one tensor.
+    are not plain (sparse, quantized) stay in the skeleton, as copies on the host. A DTensor stays one tensor, of its global shape,
+    and the skeleton is the same whether it is sharded or not. Entries that are the same memory become one tensor.
 
     Args:
         tree: dicts with str or int keys, lists, tuples, tensors and plain values (bool, int, float, complex, str, None,
@@ -24,8 +27,8 @@ def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], Any]:
             numpy's float64, are taken for what they derive from.
 
     Returns:
-        The plain tensors, detached, not copied, by the path to each (``model.layers.0.weight``), and the skeleton, which
-        ``torch.load(weights_only=True)`` reads where it knows the wrapper classes.
+        The plain tensors and DTensors, detached, not copied, by the path to each (``model.layers.0.weight``), and the skeleton,
+        which ``torch.load(weights_only=True)`` reads where it knows the wrapper classes.
 
     Raises:
         TypeError: something in the tree is none of these; its path is named.
@@ -43,28 +46,73 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
     """
     restored: dict[str, torch.Tensor] = {}
 
-    def build(node: Any) -> Any:
-        if not isinstance(node, list):
-            return node
+    def build(node: list[Any]) -> Any:
         kind, *rest = node
-        if kind == "dict":
-            return {key: build(child) for key, child in rest[0]}
-        if kind == "list":
-            return [build(child) for child in rest[0]]
-        if kind == "tuple":
-            return tuple(build(child) for child in rest[0])
         if kind == "tensor":
             name, stride = rest
             if name not in restored:
                 restored[name] = tensors[name] if stride is None else _with_stride(tensors[name], stride)
             return restored[name]
-        if kind == "wrapper":
-            cls, context, shape, stride, inner = rest
-            return cls.__tensor_unflatten__({name: build(child) for name, child in inner}, context, shape, stride)
-        assert kind == "inline", kind
-        return rest[0]
+        cls, context, shape, stride, inner = rest
+        return cls.__tensor_unflatten__({name: _built(child, build) for name, child in inner}, context, shape, stride)
 
-    return build(skeleton)
+    return _built(skeleton, build)
+
+
+@dataclass(frozen=True)
+class SavedLeaf:
+    """A place of a tensor in a tree whose tensors are not there yet.
+
+    Attributes:
+        node: its part of the skeleton, which :func:`unflatten` takes.
+    """
+
+    node: list[Any]
+
+    @property
+    def wrapper(self) -> type | None:
+        """The class that wraps its tensors; None where it is one plain tensor."""
+        return self.node[1] if self.node[0] == "wrapper" else None
+
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors, by the names that :func:`flatten` gave."""
+        if self.wrapper is None:
+            return [self.node[1]]
+        return [name for _, child in self.node[-1] if isinstance(child, list) for name in SavedLeaf(child).names]
+
+
+def leaves(skeleton: Any) -> Any:
+    """The tree that :func:`flatten` divided, with a :class:`SavedLeaf` in the place of each tensor."""
+    return _built(skeleton, SavedLeaf)
+
+
+def mapped(tree: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """A tree of dicts, lists and tuples with `function` applied to each entry of a kind."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: mapped(child, kind, function) for key, child in tree.items()}
+    if isinstance(tree, list | tuple):
+        children = [mapped(child, kind, function) for child in tree]
+        return children if isinstance(tree, list) else tuple(children)
+    return tree
+
+
+def _built(node: Any, build: Callable[[list[Any]], Any]) -> Any:
+    if not isinstance(node, list):
+        return node
+    kind, *rest = node
+    if kind == "dict":
+        return {key: _built(child, build) for key, child in rest[0]}
+    if kind == "list":
+        return [_built(child, build) for child in rest[0]]
+    if kind == "tuple":
+        return tuple(_built(child, build) for child in rest[0])
+    if kind == "inline":
+        return rest[0]
+    assert kind in ("tensor", "wrapper"), kind
+    return build(node)
 
 
 class _Flattening:
@@ -94,6 +142,8 @@ class _Flattening:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         if tensor.is_meta:
             raise TypeError(f"{path or 'the state'} is a tensor on the meta device, which has no values")
+        if isinstance(tensor, DTensor):
+            return self._sharded(tensor, path)
         is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
             if not tensor.is_quantized:
@@ -108,13 +158,23 @@ class _Flattening:
     def _plain(self, tensor: torch.Tensor, path: str) -> Any:
         stride = None if tensor.is_contiguous() or not _is_dense(tensor) else tensor.stride()
         views = (tensor.is_conj(), tensor.is_neg())
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *views)
-        name = self._by_memory.get(memory) if tensor.numel() else None  # empty tensors all lie at no address
+        name = self._by_memory.get(memory := (*_memory(tensor), *views))
         if name is None:
-            name = self._free_name(path or "tensor")
+            name = self._by_memory[memory] = self._free_name(path or "tensor")
             self.tensors[name] = tensor.resolve_conj().resolve_neg()
-            self._by_memory[memory] = name
         return ["tensor", name, stride]
+
+    def _sharded(self, tensor: DTensor, path: str) -> Any:
+        """As the tensor that it is a shard of."""
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise TypeError(f"{path or 'the state'} is a DTensor that is not reduced yet ({tensor.placements})")
+        local = tensor.to_local()
+        memory = (*_memory(local), tensor.shape) if type(local) is torch.Tensor else path  # a wrapper has no memory
+        name = self._by_memory.get(memory)
+        if name is None:
+            name = self._by_memory[memory] = self._free_name(path or "tensor")
+            self.tensors[name] = tensor
+        return ["tensor", name, None]
 
     def _free_name(self, path: str) -> str:
         """``{"a.b": x, "a": {"b": y}}`` and ``{0: x, "0": y}`` have one path for two tensors."""
@@ -127,6 +187,11 @@ class _Flattening:
 
 def _below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What is the same for two tensors that are the same memory; also on a rank whose shards are empty and lie at no address."""
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

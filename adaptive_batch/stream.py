@@ -1,9 +1,9 @@
-"""Rows in, step batches out: each row once an epoch, in a known order, from any position."""
+"""Rows in, step batches out: each row once an epoch, in a known order, from any position, and each read by one rank."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ class RowStream:
         window: rows within which ``seqlen`` sorts; None for all.
 
     Attributes:
-        position: rows of this epoch that have been handed out.
-        taken: the numbers, in the dataset, of the rows that were handed out last.
+        position: rows of this epoch that have been handed out, to all ranks.
+        taken: the numbers, in the dataset, of the rows that were handed out last, to all ranks.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class RowStream:
         self._lengths = lengths
         self._window = window
         self._seed = seed
+        self._asked_for: deque[int] = deque()
         self._rows: Iterator[Any] = iter(())
         self._numbers = torch.zeros(0, dtype=torch.int64)
         self.position = 0
@@ -73,19 +74,44 @@ class RowStream:
     def start_epoch(self, epoch: int, *, position: int = 0, rows: Sequence[int] | torch.Tensor | None = None) -> None:
         """Begin an epoch, or go on within it after `position` rows; `rows` are its row numbers if not those of `order`."""
         self._numbers = self.order(epoch) if rows is None else torch.as_tensor(rows)
+        self._asked_for.clear()
         loader: DataLoader[Any] = DataLoader(
-            self._dataset, batch_size=None, sampler=self._numbers[position:].tolist(), collate_fn=_as_it_is
+            self._dataset, batch_size=None, sampler=_AsAskedFor(self._asked_for), collate_fn=_as_it_is
         )
         self._rows = iter(loader)
         self.position = position
         self.taken = []
 
-    def take(self, count: int) -> list[Any]:
-        """The next `count` rows; fewer at the end of the epoch, none after it."""
-        rows = list(islice(self._rows, count))
-        self.taken = self._numbers[self.position : self.position + len(rows)].tolist()
-        self.position += len(rows)
-        return rows
+    def next_numbers(self, count: int) -> list[int]:
+        """The numbers of the next `count` rows, in their order; fewer at the end of the epoch, none after it."""
+        numbers: list[int] = self._numbers[self.position : self.position + count].tolist()
+        return numbers
+
+    def take(self, count: int, *, only: Sequence[int] | None = None) -> list[Any]:
+        """The next `count` rows; fewer at the end of the epoch, none after it.
+
+        Args:
+            count: rows of all ranks.
+            only: positions among them, of those to read; None for all.
+        """
+        self.taken = self.next_numbers(count)
+        self.position += len(self.taken)
+        self._asked_for.extend(self.taken if only is None else [self.taken[position] for position in only])
+        return [next(self._rows) for _ in range(len(self._asked_for))]
+
+
+class _AsAskedFor:
+    """Hands the loader one number after another, as they are asked for."""
+
+    def __init__(self, numbers: deque[int]) -> None:
+        self._numbers = numbers
+
+    def __iter__(self) -> Iterator[int]:
+        while self._numbers:
+            yield self._numbers.popleft()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 def _as_it_is(row: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Trials: forward and backward of some rows with all that is resident in training, measured, without a trace."""
+"""Trials: forward and backward of some rows with all that is resident in training, measured, without a trace.
+
+With several ranks all try the same at the same time, and what does not fit on one does not fit.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError
+from . import distributed
+from .errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, RankLostError
 from .in_backward import OptimizerInBackward
 from .memory import GIB, DeviceMemory, Usage, is_out_of_memory, recover
 from .search import Trial
+from .sharding import Sharding
 from .snapshot import TrainingSnapshot, optimizer_state_tensors
 
 
@@ -33,6 +38,9 @@ class Rehearsal:
         memory: the device.
         budget_bytes: what a trial may use, all that is resident included.
         row: how an error calls a single row, its length included.
+        sharding: of the model; needed where there are several ranks.
+        keep_gradients: run a micro-batch of one row that leaves its gradients unsharded, where training does so between the
+            micro-batches of a step; they are there during a trial. None where it does not.
 
     Attributes:
         resident_bytes: alive before a trial; known after entering.
@@ -40,6 +48,7 @@ class Rehearsal:
 
     Raises:
         DoesNotFitError: one row does not fit (on entering).
+        RankLostError: out of memory on this rank where the others cannot be told.
     """
 
     def __init__(
@@ -53,6 +62,8 @@ class Rehearsal:
         memory: DeviceMemory,
         budget_bytes: int,
         row: str = "one row",
+        sharding: Sharding | None = None,
+        keep_gradients: Callable[[], object] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
@@ -65,6 +76,8 @@ class Rehearsal:
         self._accumulates = accumulates
         self._memory = memory
         self._row = row
+        self._sharding = sharding or Sharding(model)
+        self._keep_gradients = keep_gradients if accumulates else None
         self._exit = ExitStack()
 
     def __enter__(self) -> Rehearsal:
@@ -167,20 +180,34 @@ class Rehearsal:
         """Run, and say what it used; None where it does not fit. Memory is released after the except block has been left."""
         if prepare:
             self._prepare_gradients()
-        fits = False
+        fits = has_run = False
+        said = ""
         try:
             with self._memory.measure(self._resident(), budget_bytes=budget_bytes) as usage:
                 run()
+                has_run = True
             fits = not usage.retried
         except AdaptiveBatchError:
             raise
         except Exception as error:
             if not is_out_of_memory(error):
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
-        if fits:
+            said = str(error) or type(error).__name__
+        if not (has_run or self._sharding.can_finish):
+            raise RankLostError(
+                f"{what} ran out of memory on {self._memory.device} within {budget_bytes / GIB:.2f} GiB, where the other ranks wait and "
+                f"cannot be told: {said.splitlines()[0]}",
+                {"doing": what, "error": said},
+            )
+        if not fits:
+            self._drop_gradients()
+            recover(self._memory)
+            self._sharding.finish()
+        if not distributed.any_rank(not fits):
             return usage
-        self._drop_gradients()
-        recover(self._memory)
+        if fits:  # on another rank it does not
+            self._drop_gradients()
+            self._memory.release()
         return None
 
     def _resident(self) -> Iterator[torch.Tensor]:
@@ -188,10 +215,15 @@ class Rehearsal:
             yield tensor
             if tensor.grad is not None:
                 yield tensor.grad
+        yield from self._sharding.kept_gradients()
         optimizers = self._in_backward.optimizers.values() if self._in_backward else self._optimizers
         yield from optimizer_state_tensors(optimizers)
 
     def _prepare_gradients(self) -> None:
+        if self._keep_gradients:
+            self._drop_gradients()
+            self._keep_gradients()
+            return
         for parameter in self._model.parameters():
             if not self._accumulates:
                 parameter.grad = None
@@ -199,5 +231,6 @@ class Rehearsal:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _drop_gradients(self) -> None:
+        self._sharding.reset()
         for parameter in self._model.parameters():
             parameter.grad = None

@@ -26,9 +26,9 @@ class ValidationSettings:
     fits_itself: bool
     max_batches: int | None
 
-    def rows_of(self, rows: int) -> int:
-        """How many of the `rows` of a dataset are validated on: its first."""
-        return rows if self.max_batches is None else min(rows, self.max_batches * self.batch_size)
+    def rows_of(self, rows: int, *, ranks: int = 1) -> int:
+        """How many of the `rows` of a dataset are validated on: its first; `ranks` run a batch each at a time."""
+        return rows if self.max_batches is None else min(rows, self.max_batches * self.batch_size * ranks)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ValidationSettings | None:

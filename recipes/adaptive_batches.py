@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,6 +12,8 @@ from adaptive_capacity import TrainingCapacity
 from adaptive_parts import TrainingParts
 
 from adaptive_batch import distributed
+from adaptive_batch.batching import Capacity
+from adaptive_batch.dealing import deal_by_rows, deal_by_tokens
 from adaptive_batch.epoch_plan import EpochPlan, rows_of_next_step, walk
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.growth import next_batch_size
@@ -143,15 +145,46 @@ class TrainingBatches:
                 self._record.decision("dropped", message, epoch=epoch, rows=sorted(rows))
 
     def next_step(self, progress: Progress) -> tuple[Progress, list[dict[str, Any]]]:
-        """The rows of the step that comes next, none after the last of the epoch; and progress with what was asked for."""
+        """This rank's rows of the step that comes next; and progress with what was asked for.
+
+        After the last step of the epoch the stream has taken none, for any rank.
+        """
         if self._settings.batch_tokens:
             step = progress.epoch_steps
             size = self.plan.rows_of_step(step) if step < self.plan.steps else 0
-            return replace(progress, batch=self._budget(progress)), self.stream.take(size)
+            return replace(progress, batch=self._budget(progress)), self._take(size)
         asked = self._follow(progress) if self._goes_on(progress) else 0
-        step_rows = asked * distributed.world_size()
+        step_rows = asked * self._parts.ranks
         size = rows_of_next_step(progress, step_rows=step_rows, rows=len(self.stream), **self._ends)
-        return replace(progress, batch=asked), self.stream.take(size)
+        return replace(progress, batch=asked), self._take(size)
+
+    def size_of_step(self, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool) -> int:
+        """What the step whose `rows` this rank holds has on all ranks: rows, or real tokens."""
+        taken = self.stream.taken
+        if not in_tokens:
+            return len(taken)
+        if len(rows) == len(taken):
+            return sum(map(self._parts.num_real_tokens, rows))
+        return int(self._parts.real_lengths[taken].sum())
+
+    def _take(self, size: int) -> list[dict[str, Any]]:
+        """Deal the next rows to the ranks, and read this one's."""
+        mine = self.deal(self.stream.next_numbers(size), self._parts.accumulator.capacity)
+        return self.stream.take(size, only=mine)
+
+    def deal(self, numbers: Sequence[int], capacity: Capacity) -> Sequence[int]:
+        """Which of a step's rows are this rank's: their positions among `numbers`.
+
+        They are dealt by their tokens where micro-batches are made by tokens, and one after another as torch's sampler deals
+        them where not.
+        """
+        ranks, rank, shapes = distributed.data_parallel_size(), distributed.data_parallel_rank(), self._parts.shapes
+        if ranks == 1:
+            return range(len(numbers))
+        if capacity.unit == "tokens" or shapes.uniform is not None:
+            lengths = self._parts.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
+            return deal_by_tokens(lengths, ranks, capacity, shapes)[rank]
+        return deal_by_rows(len(numbers), ranks)[rank]
 
     def _goes_on(self, progress: Progress) -> bool:
         """Whether the epoch has room for a step of any size."""
@@ -172,7 +205,7 @@ class TrainingBatches:
         if rule is None or self._settings.batch_tokens:
             self._parts.accumulator.capacity = self._capacity.of(self.batch_size)
             return self.batch_size * self._settings.gradient_accumulation_steps
-        asked = distributed.from_rank_zero(lambda: ask(rule, progress, maximum=self.maximum))
+        asked = ask(rule, progress, maximum=self.maximum)
         if asked.after != self.batch_size or not (progress.steps or self._said):
             # a ramp may change it with each step: what is near to what was said last goes into the record alone
             says = not 0.8 * self._said < asked.after < 1.25 * self._said
@@ -233,7 +266,7 @@ class TrainingBatches:
             batches = self._batches(progress)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **self._ends)
             return replace(plan, tokens=self._tokens(batches.rows, plan))
-        ranks, order = distributed.world_size(), None
+        ranks, order = self._parts.ranks, None
         if settings.batch_size_schedule is None:
             plan = EpochPlan.of(len(self.stream), step_rows=rule(progress) * ranks, **self._ends)
             if progress.epoch_rows != progress.epoch_steps * plan.step_rows:  # it was another batch before a restart
@@ -260,7 +293,7 @@ class TrainingBatches:
         """An epoch whose steps so far are not those that the rule would have asked for: these, as large as they were on average."""
         rows, steps = progress.epoch_rows, progress.epoch_steps
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
-        options: dict[str, Any] = {"batch": rule, "ranks": distributed.world_size(), "rows": len(self.stream)}
+        options: dict[str, Any] = {"batch": rule, "ranks": self._parts.ranks, "rows": len(self.stream)}
         left = [size for _, size in walk(progress, tokens_before=tokens_before, **options, **self._ends)]
         return replace(EpochPlan.of_sizes(done + left), rows=len(self.stream), most_steps=self._ends["max_steps"])
 
@@ -270,7 +303,7 @@ class TrainingBatches:
         if settings.batch_tokens:
             batches = self._parts.token_batches(self.stream.order(0))
             return EpochPlan.of_sizes(batches.sizes.tolist(), **self._ends)
-        step_rows = batch_size * settings.gradient_accumulation_steps * distributed.world_size()
+        step_rows = batch_size * settings.gradient_accumulation_steps * self._parts.ranks
         return EpochPlan.of(len(self.stream), step_rows=step_rows, **self._ends)
 
     @property
@@ -303,17 +336,18 @@ class TrainingBatches:
             assert settings.batch_tokens
             batches = self._parts.token_batches(order)
             return batches, [settings.batch_tokens] * len(batches)
+        ranks = self._parts.ranks
 
-        def ask_for(progress: Progress) -> int:
-            return ask(rule, progress, maximum=None).after
+        def ask_for(progress: Progress) -> int:  # for all ranks, while progress counts what is asked for on one
+            return ask(rule, replace(progress, batch=progress.batch // ranks), maximum=None).after * ranks
 
         batches, budgets = plan_batches_by_rule(
             self._parts.lengths,
             ask_for,
             order=order,
             progress=begin,
-            min_rows=settings.min_rows_per_batch,
-            max_rows=settings.max_rows_per_batch,
+            min_rows=settings.min_rows_per_batch * ranks,
+            max_rows=settings.max_rows_per_batch and settings.max_rows_per_batch * ranks,
             long_rows=settings.long_rows,
             divisible=settings.uniform_micro_batches in ("rows", "both"),
         )
@@ -321,12 +355,12 @@ class TrainingBatches:
         for number, rows in enumerate(batches.tolist()):
             if ask_for(progress) != asked[number]:
                 raise GrowthFunctionError(
-                    f"batch_size_schedule {rule!r} answered {asked[number]}, and something else when asked again: with "
+                    f"batch_size_schedule {rule!r} answered {asked[number] // ranks}, and something else when asked again: with "
                     "batch_tokens it must be a function of progress alone"
                 )
             progress = replace(progress, batch=asked[number])
             progress = progress.after_step(rows=len(rows), tokens=int(self._parts.lengths[rows].sum()))
-        return batches, asked
+        return batches, [budget // ranks for budget in asked]
 
     # --- looking ahead ----------------------------------------------------------------------------------------------
 
@@ -362,7 +396,7 @@ class TrainingBatches:
             yield from walk(
                 progress,
                 batch=rule,
-                ranks=distributed.world_size(),
+                ranks=self._parts.ranks,
                 rows=len(self.stream),
                 tokens_before=tokens_before,
                 **self._ends,
@@ -382,14 +416,17 @@ class TrainingBatches:
             return sum(1 for _ in self.ahead(progress, stays))
         return self.plan.steps - progress.epoch_steps + epochs_left * self._constant(self.batch_size).steps
 
-    def ask_ahead(self, progress: Progress) -> None:
-        """Ask the rule once, for nothing, so that its mistakes show before weights load."""
+    def ask_ahead(self, progress: Progress) -> int:
+        """Ask the rule once, for nothing, so that its mistakes show before weights load; returns its answer."""
+        answer = 0
         settings = self._settings
         random_state = RandomState(self._parts.device)
         if settings.batch_increase_function and not progress.epoch_steps:
-            next_batch_size(
+            answer = next_batch_size(
                 settings.batch_increase_function, epoch=progress.epoch, batch_size=self.batch_size, maximum=None
-            )
+            ).after
         if settings.batch_size_schedule:
-            ask(settings.batch_size_schedule, replace(progress, rows_per_epoch=len(self.stream)), maximum=None)
+            asked = ask(settings.batch_size_schedule, replace(progress, rows_per_epoch=len(self.stream)), maximum=None)
+            answer = asked.after
         random_state.restore()
+        return answer

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_latest, 
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 from adaptive_batch.snapshot import RandomState, optimizer_state_tensors
 from adaptive_batch.trial import Rehearsal
+from adaptive_batch.watch import Watch
 
 log = logging.getLogger("adaptive_batch")
 
@@ -42,6 +44,14 @@ _MEMORY_KEYS = [
     "pad_to_multiple_of",
     "enable_activation_checkpointing",
     "enable_activation_offloading",
+    "ac_mode",
+    "ac_option",
+    "custom_sharded_layers",
+    "fsdp_cpu_offload",
+    "fsdp_reshard_after_forward",
+    "sync_gradients_every_micro_batch",
+    "tensor_parallel_dim",
+    "tensor_parallel_plan",
 ]
 
 
@@ -52,12 +62,16 @@ class BoundSearch:
 
     Args:
         parts: with their data built.
+
+    Attributes:
+        watch: over this rank, of several; keeps the time of trials.
     """
 
     def __init__(self, parts: TrainingParts) -> None:
         self._parts = parts
         self._settings = parts.settings
         self._trials: dict[int | str, tuple[Rows, int]] = {}
+        self.watch: Watch | None = None
 
     def check(self) -> None:
         """Choose the rows of trials, and refuse what the model's size or length, or the rows of an epoch, do not allow.
@@ -86,22 +100,24 @@ class BoundSearch:
             if tokens > longest:
                 remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
                 raise SettingError("batch_size_val", "auto", f"{remedy}; set tokenizer.max_seq_len={longest} or less")
-        memory = device_memory(parts.device)
+        memory = self._memory()
         memory.check_it_can_be_measured()
         budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=memory.available_bytes(()))
-        weights = sum(p.numel() * p.element_size() for p in parts.skeleton.parameters())
+        weights = sum(p.numel() * p.element_size() for p in parts.skeleton.parameters()) // distributed.world_size()
+        of_each = " of each rank" if distributed.world_size() > 1 else ""
         if weights > budget:
             raise SettingError(
                 "probe.device_memory",
                 probe.device_memory,
-                f"the model's weights alone need {weights / GIB:.2f} GiB, and {budget / GIB:.2f} GiB may be used; "
+                f"the model's weights alone need {weights / GIB:.2f} GiB{of_each}, and {budget / GIB:.2f} GiB may be used; "
                 "allow more memory or take a smaller model",
             )
 
     @property
     def most_rows(self) -> int:
         """The most rows that are of use at once: what a step or an epoch has of them, and ``probe.maximum``."""
-        settings, rows = self._settings, len(self._parts.dataset)
+        settings, ranks = self._settings, self._parts.ranks
+        rows = max(1, len(self._parts.dataset) // ranks)
         if settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens):
             of_use = min(rows, settings.step_rows)
         else:
@@ -112,7 +128,8 @@ class BoundSearch:
         if self.most_rows == self._settings.probe.maximum:
             return f"probe.maximum is {self._settings.probe.maximum}"
         accumulated = self._settings.gradient_accumulation_steps
-        rows = f"an epoch has {len(self._parts.dataset)} rows"
+        ranks = f" for {self._parts.ranks} ranks" if self._parts.ranks > 1 else ""
+        rows = f"an epoch has {len(self._parts.dataset)} rows{ranks}"
         return f"{rows} for {accumulated} micro-batches" if accumulated > 1 else rows
 
     def of_training(
@@ -241,14 +258,15 @@ class BoundSearch:
         path: Path | None,
     ) -> ProbeResult:
         parts, probe = self._parts, self._settings.probe
-        memory = device_memory(parts.device)
+        memory = self._memory()
         resident = [*parts.model.parameters(), *parts.model.buffers(), *optimizer_state_tensors(parts.optimizers)]
         available = memory.available_bytes(resident)
         if parts.device.type == "cpu":  # the probe's own copies lie in the same memory
             available = max(1, available - storage_bytes(resident))
         budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
+        budgets = distributed.gather(budget)
         trained, trained_tokens = self._trials[probe.sequence_length] if evaluates else (rows, tokens)
-        depends_on = self._fingerprint(rows(1), tokens, memory, budget, maximum, accumulates, rounds)
+        depends_on = self._fingerprint(rows(1), tokens, memory, min(budgets), maximum, accumulates, rounds)
         rehearsal = Rehearsal(
             model=parts.model,
             optimizer=parts.in_backward or parts.optimizer,
@@ -258,6 +276,10 @@ class BoundSearch:
             memory=memory,
             budget_bytes=budget,
             row=f"one row of {trained_tokens} tokens",
+            sharding=parts.accumulator.sharding,
+            keep_gradients=None
+            if self._settings.sync_gradients_every_micro_batch or distributed.world_size() == 1
+            else lambda: parts.accumulator.rehearse(trained(1), is_last=False),
         )
         log.info(
             "probing %srows of %d tokens on %s, up to %d rows in %.2f GiB",
@@ -270,26 +292,36 @@ class BoundSearch:
 
         def run_trial(size: int) -> Trial:
             tried = rows(size)  # read before anything is measured
-            if not evaluates:
-                return rehearsal(size)
-            return rehearsal.evaluation(
-                lambda _: parts.accumulator.evaluate(parts.collate_val(tried), rehearsing=True), size
-            )
+            with self.limit(f"a trial of {size} rows of {tokens} tokens"):
+                if not evaluates:
+                    return rehearsal(size)
+                return rehearsal.evaluation(
+                    lambda _: parts.accumulator.evaluate(parts.collate_val(tried), rehearsing=True), size
+                )
 
-        known = load_result(path, fingerprint=depends_on) if path and probe.cache else None
+        is_cached = path is not None and probe.cache
+        known = distributed.from_rank_zero(lambda: load_result(path, fingerprint=depends_on) if is_cached else None)
         try:
-            with rehearsal:
+            with ExitStack() as stack:
+                with self.limit("the first step of the probe"):
+                    stack.enter_context(rehearsal)
+                resident_bytes = distributed.maximum(rehearsal.resident_bytes)
                 result = known and try_again(known, run_trial)
                 if result is None:
                     result = find_max_batch_size(
                         run_trial,
                         search=self._search(
-                            memory, budget_bytes=budget, maximum=maximum, resident_bytes=rehearsal.resident_bytes
+                            memory, budget_bytes=min(budgets), maximum=maximum, resident_bytes=resident_bytes
                         ),
                         round_to_power_of_two=rounds,
                         sequence_length=tokens,
                     )
-                result = replace(result, resident_bytes=rehearsal.resident_bytes, budget_bytes=budget)
+                result = replace(
+                    result,
+                    resident_bytes=resident_bytes,
+                    budget_bytes=min(budgets),
+                    budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
+                )
         finally:
             if parts.cfg.compile:
                 torch._dynamo.reset()  # the sizes of trials must not use up the compiler's limit of variants
@@ -312,7 +344,7 @@ class BoundSearch:
         return fingerprint(
             self._settings_name(tokens),
             [memory.describe(), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")],
-            [maximum, accumulates, rounds],
+            [maximum, accumulates, rounds, distributed.data_parallel_size(), distributed.world_size()],
             _shapes(parts.collate(rows)),
             # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
             round(math.log(max(1, budget_bytes), 1.01)),
@@ -328,7 +360,16 @@ class BoundSearch:
             {key: plain.get(key) for key in _MEMORY_KEYS},
             {name: package_version(name) for name in packages},
             [probe.search, tokens, parts.packed, str(parts.cfg.device), probe.device_memory, probe.headroom],
+            distributed.world_size(),
         )
+
+    def _memory(self) -> DeviceMemory:
+        return device_memory(self._parts.device, shared_by=distributed.local_world_size())
+
+    def limit(self, doing: str) -> AbstractContextManager[object]:
+        """Within its context all ranks end where one does not come to the end of its trial in time."""
+        seconds = self._settings.probe.trial_timeout
+        return self.watch.limit(seconds, doing) if self.watch else nullcontext()
 
     def _search(self, memory: DeviceMemory, *, budget_bytes: int, maximum: int, resident_bytes: int) -> Search:
         match self._settings.probe.search:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from adaptive_bound import BoundSearch
 from adaptive_parts import TrainingParts
 
+from adaptive_batch import distributed
 from adaptive_batch.accumulation import has_batch_norm
 from adaptive_batch.batching import Capacity, largest_divisor
 from adaptive_batch.errors import SettingError
@@ -27,6 +30,7 @@ class TrainingCapacity:
         parts: of the run.
         bounds: finds what fits.
         record: of the run.
+        run: its name; what it lost when it ended on all ranks is kept for it.
 
     Attributes:
         bound: the most rows, of `tried_length` tokens, that were tried and fit; None where nothing needed it.
@@ -34,11 +38,13 @@ class TrainingCapacity:
         num_out_of_memory: out-of-memory errors so far, those of trials included.
     """
 
-    def __init__(self, parts: TrainingParts, bounds: BoundSearch, record: RunRecord) -> None:
+    def __init__(self, parts: TrainingParts, bounds: BoundSearch, record: RunRecord, *, run: str = "") -> None:
         self._parts = parts
         self._settings = parts.settings
         self._bounds = bounds
         self._record = record
+        self._run = run
+        self._lost = Path(parts.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._lowered: Capacity | None = None
         self.bound: int | None = None
         self.tried_length = 0
@@ -75,6 +81,10 @@ class TrainingCapacity:
             self._check_what_is_configured(batch_size, goes_on=goes_on)
         if saved.get("capacity") and all(saved[key] == value for key, value in self._conditions().items()):
             self._lowered = Capacity(**saved["capacity"])
+        if lost := distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved))):
+            self._lowered = min(filter(None, (self._lowered, lost)), key=lambda capacity: capacity.amount)
+            message = f"a micro-batch holds {lost}: more ran out of memory before all ranks ended"
+            self._record.decision("capacity", message, after=lost.amount, unit=lost.unit)
         if self.bound:
             (longest,) = longest_rows(self._parts.lengths, 1)
             if int(self._parts.lengths[longest]) > self.tried_length:
@@ -172,6 +182,28 @@ class TrainingCapacity:
             out_of_memory=change.out_of_memory,
             error=change.error,
         )
+
+    def write_down_loss(self, facts: Mapping[str, Any]) -> None:
+        """Keep, as the ranks end, what a micro-batch may hold when training is started again."""
+        if "capacity" in facts:
+            lost = {"run": self._run, "capacity": facts["capacity"], "unit": facts["unit"], **self._conditions()}
+            aside = self._lost.with_suffix(".tmp")
+            aside.write_text(json.dumps(lost))
+            os.replace(aside, self._lost)
+
+    def _read_loss(self, *, goes_on: bool) -> Capacity | None:
+        """What :meth:`write_down_loss` has kept for this run, or for the one that torchrun has started again."""
+        is_restart = distributed.restart_count() > 0
+        if not (goes_on or is_restart):
+            self._lost.unlink(missing_ok=True)
+            return None
+        try:
+            lost = json.loads(self._lost.read_text())
+            is_ours = is_restart or lost["run"] == self._run
+            is_alike = all(lost[key] == value for key, value in self._conditions().items())
+            return Capacity(lost["capacity"], lost["unit"]) if is_ours and is_alike else None
+        except (OSError, ValueError, KeyError):
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values, for the checkpoint."""

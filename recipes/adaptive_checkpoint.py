@@ -44,6 +44,7 @@ class EpochCheckpoints:
     Attributes:
         recipe_state: what :meth:`save` was given at the end of the last whole epoch; None unless resuming.
         order: when it was saved, in nanoseconds; 0 for a recipe of torchtune's own.
+        recipe_state_file: that it was read from; None unless resuming.
         source: where the weights are.
 
     Raises:
@@ -55,6 +56,7 @@ class EpochCheckpoints:
         self._aside = self._output_dir / ".saving"
         self.recipe_state: dict[str, Any] | None = None
         overrides: dict[str, Any] = {"output_dir": str(self._aside), "should_load_recipe_state": False}
+        self.recipe_state_file: Path | None = None
         self.source = "the base checkpoint"
         self.order = 0
         if resume:
@@ -137,7 +139,7 @@ class EpochCheckpoints:
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def _read_recipe_state(self, cfg: DictConfig) -> dict[str, Any]:
-        path = self._output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+        path = self.recipe_state_file = self._output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
         if not path.exists():
             raise CheckpointError(
                 f"{path} is not there, so there is nothing to resume; it is written after each epoch but the last: "

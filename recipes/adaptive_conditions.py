@@ -62,7 +62,7 @@ def conditions(parts: TrainingParts) -> dict[str, Any]:
     found: dict[str, Any] = {name: _plain(cfg.get(name, None)) for name in (*RUN, *SAID) if name != "dataset"}
     found["lr_clock"] = str(settings.lr_clock)
     found |= {name: getattr(settings, name) for name in (*ROWS, *SAID) if hasattr(settings, name)}
-    found |= {"shuffle": bool(cfg.shuffle), "reference_batch_size": str(reference_batch(settings))}
+    found |= {"shuffle": bool(cfg.shuffle), "reference_batch_size": str(reference_batch(parts))}
     found[KEPT] = _plain(OmegaConf.masked_copy(cfg.optimizer, [key for key in cfg.optimizer if key not in _OWN_WORDS]))
     return {**found, "dataset": _name_of_rows(parts), "rows": len(parts.dataset)}
 

@@ -1,9 +1,10 @@
-"""Full fine-tuning on one device, with a batch size that is known: found before training, grown during it.
+"""Full fine-tuning on one device or many, with a batch size that is known: found before training, grown during it.
 
     tune run adaptive_full_finetune --config NAME use_maximum_batch_size=True
+    tune run --nproc_per_node 8 adaptive_full_finetune --config NAME use_maximum_batch_size=True
 
-Everything of torchtune's `full_finetune_single_device` works as it does there, with the same keys; any config of that
-recipe runs unchanged. The keys that are ours are in docs/configuration.md.
+Everything of torchtune's `full_finetune_single_device` and `full_finetune_distributed` works as it does there, with the
+same keys; any config of those recipes runs unchanged. The keys that are ours are in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from adaptive_checkpoint import STATE_KEY
 from adaptive_conditions import compare, conditions, say_changes
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
 from adaptive_plan import TrainingPlan
+from adaptive_ranks import agree_on_step, all_ranks
 from adaptive_rate import TrainingRate, check_scheduler, reference_batch
 from adaptive_resume import Checkpoints
 from adaptive_validation import Validation
@@ -49,27 +51,31 @@ from adaptive_batch.progress import Progress
 from adaptive_batch.report import RunRecord
 from adaptive_batch.settings import Settings
 from adaptive_batch.snapshot import RandomState
+from adaptive_batch.watch import End, Watch
 
 log = utils.get_logger("INFO")
 
 
 class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
-    """Full fine-tuning of a transformer on one device.
+    """Full fine-tuning of a transformer. With several ranks each of them runs this, and all decide alike.
 
     Args:
         cfg: the configuration: YAML and key=value.
+        watch: over this rank, of several.
 
     Raises:
         SettingError: a setting cannot be used; nothing has been loaded or written yet.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
+    def __init__(self, cfg: DictConfig, watch: Watch | None = None) -> None:
         self.cfg = cfg
+        self.watch = watch
         plain = OmegaConf.to_container(cfg, resolve=True)
         self.settings = Settings.from_config(plain)
         self.without_effect = without_effect(self.settings, plain)
         self.parts = TrainingParts(cfg, self.settings)
         self.bounds = BoundSearch(self.parts)
+        self.bounds.watch = watch
         self.device = self.parts.device
         self.output_dir = Path(cfg.output_dir)
         self.log_every_n_steps: int = cfg.get("log_every_n_steps") or 1
@@ -83,6 +89,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.noise_scale = NoiseScale()
         self.unlabelled = 0
         self.begun_anew = 0
+        self.asked_to_end = False
         self.run = uuid.uuid4().hex[:12]
 
     # --- setup ------------------------------------------------------------------------------------------------------
@@ -90,12 +97,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def load_checkpoint(self) -> None:
         """Find the weights, and where training stood if it is resumed; refuse to go on with another run's."""
         self.checkpoints = Checkpoints(self.cfg, self.settings)
+        state = self.checkpoints.recipe_state
+        # batches go on as they were counted, whatever the number of ranks is now
+        self.parts.ranks = (state or {}).get(STATE_KEY, {}).get("ranks", self.parts.ranks)
         self.conditions = conditions(self.parts)
         self.differs: list[str] = []
         self.kept: dict[str, tuple[Any, Any]] = {}
         self.saved: dict[str, Any] = {}
         self.begins_epoch_anew = False
-        state = self.checkpoints.recipe_state
         if state is None:
             return
         for name, key in (("seed", training.SEED_KEY), ("max_steps_per_epoch", training.MAX_STEPS_KEY)):
@@ -138,8 +147,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         settings, parts = self.settings, self.parts
         check_output_dir(self.output_dir)
         parts.build_data()
-        parts.check_rows()
         self.load_checkpoint()
+        parts.check_rows()
         self.batches = TrainingBatches(parts, seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch)
         follows_schedule = bool(self.saved) and settings.batch_size_schedule is not None
         if self.continues_batch or follows_schedule:
@@ -154,19 +163,25 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if settings.plan_only:
             print(self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch))
             return
-        self.record = RunRecord(self.output_dir / "adaptive_batch" / "run.jsonl", enabled=distributed.is_rank_zero())
-        self.metric_logger = config.instantiate(self.cfg.metric_logger)
-        self.metric_logger.log_config(self.cfg)
+        path = self.output_dir / "adaptive_batch" / "run.jsonl"
+        self.record = distributed.on_rank_zero(lambda: RunRecord(path)) or RunRecord(path, enabled=False)
+        if distributed.is_rank_zero():
+            self.metric_logger = config.instantiate(self.cfg.metric_logger)
+            self.metric_logger.log_config(self.cfg)
+        if self.watch:
+            self.watch.on_end = self._write_down_end
+        self.checkpoints.begin_job(self.run)
         self.checkpoints.on_failure = self._say_failed_save
         resumed = self.checkpoints.recipe_state or {}
         self._say_where_it_starts(bool(resumed))
         self._say_what_changed(resumed)
-        self.capacity = TrainingCapacity(parts, self.bounds, self.record)
-        parts.build_model(self.checkpoints.load_weights, on_change=self.capacity.lower)
-        if self.device.type != "cpu":
+        self.capacity = TrainingCapacity(parts, self.bounds, self.record, run=self.run)
+        parts.build_model(self.checkpoints, on_change=self.capacity.lower)
+        if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
-        parts.build_optimizer(resumed.get(training.OPT_KEY))
+        parts.build_optimizer()
         if resumed:
+            self.checkpoints.load_optimizer(parts)
             self._say_whose_rate()
         self.batches.batch_size = self.capacity.find(
             self.batches.batch_size,
@@ -205,18 +220,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             record=self.record,
         )
         if message := self.rate.describe():
-            reference = reference_batch(settings)
+            reference = reference_batch(self.parts)
             self.record.decision("lr", message, reference=str(reference), rule=settings.lr_scaling)
         if settings.grows and self.progress.epoch < settings.epochs:
             rate = self._base_rate()
             table, stages = self.plan.table(self.progress, base_rate=rate, capacity=self.capacity, saved=self.saved)
             self.record.decision("stages", f"the plan:\n{table}", stages=stages)
-            most, configured = self.plan.full_batch_rows, settings.step_rows * distributed.world_size()
+            most, configured = self.plan.full_batch_rows, settings.step_rows * self.parts.ranks
             if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
                 message = describe_unscaled(rate, batch=most, reference=configured)
                 self.record.decision("lr", message, lr=rate, global_batch=most, reference=configured)
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
-        resumed.clear()  # the optimizer has its own copy
 
     def _say_where_it_starts(self, resumed: bool) -> None:
         for line in self.checkpoints.passed_over:
@@ -303,7 +317,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             unit=capacity.unit,
             steps=plan.steps,
         )
-        configured = settings.step_rows * distributed.world_size()
+        configured = settings.step_rows * self.parts.ranks
         rate = self._base_rate()
         scheduled = settings.batch_size_schedule is not None  # the plan shows its batches
         if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
@@ -363,12 +377,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
                 progress, rows = self.batches.next_step(self.progress)
-                if not rows:
+                if not self.batches.stream.taken:
                     break
-                self.capacity.try_longer(rows, batch_size=self.batches.batch_size)
-                batch = sum(map(self.parts.num_real_tokens, rows)) if self.rate.counts_tokens else len(rows)
-                rate = self.rate.set(progress, plan=self.batches.plan, batch=batch)
-                result = self.parts.accumulator.run(rows)
+                if distributed.world_size() == 1:  # ranks try the longest row of all when they begin
+                    self.capacity.try_longer(rows, batch_size=self.batches.batch_size)
+                num_micro_batches = self._agree(rows, batch=progress.batch)
+                rate = self.rate.set(progress, plan=self.batches.plan, batch=self.batches.size_of_step(rows, in_tokens=self.rate.counts_tokens))
+                result = self.parts.accumulator.run(rows, num_micro_batches=num_micro_batches)
                 self.parts.step()
                 self.progress = self._after(result, progress)
                 bar.update(1)
@@ -378,6 +393,23 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.profiler.step()
                 self._save_where_due()
         self._end_epoch()
+
+    def _agree(self, rows: list[dict[str, Any]], *, batch: int) -> int:
+        """Agree with all ranks on the step; returns the number of its micro-batches."""
+        accumulator = self.parts.accumulator
+        if self.watch:
+            self.watch.beat(f"step {self.progress.steps + 1}")
+        agreed = agree_on_step(
+            num_micro_batches=accumulator.num_micro_batches(rows),
+            ends=self.preemption.requested,
+            thrashes=accumulator.thrashes,
+            batch=batch,
+        )
+        self.asked_to_end |= agreed.ends
+        if agreed.thrashes:
+            accumulator.reduce_capacity()
+            return distributed.maximum(accumulator.num_micro_batches(rows))
+        return agreed.num_micro_batches
 
     def _after(self, result: StepResult, progress: Progress) -> Progress:
         """Progress after a step, with what it has measured."""
@@ -417,7 +449,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Go on with the random numbers of the checkpoint, after everything that building and searching drew."""
         goes_on = self.settings.restores_random_state or self.saved.get("preempted") or self.progress.epoch_steps
         if self.saved and goes_on:
-            RandomState.from_state_dict(self.saved["random_state"], self.device).restore()
+            states = self.saved["random_states"]
+            if len(states) == distributed.world_size():
+                RandomState.from_state_dict(states[distributed.rank()], self.device).restore()
+            else:  # no rank's is another's
+                training.set_seed(seed=self.seed + self.progress.steps)
 
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""
@@ -425,14 +461,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             loss = self.validation.run()
             message = f"step {self.progress.steps}: val_loss {loss:.4f} over {self.validation.num_rows} rows"
             self.record.decision("validation", message, steps=self.progress.steps, val_loss=loss)
-            self.metric_logger.log_dict({"val_loss": loss}, step=self.progress.steps)
+            if distributed.is_rank_zero():
+                self.metric_logger.log_dict({"val_loss": loss}, step=self.progress.steps)
 
     def _log(self, result: StepResult, *, rate: float, seconds: float) -> None:
         label_tokens = float(result.label_tokens)
         metrics = {
             "loss": result.loss,
             "lr": rate,
-            "tokens_per_second_per_gpu": label_tokens / seconds,
+            "tokens_per_second_per_gpu": label_tokens / (seconds * distributed.data_parallel_size()),
             "batch_size": result.rows,
             "micro_batches": result.micro_batches,
             "padding_fraction": result.padding_fraction,
@@ -459,7 +496,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             seconds=round(seconds, 6),
             **metrics,
         )
-        if self.progress.steps % self.log_every_n_steps == 0:
+        if distributed.is_rank_zero() and self.progress.steps % self.log_every_n_steps == 0:
             self.metric_logger.log_dict(metrics, step=self.progress.steps)
 
     def _record_memory_history(self, step: int) -> None:
@@ -482,38 +519,38 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def save_checkpoint(self, epoch: int) -> None:
         """Save the weights and, unless training is done, all that resuming needs; end here if that was asked for."""
         last = epoch + 1 >= self.settings.epochs
-        state = None if last else {**self._state(), training.OPT_KEY: self.parts.optimizer.state_dict()}
+        state = None if last else self._state()
         self.record.sync()
-        self.checkpoints.save_epoch(self.parts.model.state_dict(), recipe_state=state, epoch=epoch)
+        self.checkpoints.save_epoch(self.parts, recipe_state=state, epoch=epoch)
         self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
-        if self.preemption.requested and not last:
+        if distributed.any_rank(self._ends) and not last:
             self.checkpoints.mark_preempted(epoch)
             self._end_early()
 
     def _save_where_due(self) -> None:
         """A resume point every so many steps, and where the process is asked to end."""
-        every, step = self.settings.save_every_n_steps, self.progress.steps
-        if not (self.preemption.requested or (every and step % every == 0)):
+        every, step, ends = self.settings.save_every_n_steps, self.progress.steps, self._ends
+        if not (ends or (every and step % every == 0)):
             return
         self.record.sync()
         try:
-            seconds = self.checkpoints.save_step(
-                step,
-                model_state=self.parts.model.state_dict(),
-                optimizer_state=self.parts.optimizer.state_dict(),
-                state=self._state(),
-            )
-            if self.preemption.requested:
+            seconds = self.checkpoints.save_step(step, self.parts, state=self._state())
+            if ends:
                 self.checkpoints.wait()
         except CheckpointError as error:
-            if self.preemption.requested:
+            if ends:
                 raise
             self._say_failed_save(error)
             return
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
         self.record.decision("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
-        if self.preemption.requested:
+        if ends:
             self._end_early()
+
+    @property
+    def _ends(self) -> bool:
+        """Whether this process was asked to end; of several ranks, whether all of them know that one was."""
+        return self.preemption.requested if distributed.world_size() == 1 else self.asked_to_end
 
     def _say_failed_save(self, error: CheckpointError) -> None:
         message = f"training goes on without a resume point: {error}"
@@ -534,6 +571,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
             STATE_KEY: {
                 "run": self.run,
+                "ranks": self.parts.ranks,
                 "batch_size": self.batches.batch_size,
                 "configured_batch_size": self.settings.batch_size,
                 "first_batch_size": self.batches.first_batch_size,
@@ -550,9 +588,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 "begun_anew": self.begun_anew,
                 "full_batch_loss": self.full_batch_loss.state_dict(),
                 "noise_scale": self.noise_scale.state_dict(),
-                "random_state": RandomState(self.device).state_dict(),
+                "random_states": distributed.gather(RandomState(self.device).state_dict()),
             },
         }
+
+    def _write_down_end(self, end: End) -> None:
+        """On rank zero, say why all ranks end, and keep what a restart should know."""
+        self.record.decision("ended", end.message, says=False, rank=end.rank, reason=end.kind, **end.facts)
+        self.capacity.write_down_loss(end.facts)
 
     def cleanup(self) -> None:
         """Close the logs, as far as they were opened."""
@@ -575,13 +618,17 @@ def check_output_dir(folder: Path) -> None:
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe: YAML first, then key=value from the command line over it."""
-    config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
-    recipe = AdaptiveFullFinetuneRecipe(cfg=cfg)
+    recipe = None
     try:
-        recipe.setup()
-        recipe.train()
+        with all_ranks(cfg) as watch:
+            if distributed.is_rank_zero():
+                config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
+            recipe = AdaptiveFullFinetuneRecipe(cfg=cfg, watch=watch)
+            recipe.setup()
+            recipe.train()
     finally:
-        recipe.cleanup()
+        if recipe:
+            recipe.cleanup()
 
 
 def main() -> None:

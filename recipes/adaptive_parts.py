@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adaptive_sharded import Weights, apply_checkpointing, build_sharded, load_sharded
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torchtune import config, modules, training, utils
+from torchtune import config, training, utils
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
@@ -32,6 +33,7 @@ from adaptive_batch.lengths import cache_directory, row_lengths
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.replay import CapacityChange, lengthened
 from adaptive_batch.settings import TOKEN_KEYS, Settings
+from adaptive_batch.sharding import Sharding
 from adaptive_batch.shipped import config_path, shipped_configs
 from adaptive_batch.snapshot import RandomState
 from adaptive_batch.token_batches import TokenBatches, plan_batches
@@ -96,6 +98,9 @@ class TrainingParts:
         cfg: the recipe's configuration.
         settings: the same, checked.
 
+    Attributes:
+        ranks: that a batch is counted on, as many as saw different rows when the run began.
+
     Raises:
         SettingError: a device, dtype or offloading setting cannot be used.
     """
@@ -103,6 +108,7 @@ class TrainingParts:
     def __init__(self, cfg: DictConfig, settings: Settings) -> None:
         self.cfg = cfg
         self.settings = settings
+        self.ranks = distributed.data_parallel_size()
         self.device = utils.get_device(device=cfg.device)
         if str(cfg.dtype) in ("fp16", "float16"):
             raise SettingError("dtype", cfg.dtype, "there is no gradient scaling for fp16; use bf16 or fp32")
@@ -131,12 +137,16 @@ class TrainingParts:
         self.loss_fn = config.instantiate(cfg.loss)
         self.dataset, self.packed = self._dataset("dataset")
         self.dataset_val, self._packed_val = self._dataset("dataset_val") if self.settings.validation else (None, False)
-        step_rows = self.settings.step_rows
+        step_rows, ranks = self.settings.step_rows * self.ranks, distributed.data_parallel_size()
+        if len(self.dataset) < ranks:
+            names, rows = _names(cfg.dataset), len(self.dataset)
+            remedy = f"it has {rows} rows for {ranks} ranks; start {rows} or fewer, or give it more rows"
+            raise SettingError("dataset", names, remedy)
         if self.settings.drop_last and not self.settings.batch_tokens and len(self.dataset) < step_rows:
             raise SettingError(
                 "batch_size",
                 self.settings.batch_size,
-                f"one optimizer step takes {step_rows} rows and the dataset has {len(self.dataset)}; lower batch_size or "
+                f"one optimizer step {f'of {self.ranks} ranks ' if self.ranks > 1 else ''}takes {step_rows} rows and the dataset has {len(self.dataset)}; lower batch_size or "
                 "gradient_accumulation_steps, or set drop_last=False to train the short step",
             )
         collate = load_function(cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
@@ -193,11 +203,12 @@ class TrainingParts:
         blocks = (self.cfg[key], self.cfg.tokenizer)
         described = [described_with_files(OmegaConf.to_container(block, resolve=True)) for block in blocks]
         fingerprints = [getattr(d._data, "_fingerprint", None) for d in _leaf_datasets(dataset) if hasattr(d, "_data")]
-        return row_lengths(
-            dataset,
-            cache_dir=cache_directory(),
-            fingerprint=fingerprint("lengths", described, fingerprints, package_version("torchtune")),
-            show_progress=distributed.is_rank_zero(),
+        return distributed.from_rank_zero(
+            lambda: row_lengths(
+                dataset,
+                cache_dir=cache_directory(),
+                fingerprint=fingerprint("lengths", described, fingerprints, package_version("torchtune")),
+            )
         )
 
     def read(self, row: int) -> Any:
@@ -257,7 +268,7 @@ class TrainingParts:
                 remedy = "a step holds all rows of an epoch, and drop_last would drop it; lower batch_tokens"
                 raise SettingError("batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False")
         if settings.validation:
-            self._check_validation(settings.validation.rows_of(len(self.dataset_val)))
+            self._check_validation(settings.validation.rows_of(len(self.dataset_val), ranks=self.ranks))
 
     def _check_validation(self, num_rows: int) -> None:
         random_state = RandomState(self.device)
@@ -270,14 +281,14 @@ class TrainingParts:
 
     def token_batches(self, order: torch.Tensor | None) -> TokenBatches:
         """The rows of each step by `batch_tokens`, taken in that order."""
-        settings = self.settings
+        settings, ranks = self.settings, self.ranks
         assert settings.batch_tokens
         return plan_batches(
             self.lengths,
-            settings.batch_tokens,
+            settings.batch_tokens * ranks,
             order=order,
-            min_rows=settings.min_rows_per_batch,
-            max_rows=settings.max_rows_per_batch,
+            min_rows=settings.min_rows_per_batch * ranks,
+            max_rows=settings.max_rows_per_batch and settings.max_rows_per_batch * ranks,
             count="real",
             long_rows=settings.long_rows,
             divisible=settings.uniform_micro_batches in ("rows", "both"),
@@ -313,26 +324,23 @@ class TrainingParts:
 
     def build_model(
         self,
-        load_weights: Callable[[], Mapping[str, Any]],
+        weights: Weights,
         on_change: Callable[[CapacityChange], object] | None = None,
     ) -> None:
         """The model in its dtype on its device, compiled, checkpointed and loaded as configured.
 
         Args:
-            load_weights: gives the state dict.
+            weights: what loads them.
             on_change: is told when an out-of-memory error lowers the capacity of training.
         """
         cfg = self.cfg
-        state = load_weights()
-        with training.set_default_dtype(self.dtype), self.device:
-            model = config.instantiate(cfg.model)
+        if distributed.world_size() > 1:
+            model = build_sharded(cfg, dtype=self.dtype, device=self.device)
+            load_sharded(model, weights, cfg, dtype=self.dtype, device=self.device)
+        else:
+            model = self._build_whole(weights.load_weights())
         if cfg.compile:
-            training.compile_model(model)
-            training.compile_loss(self.loss_fn)
-        if self._checkpointing:
-            training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
-        model.load_state_dict(state)
-        del state
+            training.compile_loss(self.loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=self.dtype)
         if type(self.loss_fn).__name__ == "CEWithChunkedOutputLoss":
             model.set_num_output_chunks(self.loss_fn.num_output_chunks)
@@ -354,7 +362,28 @@ class TrainingParts:
             replays=self.settings.on_out_of_memory == "shrink",
             measures_noise=self.settings.measures_noise,
             on_change=on_change,
+            device=self.device,
+            sharding=Sharding(
+                model,
+                finishes=distributed.data_parallel_size() == distributed.world_size(),
+                syncs_every_micro_batch=self.settings.sync_gradients_every_micro_batch,
+            ),
+            filler=lambda: self.filler,
         )
+
+    def _build_whole(self, state: Mapping[str, Any]) -> torch.nn.Module:
+        with training.set_default_dtype(self.dtype), self.device:
+            model: torch.nn.Module = config.instantiate(self.cfg.model)
+        if self.cfg.compile:
+            training.compile_model(model)
+        apply_checkpointing(model, self.cfg)
+        model.load_state_dict(state)
+        return model
+
+    @cached_property
+    def filler(self) -> Any:
+        """A row for a rank that has none, when others have: the first."""
+        return self.read(0)
 
     @cached_property
     def shapes_val(self) -> Shapes:
@@ -382,21 +411,22 @@ class TrainingParts:
 
     # --- optimizer --------------------------------------------------------------------------------------------------
 
-    def build_optimizer(self, state: Mapping[str, Any] | None) -> None:
-        """The optimizer, or one for each parameter inside the backward pass; `state` of a run that is resumed."""
+    def build_optimizer(self) -> None:
+        """The optimizer, or one for each parameter inside the backward pass."""
         self.in_backward: OptimizerInBackward | None = None
         if not self.settings.optimizer_in_bwd:
             self.optimizer = config.instantiate(self.cfg.optimizer, self.model.parameters())
-            if state:
-                self.optimizer.load_state_dict(state)
             self.optimizers = [self.optimizer]
             return
         optimizers = {p: config.instantiate(self.cfg.optimizer, [p]) for p in self.model.parameters()}
         self.in_backward = OptimizerInBackward(optimizers)
         self.optimizer = training.create_optim_in_bwd_wrapper(self.model, optimizers)
-        if state:
-            self.optimizer.load_state_dict(state)
         self.optimizers = list(optimizers.values())
+
+    @property
+    def names_of_parameters(self) -> dict[torch.nn.Parameter, str]:
+        """The names that checkpoints know parameters by."""
+        return {parameter: name for name, parameter in self.model.named_parameters()}
 
     def step(self) -> None:
         """Step and clear the gradients.

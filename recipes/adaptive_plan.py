@@ -11,9 +11,9 @@ from adaptive_batches import TrainingBatches
 from adaptive_bound import BoundSearch
 from adaptive_capacity import TrainingCapacity
 from adaptive_parts import TrainingParts
+from adaptive_ranks import same_answers
 from adaptive_rate import TrainingRate, stand_in
 
-from adaptive_batch import distributed
 from adaptive_batch.batching import Capacity, micro_batches
 from adaptive_batch.epoch_plan import EpochPlan
 from adaptive_batch.errors import GrowthFunctionError
@@ -53,7 +53,8 @@ class TrainingPlan:
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         random_state = RandomState(self._parts.device)
-        batches.ask_ahead(progress)
+        key = "batch_size_schedule" if settings.batch_size_schedule is not None else "batch_increase_function"
+        same_answers({key: batches.ask_ahead(progress)})
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
         random_state.restore()
@@ -90,6 +91,7 @@ class TrainingPlan:
             if known_until is not None:
                 self._unknown = f"unknown after epoch {known_until}: {why}"
         self._batch_sizes = dict(enumerate(sizes, start=epoch))
+        same_answers({f"batch_increase_function in epoch {at}": size for at, size in self._batch_sizes.items()})
         reference = batches.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
@@ -99,7 +101,7 @@ class TrainingPlan:
                     getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
                 )  # of one that measures
                 asked = [min(most, batches.maximum or most)]
-            most = max(asked, default=1) * distributed.world_size()
+            most = max(asked, default=1) * self._parts.ranks
             self.full_batch_rows = min(most, len(batches.stream))
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
@@ -131,7 +133,7 @@ class TrainingPlan:
                 "the schedule follows what is measured in training: this is what comes if nothing new is measured"
             )
         unit = "tokens" if settings.batch_tokens else "rows"
-        return table(stages, unit=unit, ranks=distributed.world_size(), notes=notes), as_record(stages)
+        return table(stages, unit=unit, ranks=self._parts.ranks, notes=notes), as_record(stages)
 
     def alone(self, progress: Progress, *, bounds: BoundSearch, saved: Mapping[str, Any], goes_on: bool) -> str:
         """The plan where nothing is tried and nothing is trained: with the bound that is known, if any is needed.
@@ -204,16 +206,22 @@ class TrainingPlan:
     def _num_micro_batches(self, rows: list[int], capacity: Capacity) -> int:
         if capacity.amount == 0:  # the plan alone, where what fits is not known
             return 1
-        lengths = self._parts.lengths[rows].tolist()
-        return len(micro_batches(lengths, capacity, self._parts.shapes))
+        mine = self._batches.deal(rows, capacity)
+        lengths = self._parts.lengths[[rows[position] for position in mine]].tolist()
+        return max(1, len(micro_batches(lengths, capacity, self._parts.shapes)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """What is to be said of the stages of a schedule."""
         settings, batches = self._settings, self._batches
         sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
 
+        changes: dict[str, int] = {}
+
         def steps() -> Iterator[PlannedStep]:
+            asked = 0
             for at, rows, _ in batches.ahead(progress, sizes):
+                if at.batch != asked:
+                    asked = changes[f"batch_size_schedule at step {at.steps}"] = at.batch
                 self._most_asked = max(self._most_asked, at.batch)
                 yield PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
 
@@ -222,7 +230,7 @@ class TrainingPlan:
         notes = check_stages(
             settings.batch_size_schedule,
             ahead,
-            ranks=distributed.world_size(),
+            ranks=self._parts.ranks,
             rows_per_epoch=len(batches.stream),
             drop_last=settings.drop_last,
             maximum=batches.maximum,
@@ -230,4 +238,5 @@ class TrainingPlan:
         )
         for _ in ahead:  # a rule of the user's has no stages to look for, and is asked about every step all the same
             pass
+        same_answers(changes)
         return notes

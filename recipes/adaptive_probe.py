@@ -11,23 +11,26 @@ import sys
 from pathlib import Path
 
 from adaptive_bound import BoundSearch
-from adaptive_checkpoint import EpochCheckpoints
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
+from adaptive_ranks import all_ranks
+from adaptive_resume import Checkpoints
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
-from torchtune.training import OPT_KEY
 
+from adaptive_batch import distributed
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.settings import Settings
+from adaptive_batch.watch import Watch
 
 
-def probe(cfg: DictConfig) -> list[ProbeResult]:
+def probe(cfg: DictConfig, watch: Watch | None = None) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
 
     Args:
         cfg: the configuration: YAML and key=value.
+        watch: over this rank, of several.
 
     Returns:
         A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``.
@@ -42,25 +45,32 @@ def probe(cfg: DictConfig) -> list[ProbeResult]:
     parts.build_data()
     parts.check_rows()
     bounds = BoundSearch(parts)
-    checkpoints = EpochCheckpoints(cfg.checkpointer, resume=cfg.resume_from_checkpoint)
+    bounds.watch = watch
+    checkpoints = Checkpoints(cfg, settings)
     bounds.check()
-    parts.build_model(checkpoints.load_weights)
-    parts.build_optimizer((checkpoints.recipe_state or {}).get(OPT_KEY))
+    parts.build_model(checkpoints)
+    parts.build_optimizer()
+    checkpoints.load_optimizer(parts)
     results, refused = [], None
+
+    def say(text: str) -> None:
+        if distributed.is_rank_zero():
+            print(text)
+
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             path = Path(cfg.output_dir) / "adaptive_batch" / "probe.json"
             *_, result = bounds.of_training(length=length, batch_size=settings.batch_size, path=path)
         except DoesNotFitError as error:
-            print(f"\n{length} tokens: {error}\n")
+            say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        print(f"\n{result.table()}\n")
+        say(f"\n{result.table()}\n")
         results.append(result)
     if refused and not results:
         raise refused
     if len(results) > 1:
-        print(summary(results))
+        say(summary(results))
     return results
 
 
@@ -77,8 +87,10 @@ def summary(results: list[ProbeResult]) -> str:
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the search: YAML first, then key=value from the command line over it."""
-    config.log_config(recipe_name="AdaptiveProbe", cfg=cfg)
-    probe(cfg)
+    with all_ranks(cfg) as watch:
+        if distributed.is_rank_zero():
+            config.log_config(recipe_name="AdaptiveProbe", cfg=cfg)
+        probe(cfg, watch)
 
 
 def main() -> None:

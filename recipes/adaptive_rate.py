@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 from torchtune import config
 
-from adaptive_batch import distributed
 from adaptive_batch.clock import Clock, after_warmup, schedule_clock
 from adaptive_batch.components import load_function
 from adaptive_batch.epoch_plan import EpochPlan
@@ -22,7 +21,6 @@ from adaptive_batch.learning_rate import LearningRate, Reference
 from adaptive_batch.progress import Progress
 from adaptive_batch.report import RunRecord
 from adaptive_batch.schedule import write_rate
-from adaptive_batch.settings import Settings
 
 
 class TrainingRate:
@@ -69,7 +67,7 @@ class TrainingRate:
             optimizers,
             scheduler,
             rule=self._settings.lr_scaling,
-            reference=reference_batch(self._settings),
+            reference=reference_batch(parts),
             batch_can_change=self._settings.grows or bool(self._settings.batch_tokens),
         )
         self._rate.load_state_dict(saved.get("learning_rate", {}))
@@ -77,7 +75,7 @@ class TrainingRate:
     @property
     def counts_tokens(self) -> bool:
         """Whether the rate is scaled by the tokens of a step, and not by its rows."""
-        return reference_batch(self._settings).unit == "tokens"
+        return reference_batch(self._parts).unit == "tokens"
 
     def set(self, progress: Progress, *, plan: EpochPlan, batch: int) -> float:
         """Apply the rate of a step, and return it.
@@ -85,16 +83,16 @@ class TrainingRate:
         Args:
             progress: before the step.
             plan: of the epoch.
-            batch: rows that the step holds on this device, or real tokens where it :attr:`counts_tokens`.
+            batch: rows that the step holds on all ranks, or real tokens where it :attr:`counts_tokens`.
         """
-        return self._rate.set(self._at(progress, plan), batch=distributed.total(batch))
+        return self._rate.set(self._at(progress, plan), batch=batch)
 
     def describe(self) -> str | None:
         """A line on the scaling of the rate; None without."""
         if self._settings.lr_scaling == "none":
             return None
         group, rule = self._optimizers[0].param_groups[0], self._settings.lr_scaling
-        reference = reference_batch(self._settings)
+        reference = reference_batch(self._parts)
         return f"lr {group['initial_lr']:g} belongs to {reference} a step, and is scaled by the rule {rule}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,9 +132,9 @@ class TrainingRate:
             write_rate(group, float(group.get("initial_lr", group["lr"])))  # what was saved is scaled
 
 
-def reference_batch(settings: Settings) -> Reference:
+def reference_batch(parts: TrainingParts) -> Reference:
     """The global batch that the configured learning rate belongs to."""
-    return settings.reference_batch_size or Reference(settings.step_rows * distributed.world_size(), "rows")
+    return parts.settings.reference_batch_size or Reference(parts.settings.step_rows * parts.ranks, "rows")
 
 
 def check_scheduler(cfg: DictConfig) -> None:

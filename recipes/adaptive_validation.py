@@ -10,6 +10,7 @@ from adaptive_bound import BoundSearch
 from adaptive_capacity import TrainingCapacity
 from adaptive_parts import TrainingParts
 
+from adaptive_batch import distributed
 from adaptive_batch.batching import Capacity
 from adaptive_batch.evaluation import Evaluator
 from adaptive_batch.report import RunRecord
@@ -42,7 +43,7 @@ class Validation:
         settings = parts.settings.validation
         assert settings is not None
         self._parts = parts
-        self.num_rows = settings.rows_of(len(parts.dataset_val))
+        self.num_rows = settings.rows_of(len(parts.dataset_val), ranks=parts.ranks)
         self.capacity = Capacity(settings.batch_size)
         if settings.fits_itself:
             bound = bounds.of_validation()
@@ -65,6 +66,7 @@ class Validation:
             capacity=self.capacity,
             shapes=parts.shapes_val,
             on_change=partial(capacities.write_down, kind="validation_capacity"),
+            filler=lambda: parts.dataset_val[0],
         )
 
     def run(self) -> float:
@@ -76,4 +78,5 @@ class Validation:
             random_state.restore()
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        return (self._parts.dataset_val[row] for row in range(self.num_rows))
+        mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())
+        return (self._parts.dataset_val[row] for row in mine)

@@ -1,0 +1,230 @@
+"""The one file that knows FSDP2 from inside: when gradients are reduced, and how a rank that failed lets the others go on.
+
+A rank that runs out of memory within a micro-batch leaves the others waiting in the next collective. Which collectives a
+micro-batch has does not depend on its rows, so the rank that failed runs the rest of them with buffers of zeros. The others
+compute nonsense to the end of the step and then learn, where all ranks count their label tokens, that it is to be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import distributed
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One collective of a micro-batch, as it can be run again with other buffers."""
+
+    run: Callable[..., Any]
+    group: Any
+    sizes: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    options: tuple[tuple[str, Any], ...]
+
+    def with_zeros(self) -> None:
+        """Take part with zeros, and forget what comes."""
+        output, given = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in self.sizes)
+        self.run(output_tensor=output, input_tensor=given, group=self.group, **dict(self.options))
+
+
+class Sharding:
+    """The FSDP modules of a model; does nothing where it has none.
+
+    Args:
+        model: with `fully_shard` applied.
+        finishes: a micro-batch that fails on one rank can be brought to its end; False where other collectives than FSDP's
+            are part of it, as with tensor parallelism.
+        syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded ones until the last.
+
+    Attributes:
+        is_sharded: the model has FSDP modules.
+    """
+
+    def __init__(self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True) -> None:
+        self._root: Any = model
+        self._modules: list[Any] = []
+        if distributed.world_size() > 1:  # without ranks, importing FSDP would only take time
+            from torch.distributed.fsdp import FSDPModule
+
+            self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._syncs_every = syncs_every_micro_batch
+        self._finishes = finishes
+        self.is_sharded = bool(self._modules)
+        self._known: dict[str, list[_Call]] = {}
+        self._kind = ""
+        self._calls: list[_Call] = []
+        self._is_running = False
+        self._is_inside = False
+        for group in self._param_groups():
+            group._all_gather_comm = _Recorded(group._all_gather_comm, self)
+            group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
+
+    # --- micro-batches ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool = True) -> Iterator[None]:
+        """Inside, one micro-batch runs forward and backward; the gradients of the last are reduced in any case."""
+        syncs = is_last or self._syncs_every
+        if self.is_sharded and not self._syncs_every:
+            self._root.set_requires_gradient_sync(syncs)
+        with self._pass("training" if syncs else "training, gradients kept"):
+            yield
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, one micro-batch runs forward alone."""
+        with self._pass("evaluation"):
+            yield
+
+    @contextmanager
+    def _pass(self, kind: str) -> Iterator[None]:
+        self._kind, self._calls = kind, []
+        self._is_running, self._is_inside = True, False
+        yield
+        self._is_running = False
+        self._known.setdefault(kind, self._calls)
+
+    # --- after a failure --------------------------------------------------------------------------------------------
+
+    @property
+    def can_finish(self) -> bool:
+        """Whether what has just failed was a micro-batch that can be brought to its end, so that the others go on.
+
+        One that failed within a collective cannot, nor the first ever of its kind.
+        """
+        if distributed.world_size() == 1:
+            return True
+        is_known = self._is_running and not self._is_inside and self._kind in self._known
+        return self.is_sharded and self._finishes and is_known
+
+    def finish(self) -> None:
+        """Run what is left of the collectives of a micro-batch that has failed, if any is; :meth:`reset` comes first."""
+        if self._is_running and self.is_sharded:
+            for call in self._known[self._kind][len(self._calls) :]:
+                call.with_zeros()
+        self._is_running = False
+
+    def stand_in(self, *, is_last: bool = True) -> None:
+        """Run the collectives of a whole micro-batch, and nothing else."""
+        with self.micro_batch(is_last=is_last):
+            self.finish()
+
+    def stand_in_for_evaluation(self) -> None:
+        """The same of one that is evaluated."""
+        with self.evaluation():
+            self.finish()
+
+    def reset(self) -> None:
+        """Bring FSDP's modules back to where they are between two steps, gradients that are kept unsharded dropped."""
+        if not self.is_sharded:
+            return
+        if hasattr(self._root, "reset_iter_state"):  # since torch 2.12
+            self._root.reset_iter_state()
+        else:
+            _reset(self._modules)
+        for parameter in self._fsdp_parameters():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+    def of_this_rank(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a tensor that is divided over ranks; others as they are."""
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is divided over ranks, put together on each of them; others as they are."""
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    def kept_gradients(self) -> Iterator[torch.Tensor]:
+        """The unsharded gradients that are there between two micro-batches."""
+        for parameter in self._fsdp_parameters():
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad
+            elif hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None:
+                yield parameter._unsharded_param.grad
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        for group in self._param_groups():
+            yield from group.fsdp_params
+
+    def _param_groups(self) -> Iterator[Any]:
+        for module in self._modules:
+            yield from _groups(module)
+
+    def _begin_call(self) -> None:
+        self._is_inside = True
+
+    def _end_call(self, call: _Call) -> None:
+        self._is_inside = False
+        self._calls.append(call)
+
+
+class _Recorded:
+    """A collective of FSDP that notes each call once it has been made.
+
+    Args:
+        comm: FSDP's own.
+        sharding: notes the calls.
+    """
+
+    def __init__(self, comm: Any, sharding: Sharding) -> None:
+        self._comm = comm
+        self._sharding = sharding
+
+    def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._comm.allocate(*arguments, **options)
+        return tensor
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
+        self._sharding._begin_call()
+        result = self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
+        self._sharding._end_call(
+            _Call(
+                self._comm,
+                group,
+                (output_tensor.numel(), input_tensor.numel()),
+                output_tensor.dtype,
+                output_tensor.device,
+                tuple(options.items()),
+            )
+        )
+        return result
+
+
+def _groups(module: Any) -> list[Any]:
+    """The groups of parameters of an FSDP module, which are gathered together."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.12
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _reset(modules: list[Any]) -> None:
+    """What ``FSDPModule.reset_iter_state`` does, for a torch that has none."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.reduce_scatter_state = None
+        state._comm_ctx.post_forward_order.clear()
+        for group in _groups(module):
+            if group._all_gather_result is not None and group._all_gather_result.all_gather_work is not None:
+                group._all_gather_result.all_gather_work.wait()
+            group._all_gather_result = None
+            group._post_reduce_event = None
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = idle
+            group._to_sharded()

@@ -1,0 +1,193 @@
+"""Several ranks that act as one: their process group, what is checked before it is used, and that none is left waiting."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import training, utils
+
+from adaptive_batch import distributed
+from adaptive_batch.errors import GrowthFunctionError, RankLostError, SettingError
+from adaptive_batch.keys import check_bool, check_whole
+from adaptive_batch.watch import Watch
+
+# Optimizers whose kernels want the parameters on the device.
+_NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
+_ABSENT = "nothing"
+
+
+@contextmanager
+def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
+    """Inside, the ranks that were launched are one process group, and an error of one rank ends all of them, with one message.
+
+    Args:
+        cfg: the recipe's configuration.
+
+    Yields:
+        The watch over this rank; None where only this process was launched.
+
+    Raises:
+        SettingError: what is configured for several ranks cannot be used.
+    """
+    if not distributed.is_launched():
+        check_parallel(cfg)
+        yield None
+        return
+    if int(os.environ["RANK"]):
+        for name in ("adaptive_batch", "torchtune"):  # rank zero says it for all
+            logging.getLogger(name).setLevel(logging.ERROR)
+    watch = Watch.connect()
+    assert watch is not None
+    watch.start()
+    try:
+        _begin_group(cfg, ranks_of_a_model=check_parallel(cfg))
+        _check_same(cfg)
+        yield watch
+    except SystemExit:
+        watch.stop()
+        raise
+    except BaseException as error:
+        facts = error.facts if isinstance(error, RankLostError) else {}
+        watch.fail(error, kind="out_of_memory" if "capacity" in facts else "error", facts=facts)
+    watch.stop()
+    distributed.end()
+
+
+def check_parallel(cfg: DictConfig) -> int:
+    """Refuse what is configured for several ranks and cannot be used.
+
+    Returns:
+        How many ranks hold one copy of the model.
+
+    Raises:
+        SettingError: naming the key.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if distributed.is_launched() else 1
+    dim = cfg.get("tensor_parallel_dim", None)
+    dim = 1 if dim is None else check_whole("tensor_parallel_dim", dim)
+    if world_size % dim:
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise SettingError("tensor_parallel_dim", dim, f"it must divide the {world_size} ranks; give one of {divisors}")
+    if dim > 1:
+        if cfg.get("tensor_parallel_plan", None) is None:
+            remedy = "tensor parallelism needs a plan, such as tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
+            raise SettingError("tensor_parallel_plan", None, remedy)
+        if cfg.optimizer.get("fused", False):
+            raise SettingError("optimizer.fused", True, "tensor parallelism needs optimizer.fused=False")
+    for key in ("fsdp_cpu_offload", "fsdp_reshard_after_forward"):
+        if cfg.get(key, None) is not None:
+            check_bool(key, cfg.get(key))
+    if world_size > 1 and cfg.get("fsdp_cpu_offload", False):
+        component = str(cfg.optimizer._component_)
+        if component.startswith(_NEEDS_THE_DEVICE):
+            remedy = f"{component} cannot step parameters that lie on the host; set it to False, or take torch.optim.AdamW"
+            raise SettingError("fsdp_cpu_offload", True, f"{remedy} with fused=True")
+    return dim
+
+
+def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    try:
+        device = utils.get_device(device=cfg.device)
+    except RuntimeError as error:
+        machine = f"rank {os.environ['RANK']} is number {local_rank} of its machine"
+        remedy = f"{machine}: {error}; start as many ranks on each machine as it has devices (--nproc_per_node)"
+        raise SettingError("device", cfg.device, remedy) from error
+    on_host = bool(cfg.get("fsdp_cpu_offload", False)) or bool(cfg.get("enable_async_checkpointing", False))
+    distributed.begin(
+        training.get_distributed_backend(device.type, offload_ops_to_cpu=on_host and device.type != "cpu"),
+        ranks_of_a_model=ranks_of_a_model,
+    )
+    if cfg.get("fsdp_cpu_offload", False):
+        training.set_torch_num_threads()
+
+
+def _check_same(cfg: DictConfig) -> None:
+    """Refuse ranks that were started with different configurations or versions."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    mine = {str(key): json.dumps(value, sort_keys=True, default=str) for key, value in plain.items()}
+    same_on_all_ranks(mine | {"torch": torch.__version__}, _say_setting)
+
+
+def _say_setting(key: str, value: str, rank: int, others: str) -> Exception:
+    return SettingError(
+        key,
+        value,
+        f"rank {rank} was started with this, and rank 0 with {others}; start all ranks with the same configuration",
+    )
+
+
+def same_on_all_ranks(mine: Mapping[str, str], refuse: Callable[[str, str, int, str], Exception]) -> None:
+    """Refuse what differs between ranks, on all of them.
+
+    Args:
+        mine: what this rank has, by name.
+        refuse: makes the error of a name, from a rank's value, that rank, and the value of rank zero.
+    """
+    first, *others = distributed.gather(dict(mine))
+    for rank, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise refuse(name, other.get(name, _ABSENT), rank, first.get(name, _ABSENT))
+
+
+def same_answers(answers: Mapping[str, int]) -> None:
+    """Refuse a user's function that answers differently on some rank.
+
+    Args:
+        answers: that it gave here, by what it was asked: the key of the function, and when.
+
+    Raises:
+        GrowthFunctionError: naming the rank.
+    """
+
+    def refuse(name: str, value: str, rank: int, others: str) -> Exception:
+        return GrowthFunctionError(
+            f"{name} answers {value} on rank {rank} and {others} on rank 0; it must be the same function of the same arguments "
+            "on all ranks"
+        )
+
+    same_on_all_ranks({asked: str(answer) for asked, answer in answers.items()}, refuse)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know before they run a step.
+
+    Attributes:
+        num_micro_batches: of the rank that has most.
+        ends: a rank was asked to end.
+        thrashes: the allocator of a rank only just had room.
+    """
+
+    num_micro_batches: int
+    ends: bool
+    thrashes: bool
+
+
+def agree_on_step(*, num_micro_batches: int, ends: bool, thrashes: bool, batch: int) -> Agreed:
+    """Agree on a step, in one small collective.
+
+    Args:
+        num_micro_batches: that this rank needs.
+        ends: this rank was asked to end.
+        thrashes: the allocator of this rank only just had room.
+        batch: what the step was asked to hold, which a rule of the user's may have answered differently elsewhere.
+
+    Raises:
+        GrowthFunctionError: it has.
+    """
+    most, any_ends, any_thrashes, largest, least = distributed.maxima(
+        [num_micro_batches, int(ends), int(thrashes), batch, -batch]
+    )
+    if largest != -least:
+        same_answers({"batch_size_schedule": batch})
+    return Agreed(max(1, most), bool(any_ends), bool(any_thrashes))
