@@ -17,7 +17,8 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that hold a tensor's bytes: itself, or what a wrapper subclass (torchao's low-bit states) wraps."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # a DTensor also names its mesh
+                yield from plain_tensors(inner)
     else:
         yield tensor
 

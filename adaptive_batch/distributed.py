@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
-_ranks_of_a_model = 1  # with tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows
+_ranks_of_a_model = (
+    1  # with tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows
+)
 
 
 def is_launched() -> bool:

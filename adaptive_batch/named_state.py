@@ -134,6 +134,15 @@ def empty_like_parameter(parameter: torch.Tensor, shape: torch.Size, dtype: torc
     return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
+def refuse_to_divide(wrapper: type, parameter: torch.Tensor | None, what: str) -> None:
+    """Raise a CheckpointError where a state that wraps tensors, such as a low-bit one, would go to a parameter of several ranks."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+        raise CheckpointError(
+            f"{what} is a {wrapper.__name__}, which cannot be divided among {parameter.device_mesh.size()} ranks: go on with as many "
+            "ranks as it was saved with, or begin with a new optimizer state"
+        )
+
+
 def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     saved = [parameter for group in state["param_groups"] for parameter in group["params"]]
     if all(isinstance(parameter, str) for parameter in saved):
@@ -199,12 +208,8 @@ def _placed(value: torch.Tensor, *, parameter: nn.Parameter, what: str) -> torch
         return value
     mesh = parameter.device_mesh
     is_wrapper: bool = is_traceable_wrapper_subclass(value)
-    if is_wrapper and mesh.size() > 1:
-        raise CheckpointError(
-            f"{what} is a {type(value).__name__}, which cannot be divided among {mesh.size()} ranks: go on with as many ranks as it "
-            "was saved with, or begin with a new optimizer state"
-        )
     if is_wrapper:
+        refuse_to_divide(type(value), parameter, what)
         return distributed_from_local(value, parameter, parameter.placements)
     part = empty_like_parameter(parameter, value.shape, value.dtype)
     if part is None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .agreement import Agreement
 from .errors import CheckpointError
-from .named_state import distributed_from_local, empty_like_parameter, named_form, parameter_name
+from .named_state import distributed_from_local, empty_like_parameter, named_form, parameter_name, refuse_to_divide
 from .rank_parts import check_layout, joined, names_of
 from .saved_tensors import SavedTensors
 from .state_tree import SavedLeaf, leaves, mapped, unflatten
@@ -127,6 +127,8 @@ class _Reading:
 
     def prepare(self, parameter: torch.Tensor | None, leaf: SavedLeaf) -> None:
         """Make room for a leaf of the state of a parameter, or of none."""
+        if leaf.wrapper is not None:
+            refuse_to_divide(leaf.wrapper, parameter, leaf.names[0].rpartition(".")[0])
         for name in leaf.names:
             if name in self._parts:
                 check_layout(name, self._parts[name], parameter, self._ranks)

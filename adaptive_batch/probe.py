@@ -95,7 +95,9 @@ class ProbeResult:
             of_ranks = f"{len(budgets)} ranks, which all must have room"
             if most > 1.01 * least:
                 which = ", ".join(str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least)
-                of_ranks += f": rank {which} may use least, {least / GIB:.3f} GiB, and others up to {most / GIB:.3f} GiB"
+                of_ranks += (
+                    f": rank {which} may use least, {least / GIB:.3f} GiB, and others up to {most / GIB:.3f} GiB"
+                )
             lines.append(of_ranks)
         cached = ", known from before and tried again" if self.from_cache else ""
         rounded = (

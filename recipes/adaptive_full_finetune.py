@@ -10,12 +10,10 @@ same keys; any config of those recipes runs unchanged. The keys that are ours ar
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,11 @@ from adaptive_batches import TrainingBatches
 from adaptive_bound import BoundSearch
 from adaptive_capacity import TrainingCapacity
 from adaptive_checkpoint import STATE_KEY
-from adaptive_conditions import compare, conditions, say_changes
+from adaptive_conditions import compare, conditions
+from adaptive_log import TrainingLog, base_rate
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
 from adaptive_plan import TrainingPlan
-from adaptive_ranks import agree_on_step, all_ranks
+from adaptive_ranks import agree_on_step, all_ranks, check_fewer_ranks
 from adaptive_rate import TrainingRate, check_scheduler, reference_batch
 from adaptive_resume import Checkpoints
 from adaptive_validation import Validation
@@ -48,7 +47,6 @@ from adaptive_batch.no_effect import without_effect
 from adaptive_batch.noise_scale import NoiseScale
 from adaptive_batch.preemption import EXIT_STATUS, Preemption
 from adaptive_batch.progress import Progress
-from adaptive_batch.report import RunRecord
 from adaptive_batch.settings import Settings
 from adaptive_batch.snapshot import RandomState
 from adaptive_batch.watch import End, Watch
@@ -78,10 +76,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.bounds.watch = watch
         self.device = self.parts.device
         self.output_dir = Path(cfg.output_dir)
-        self.log_every_n_steps: int = cfg.get("log_every_n_steps") or 1
-        self.log_peak_memory_stats = bool(cfg.get("log_peak_memory_stats", False)) and self.device.type != "cpu"
-        if cfg.get("log_peak_memory_stats", False) and not self.log_peak_memory_stats:
-            log.info("log_peak_memory_stats has no effect on a CPU")
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.max_steps_per_epoch = self.settings.max_steps_per_epoch
         self.continues_batch = False
@@ -100,6 +94,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         state = self.checkpoints.recipe_state
         # batches go on as they were counted, whatever the number of ranks is now
         self.parts.ranks = (state or {}).get(STATE_KEY, {}).get("ranks", self.parts.ranks)
+        check_fewer_ranks(self.settings, began_on=self.parts.ranks)
         self.conditions = conditions(self.parts)
         self.differs: list[str] = []
         self.kept: dict[str, tuple[Any, Any]] = {}
@@ -161,20 +156,27 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.plan = TrainingPlan(parts, self.batches)
         self.plan.check(self.progress)
         if settings.plan_only:
-            print(self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch))
+            plan = self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch)
+            if distributed.is_rank_zero():
+                print(plan)
             return
-        path = self.output_dir / "adaptive_batch" / "run.jsonl"
-        self.record = distributed.on_rank_zero(lambda: RunRecord(path)) or RunRecord(path, enabled=False)
-        if distributed.is_rank_zero():
-            self.metric_logger = config.instantiate(self.cfg.metric_logger)
-            self.metric_logger.log_config(self.cfg)
+        self.log = TrainingLog(parts)
+        self.record = self.log.record
         if self.watch:
             self.watch.on_end = self._write_down_end
         self.checkpoints.begin_job(self.run)
         self.checkpoints.on_failure = self._say_failed_save
         resumed = self.checkpoints.recipe_state or {}
-        self._say_where_it_starts(bool(resumed))
-        self._say_what_changed(resumed)
+        self.log.starts(self.checkpoints, self.progress, run=self.run, begins_epoch_anew=self.begins_epoch_anew)
+        self.log.changes(
+            self.saved,
+            conditions=self.conditions,
+            differs=self.differs,
+            kept=self.kept,
+            epochs=resumed.get(training.TOTAL_EPOCHS_KEY),
+            continues_batch=self.continues_batch,
+            without_effect=self.without_effect,
+        )
         self.capacity = TrainingCapacity(parts, self.bounds, self.record, run=self.run)
         parts.build_model(self.checkpoints, on_change=self.capacity.lower)
         if self.device.type != "cpu" and distributed.is_rank_zero():
@@ -182,7 +184,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         parts.build_optimizer()
         if resumed:
             self.checkpoints.load_optimizer(parts)
-            self._say_whose_rate()
+            self.log.whose_rate()
         self.batches.batch_size = self.capacity.find(
             self.batches.batch_size,
             goes_on=self.continues_batch or follows_schedule,
@@ -195,7 +197,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         )
         self.batches.use(self.capacity, self.record, saved_bound=self.saved.get("maximum"))
         self.progress = self.batches.begin(self.progress)
-        self._say_epoch()
+        self.log.epoch(self.progress.epoch, self.batches, self.capacity)
         reference = self.batches.reference
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * reference.steps and not settings.grows:
@@ -223,7 +225,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             reference = reference_batch(self.parts)
             self.record.decision("lr", message, reference=str(reference), rule=settings.lr_scaling)
         if settings.grows and self.progress.epoch < settings.epochs:
-            rate = self._base_rate()
+            rate = base_rate(parts)
             table, stages = self.plan.table(self.progress, base_rate=rate, capacity=self.capacity, saved=self.saved)
             self.record.decision("stages", f"the plan:\n{table}", stages=stages)
             most, configured = self.plan.full_batch_rows, settings.step_rows * self.parts.ranks
@@ -231,99 +233,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 message = describe_unscaled(rate, batch=most, reference=configured)
                 self.record.decision("lr", message, lr=rate, global_batch=most, reference=configured)
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
-
-    def _say_where_it_starts(self, resumed: bool) -> None:
-        for line in self.checkpoints.passed_over:
-            self.record.decision("passed_over", line)
-        rows, progress = len(self.parts.dataset), self.progress
-        where = f"epoch {progress.epoch}"
-        if progress.epoch_steps:
-            where += f", row {progress.epoch_rows} of it (step {progress.steps})"
-        self.record.decision(
-            "start",
-            f"{f'resuming from {self.checkpoints.source}' if resumed else 'starting'} with {where}; {rows} rows",
-            resumed=resumed,
-            run=self.run,
-            rows=rows,
-            progress=self.progress.state_dict(),
-        )
-        if self.begins_epoch_anew:
-            message = f"epoch {progress.epoch} begins anew: which of its rows are left is not known with other rows"
-            self.record.decision("epoch_restarted", message, epoch=progress.epoch)
-
-    def _say_what_changed(self, resumed: Mapping[str, Any]) -> None:
-        """One line for each setting that differs from the checkpoint's, or that has no effect."""
-        before, ours = resumed.get(training.TOTAL_EPOCHS_KEY), self.saved
-        if before is not None and before != self.settings.epochs:
-            message = f"epochs {before} -> {self.settings.epochs}: the learning rate's schedule spans the new number"
-            self.record.decision("epochs", message, before=before, after=self.settings.epochs)
-        configured = self.settings.batch_size
-        before = ours.get("batch_size", configured)
-        scheduled = self.settings.batch_size_schedule is not None  # which says what a step holds
-        if self.continues_batch and configured != before:
-            message = f"batch_size {before}: configured is {configured}, the checkpoint's goes on"
-            self.record.decision("batch_size", message, before=before, after=before)
-        elif configured != before and not (self.continues_batch or scheduled or self.settings.use_maximum_batch_size):
-            message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
-            self.record.decision("batch_size", message, before=before, after=configured)
-        say_changes(self.differs, ours, self.conditions, record=self.record)
-        for name, (value, goes_on) in self.kept.items():
-            message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
-            self.record.decision("no_effect", message, key=name, configured=value, after=goes_on)
-        if not resumed and self.checkpoints.holds_earlier_run:
-            message = f"{self.output_dir} holds an earlier run, which this one replaces save by save"
-            self.record.decision("replaces", f"{message}; until its first save, resuming goes on with the earlier")
-        for key, reason in self.without_effect:
-            self.record.decision("no_effect", f"{key} has no effect: {reason}", key=key)
-        if self.settings.optimizer_in_bwd and self.cfg.get("on_out_of_memory") is None:
-            message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
-            self.record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
-
-    def _base_rate(self) -> float:
-        """The rate before schedule and batch have their say."""
-        group = self.parts.optimizers[0].param_groups[0]
-        return float(group.get("initial_lr", group["lr"]))
-
-    def _say_whose_rate(self) -> None:
-        configured, saved = self.cfg.optimizer.get("lr"), self._base_rate()
-        if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
-            message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
-            self.record.decision("lr", message, configured=float(configured), lr=saved)
-
-    def _say_epoch(self) -> None:
-        """A line on the epoch that begins, where anything adaptive is on."""
-        plan, settings, batches = self.batches.plan, self.settings, self.batches
-        capacity, epoch = self.parts.accumulator.capacity, self.progress.epoch
-        if not settings.adaptive:
-            return
-        if plan.sizes is not None:
-            least, most = min(plan.sizes, default=0), max(plan.sizes, default=0)
-            rows = f"{least} to {most} rows" if least < most else f"{most} rows"
-            if settings.batch_tokens and settings.batch_size_schedule is None:
-                what = f"{plan.steps} steps of up to {settings.batch_tokens} tokens, {rows} each"
-            else:
-                what = f"{'about ' if plan.is_open else ''}{plan.steps} steps of {rows}"
-        else:
-            accumulated = f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated"
-            what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
-        self.record.decision(
-            "plan",
-            f"epoch {epoch}: {what}; a micro-batch holds {capacity}",
-            epoch=epoch,
-            global_batch=plan.step_rows,
-            batch_size=batches.batch_size,
-            batch_tokens=settings.batch_tokens,
-            capacity=capacity.amount,
-            unit=capacity.unit,
-            steps=plan.steps,
-        )
-        configured = settings.step_rows * self.parts.ranks
-        rate = self._base_rate()
-        scheduled = settings.batch_size_schedule is not None  # the plan shows its batches
-        if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
-            message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
-            self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
-        self.capacity.say_if_one_by_one(batches.batch_size)
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
         block = OmegaConf.create(dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False})
@@ -350,7 +259,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             for epoch in range(first_epoch, self.settings.epochs):
                 if epoch > first_epoch:
                     self.progress = self.batches.begin_epoch(self.progress)
-                    self._say_epoch()
+                    self.log.epoch(epoch, self.batches, self.capacity)
                 within = self.progress.epoch_steps > 0
                 if epoch == first_epoch and not within:
                     self._restore_random_state()
@@ -382,13 +291,25 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 if distributed.world_size() == 1:  # ranks try the longest row of all when they begin
                     self.capacity.try_longer(rows, batch_size=self.batches.batch_size)
                 num_micro_batches = self._agree(rows, batch=progress.batch)
-                rate = self.rate.set(progress, plan=self.batches.plan, batch=self.batches.size_of_step(rows, in_tokens=self.rate.counts_tokens))
+                rate = self.rate.set(
+                    progress,
+                    plan=self.batches.plan,
+                    batch=self.batches.size_of_step(rows, in_tokens=self.rate.counts_tokens),
+                )
                 result = self.parts.accumulator.run(rows, num_micro_batches=num_micro_batches)
                 self.parts.step()
                 self.progress = self._after(result, progress)
                 bar.update(1)
                 bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
-                self._log(result, rate=rate, seconds=time.perf_counter() - start)
+                self.log.step(
+                    result,
+                    self.progress,
+                    rate=rate,
+                    seconds=time.perf_counter() - start,
+                    batches=self.batches,
+                    num_out_of_memory=self.capacity.num_out_of_memory,
+                    full_batch_loss=self.full_batch_loss,
+                )
                 self._validate()
                 self.profiler.step()
                 self._save_where_due()
@@ -459,45 +380,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Every so many steps, the loss on the rows that are not trained on."""
         if self.validation and self.progress.steps % self.settings.validation.every_n_steps == 0:
             loss = self.validation.run()
-            message = f"step {self.progress.steps}: val_loss {loss:.4f} over {self.validation.num_rows} rows"
-            self.record.decision("validation", message, steps=self.progress.steps, val_loss=loss)
-            if distributed.is_rank_zero():
-                self.metric_logger.log_dict({"val_loss": loss}, step=self.progress.steps)
-
-    def _log(self, result: StepResult, *, rate: float, seconds: float) -> None:
-        label_tokens = float(result.label_tokens)
-        metrics = {
-            "loss": result.loss,
-            "lr": rate,
-            "tokens_per_second_per_gpu": label_tokens / (seconds * distributed.data_parallel_size()),
-            "batch_size": result.rows,
-            "micro_batches": result.micro_batches,
-            "padding_fraction": result.padding_fraction,
-            "samples_seen": self.progress.samples,
-            "tokens_seen": self.progress.tokens,
-            "oom_count": self.capacity.num_out_of_memory,
-        }
-        if result.grad_norm is not None:
-            metrics["grad_norm"] = float(result.grad_norm)
-        full = self.full_batch_loss.add(result.loss, label_tokens=label_tokens, rows=result.rows)
-        if full is not None:
-            metrics["loss_per_full_batch"] = full
-        if self.settings.measures_noise and self.progress.noise_scale is not None:
-            metrics["gradient_noise_scale"] = self.progress.noise_scale
-        if self.log_peak_memory_stats:
-            metrics.update(training.get_memory_stats(device=self.device))
-        stream = self.batches.stream
-        self.record.step(
-            step=self.progress.steps,
-            epoch=self.progress.epoch,
-            position=stream.position,
-            rows=stream.taken,
-            asked=self.progress.batch,
-            seconds=round(seconds, 6),
-            **metrics,
-        )
-        if distributed.is_rank_zero() and self.progress.steps % self.log_every_n_steps == 0:
-            self.metric_logger.log_dict(metrics, step=self.progress.steps)
+            self.log.validation(loss, rows=self.validation.num_rows, step=self.progress.steps)
 
     def _record_memory_history(self, step: int) -> None:
         """Record the CUDA allocator's history while the profiler is active in the first epoch, as torchtune does."""
@@ -584,7 +467,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 **self.conditions,
                 "progress": self.progress.state_dict(),
                 "unlabelled": self.unlabelled,
-                "base_rate": self._base_rate(),
+                "base_rate": base_rate(self.parts),
                 "begun_anew": self.begun_anew,
                 "full_batch_loss": self.full_batch_loss.state_dict(),
                 "noise_scale": self.noise_scale.state_dict(),
@@ -598,10 +481,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.capacity.write_down_loss(end.facts)
 
     def cleanup(self) -> None:
-        """Close the logs, as far as they were opened."""
-        for name in ("metric_logger", "record"):
-            if hasattr(self, name):
-                getattr(self, name).close()
+        """Close the logs, if they were opened."""
+        if hasattr(self, "log"):
+            self.log.close()
 
 
 def check_output_dir(folder: Path) -> None:

@@ -16,6 +16,7 @@ from torchtune import training, utils
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, RankLostError, SettingError
 from adaptive_batch.keys import check_bool, check_whole
+from adaptive_batch.settings import Settings
 from adaptive_batch.watch import Watch
 
 # Optimizers whose kernels want the parameters on the device.
@@ -87,7 +88,9 @@ def check_parallel(cfg: DictConfig) -> int:
     if world_size > 1 and cfg.get("fsdp_cpu_offload", False):
         component = str(cfg.optimizer._component_)
         if component.startswith(_NEEDS_THE_DEVICE):
-            remedy = f"{component} cannot step parameters that lie on the host; set it to False, or take torch.optim.AdamW"
+            remedy = (
+                f"{component} cannot step parameters that lie on the host; set it to False, or take torch.optim.AdamW"
+            )
             raise SettingError("fsdp_cpu_offload", True, f"{remedy} with fused=True")
     return dim
 
@@ -156,6 +159,40 @@ def same_answers(answers: Mapping[str, int]) -> None:
         )
 
     same_on_all_ranks({asked: str(answer) for asked, answer in answers.items()}, refuse)
+
+
+def check_fewer_ranks(settings: Settings, *, began_on: int) -> None:
+    """Refuse to go on with fewer ranks where a rank would have to split its rows and cannot.
+
+    Raises:
+        SettingError: naming how many would do.
+    """
+    ranks = distributed.data_parallel_size()
+    if settings.optimizer_in_bwd and ranks < began_on:
+        raise SettingError(
+            "optimizer_in_bwd",
+            True,
+            f"the checkpoint's steps were dealt to {began_on} ranks; {ranks} would have to hold more rows than batch_size each, and "
+            f"cannot split them; start {began_on} or more, or begin anew with optimizer_in_bwd=False",
+        )
+
+
+def describe_ranks(*, began_on: int, step_rows: int) -> str:
+    """How steps go on where another number of ranks began the run.
+
+    Args:
+        began_on: ranks when the run began.
+        step_rows: of a step on all of them; 0 where it holds tokens.
+    """
+    ranks = distributed.data_parallel_size()
+    least, more = divmod(step_rows, ranks)
+    shares = f"{more} of them hold {least + 1} rows of the {step_rows} of a step, and {ranks - more} hold {least}"
+    if not more:
+        shares = f"each holds {least} rows of the {step_rows} of a step"
+    if not step_rows:
+        shares = "the rows of each step are dealt to them by their tokens"
+    batches = "batches, their order and the learning rate go on as they were"
+    return f"{ranks} {'ranks' if ranks > 1 else 'rank'}, and {began_on} began the run: {batches}; {shares}"
 
 
 @dataclass(frozen=True)

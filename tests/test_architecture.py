@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "adaptive_batch"
 
 FLOORS = (
-    {"errors", "progress", "extrapolation", "noise_scale", "preemption", "full_batch_loss"},
+    {"errors", "progress", "extrapolation", "noise_scale", "preemption", "full_batch_loss", "agreement"},
     {
         "counting",
         "keys",
@@ -24,11 +24,23 @@ FLOORS = (
         "state_tree",
         "report",
         "schedule_rule",
+        "watch",
+        "saved_tensors",
     },
-    {"memory", "distributed", "token_batches", "clock", "batch_schedules"},
-    {"search", "growth", "batching", "learning_rate", "fingerprint", "lengths", "varying_budget", "resume_point"},
-    {"snapshot", "stream", "probe", "components", "replay", "plan", "resume"},
-    {"in_backward", "accumulation", "probe_settings", "validation_settings"},
+    {"memory", "distributed", "token_batches", "clock", "batch_schedules", "named_state", "rank_parts"},
+    {
+        "search",
+        "growth",
+        "batching",
+        "learning_rate",
+        "fingerprint",
+        "lengths",
+        "varying_budget",
+        "sharding",
+        "point_reading",
+    },
+    {"snapshot", "stream", "probe", "components", "replay", "plan", "dealing", "resume_point"},
+    {"in_backward", "accumulation", "probe_settings", "validation_settings", "resume"},
     {"trial", "evaluation"},
     {"settings", "shipped", "environment"},
     {"no_effect", "history.lineage", "history.coverage", "history.changes", "history.repeats", "figures.series"},
@@ -95,7 +107,9 @@ def test_the_core_imports_torch_and_the_standard_library_only(path):
     ("seam", "words"),
     [
         ("memory", r"empty_cache|mem_get_info|\.memory_stats"),
-        ("distributed", r"torch\.distributed(?!\.checkpoint| is disabled)"),  # a format of files, which asks nobody
+        ("distributed", r"all_reduce|all_gather_object|broadcast_object|new_group|dist\.init_process_group\("),
+        ("watch", r"rendezvous\("),
+        ("sharding", r"FSDPModule|_get_fsdp_state"),
     ],
 )
 def test_a_seam_is_the_only_room_that_asks(seam, words):

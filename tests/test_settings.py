@@ -6,7 +6,7 @@ import pytest
 
 from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
-from adaptive_batch.keys import NOT_SUPPORTED_YET, OURS
+from adaptive_batch.keys import OURS
 from adaptive_batch.learning_rate import Reference
 from adaptive_batch.no_effect import without_effect
 from adaptive_batch.probe_settings import ProbeSettings
@@ -39,14 +39,6 @@ def test_any_adaptive_key_trains_the_last_short_step_unless_told_otherwise():
 def test_settings_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings.from_config(PLAIN).batch_size = 3
-
-
-@pytest.mark.parametrize("key", NOT_SUPPORTED_YET)
-def test_a_key_for_later_is_refused_unless_it_says_what_happens_anyway(key):
-    with pytest.raises(SettingError, match=f"^{key}=.*not supported yet"):
-        Settings.from_config(PLAIN | {key: "something"})
-    for harmless in NOT_SUPPORTED_YET[key]:
-        Settings.from_config(PLAIN | {key: harmless})
 
 
 @pytest.mark.parametrize(
