@@ -46,11 +46,15 @@ def divided(
     rest = {name: tensor for name, tensor in tensors.items() if name not in set(names)}
     ours: dict[str, DTensor] = {name: tensor for name in names if isinstance(tensor := tensors[name], DTensor)}
     parts: dict[str, torch.Tensor] = {}
-    skeletons = {}
-    for name, tensor in ours.items():
-        inner, skeletons[name] = flatten({f"{name}@{ranks.rank}": tensor.to_local().detach()})
-        parts |= inner
-    all_skeletons = ranks.gathered(lambda: skeletons)
+
+    def flattened() -> dict[str, Any]:
+        skeletons = {}
+        for name, tensor in ours.items():
+            inner, skeletons[name] = flatten({f"{name}@{ranks.rank}": tensor.to_local().detach()})
+            parts.update(inner)
+        return skeletons
+
+    all_skeletons = ranks.gathered(flattened)
     described = {
         name: {"layout": _layout(tensor), "shape": tensor.shape, "ranks": [one[name] for one in all_skeletons]}
         for name, tensor in ours.items()

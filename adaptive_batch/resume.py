@@ -12,22 +12,18 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from .agreement import Agreement
 from .errors import CheckpointError
-from .memory import GIB, host_available_bytes
-from .rank_parts import divided, wrapped_names
+from .point_content import Content, HostCopies, gathered_content
 from .resume_point import PassedOver, ResumePoint, examine, flush_folder, write_point
-from .state_tree import flatten
 
 __all__ = ["PassedOver", "ResumePoint", "ResumePoints", "newest_whole"]
 
@@ -55,15 +51,6 @@ def newest_whole(output_dir: Path) -> tuple[ResumePoint | None, list[PassedOver]
             return point, [other for other in passed_over if other.order is None or other.order > point.order]
         passed_over.append(PassedOver(point.path, damage, True, point.order))
     return None, passed_over
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What is written: tensors and the rest, as :func:`.resume_point.write_point` takes them, and the bytes of the tensors of all ranks."""
-
-    tensors: Mapping[str, torch.Tensor]
-    state: Mapping[str, Any]
-    num_bytes: int
 
 
 class ResumePoints:
@@ -97,7 +84,7 @@ class ResumePoints:
         self._ranks = Agreement(process_group)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._copies: dict[str, torch.Tensor] = {}  # kept for the next save: fresh memory costs more than the copying
+        self._copies = HostCopies(self._ranks)
 
     @property
     def is_saving(self) -> bool:
@@ -124,19 +111,21 @@ class ResumePoints:
         start = time.perf_counter()
         self.wait()
         try:
-            content = self._content(tensors_tree, small_state)
-            is_copied = self._asynchronous and self._copy(content.tensors)
+            content = gathered_content(tensors_tree, small_state, self._ranks)
+            copies = self._copies.of(content.tensors) if self._asynchronous else None
         except CheckpointException as error:  # of several ranks
             message = f"step {step} cannot be saved ({self._ranks.reason(error)})"
             if any(isinstance(failed, TypeError) for failed, _ in error.failures.values()):
                 raise TypeError(message) from error
-            raise CheckpointError(f"{message}; what was saved before is untouched") from error
-        if is_copied:
-            content = _Content(self._copies, content.state, content.num_bytes)
-            self._thread = threading.Thread(target=self._run, args=(step, content), name=f"save step_{step}")
-            self._thread.start()
+            self._error = CheckpointError(f"{message}; what was saved before is untouched")
         else:
-            self._run(step, content)
+            if copies is None:
+                self._run(step, content)
+            else:
+                arguments = (step, replace(content, tensors=copies))
+                self._thread = threading.Thread(target=self._run, args=arguments, name=f"save step_{step}")
+                self._thread.start()
+        if self._thread is None:
             self._report()
         return time.perf_counter() - start
 
@@ -160,7 +149,7 @@ class ResumePoints:
         try:
             self.wait()
         finally:
-            self._copies = {}
+            self._copies.release()
 
     def __enter__(self) -> ResumePoints:
         return self
@@ -170,52 +159,7 @@ class ResumePoints:
     ) -> None:
         self.close()
 
-    def _content(self, tensors_tree: Any, small_state: Any) -> _Content:
-        ours: list[Any] = []
-
-        def flattened() -> list[str]:
-            ours.extend([*flatten(tensors_tree), *flatten(small_state if self._ranks.rank == 0 else None)])
-            return wrapped_names(ours[0])
-
-        names = {name for names in self._ranks.gathered(flattened) for name in names}
-        tensors, skeleton, small_tensors, small_skeleton = ours
-        whole_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in names)
-        tensors, parts = divided(tensors, names, self._ranks)
-        state = {
-            "skeleton": skeleton,
-            "parts": parts,
-            "small_tensors": {name: tensor.to("cpu", copy=True) for name, tensor in small_tensors.items()},
-            "small_skeleton": small_skeleton,
-        }
-        own_bytes = sum(tensor.nbytes for tensor in tensors.values()) - whole_bytes
-        num_bytes = whole_bytes + (sum(self._ranks.gathered(lambda: own_bytes)) if parts else 0)
-        return _Content(tensors, state, num_bytes)
-
-    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Copy the tensors to the host, into last time's copies where they are alike; False where a rank has no room."""
-        self._copies = {name: copy for name, copy in self._copies.items() if _alike(copy, tensors.get(name))}
-        needed = sum(_local(tensor).nbytes for name, tensor in tensors.items() if name not in self._copies)
-        available = host_available_bytes()
-        if not all(self._ranks.gathered(lambda: needed <= available)):
-            self._copies = {}
-            log.warning(
-                "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
-                needed / GIB,
-                available / GIB,
-            )
-            return False
-
-        def copied() -> None:
-            for name, tensor in tensors.items():
-                if name in self._copies:
-                    _local(self._copies[name]).copy_(_local(tensor))
-                else:
-                    self._copies[name] = tensor.to("cpu", copy=True)
-
-        self._ranks.gathered(copied)
-        return True
-
-    def _run(self, step: int, content: _Content) -> None:
+    def _run(self, step: int, content: Content) -> None:
         """Save; the error is kept for :meth:`_report`, as this may be another thread."""
         try:
             self._write(step, content)
@@ -229,7 +173,7 @@ class ResumePoints:
         elif error is not None:
             raise error
 
-    def _write(self, step: int, content: _Content) -> None:
+    def _write(self, step: int, content: Content) -> None:
         """Each rank goes through the same steps; one that fails on any of them is the last for all."""
         target = self._output_dir / f"step_{step}"
         aside = self._output_dir / f"{_SAVING}step_{step}"
@@ -325,22 +269,6 @@ def _step_folders(output_dir: Path) -> list[Path]:
         and _STEP.fullmatch(name := path.name.removeprefix(_REPLACED))
         and (name == path.name or not (output_dir / name).exists())
     ]
-
-
-def _alike(copy: torch.Tensor, tensor: torch.Tensor | None) -> bool:
-    """Whether a copy can be used again for a tensor."""
-    if tensor is None or type(copy) is not type(tensor) or copy.shape != tensor.shape:
-        return False
-    if isinstance(copy, DTensor) and isinstance(tensor, DTensor) and copy.placements != tensor.placements:
-        return False
-    ours, theirs = _local(copy), _local(tensor)
-    return (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds."""
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
 
 
 def _free_bytes(folder: Path) -> int:

@@ -139,9 +139,9 @@ class TrainingParts:
         self.dataset_val, self._packed_val = self._dataset("dataset_val") if self.settings.validation else (None, False)
         step_rows, ranks = self.settings.step_rows * self.ranks, distributed.data_parallel_size()
         if len(self.dataset) < ranks:
-            names, rows = _names(cfg.dataset), len(self.dataset)
-            remedy = f"it has {rows} rows for {ranks} ranks; start {rows} or fewer, or give it more rows"
-            raise SettingError("dataset", names, remedy)
+            rows = len(self.dataset)
+            remedy = f"its rows ({rows}) are fewer than the ranks ({ranks}); start at most {rows}, or give it more rows"
+            raise SettingError("dataset", _names(cfg.dataset), remedy)
         if self.settings.drop_last and not self.settings.batch_tokens and len(self.dataset) < step_rows:
             raise SettingError(
                 "batch_size",
