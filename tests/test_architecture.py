@@ -38,6 +38,7 @@ FLOORS = (
         "varying_budget",
         "sharding",
         "point_reading",
+        "point_content",
     },
     {"snapshot", "stream", "probe", "components", "replay", "plan", "dealing", "resume_point"},
     {"in_backward", "accumulation", "probe_settings", "validation_settings", "resume"},

@@ -1,0 +1,238 @@
+"""The state of optimizers has the names of the parameters, and comes back from whatever form it was saved in."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torchao.optim
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torchtune.training import create_optim_in_bwd_wrapper
+
+from adaptive_batch.errors import CheckpointError
+from adaptive_batch.named_state import load_named_optimizer_state, named_form, named_optimizer_state, parameter_name
+from adaptive_batch.state_tree import flatten, unflatten
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    "adamw, tensor lr": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), fused=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "adamw 8 bit": lambda parameters: torchao.optim.AdamW8bit(parameters, lr=0.1),
+}
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def made(optimizer="adamw", *, wrap=lambda module: module, in_backward=False, groups=1, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(wrap(nn.Linear(64, 128)), wrap(nn.Linear(128, 2)))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    make, parameters = OPTIMIZERS[optimizer], list(names)
+    if in_backward:
+        return model, [make([parameter]) for parameter in parameters], names
+    if groups == 2:
+        return model, [make([{"params": parameters[::2], "lr": 0.3}, {"params": parameters[1::2]}])], names
+    return model, [make(parameters)], names
+
+
+def trained(*arguments, steps=2, **options):
+    model, optimizers, names = made(*arguments, **options)
+    train(model, optimizers, steps)
+    return model, optimizers, names
+
+
+def train(model, optimizers, steps=2):
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(steps):
+            model(torch.full((3, 64), 0.1 * step + 0.1)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def plain(value):
+    """The same with low-bit states taken apart, so that it can be compared."""
+    if isinstance(value, dict):
+        return {key: plain(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [plain(child) for child in value]
+    if hasattr(value, "__tensor_flatten__"):
+        return [type(value).__name__, *(plain(getattr(value, name)) for name in value.__tensor_flatten__()[0])]
+    return value
+
+
+def assert_equal(found, expected, path="state"):
+    assert type(found) is type(expected), path
+    if isinstance(expected, dict):
+        assert sorted(found) == sorted(expected), path
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), path
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{path}.{number}")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, path
+        assert torch.equal(found, expected), path
+    else:
+        assert found == expected, path
+
+
+def named(optimizers, names):
+    return plain(named_optimizer_state(optimizers, names))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_comes_back_to_the_bit_and_training_goes_on_with_it(optimizer, in_backward):
+    model, optimizers, names = trained(optimizer, in_backward=in_backward)
+    tensors, skeleton = flatten(named_optimizer_state(optimizers, names))
+    state = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
+    assert list(state["state"]) in ([], NAMES)
+    assert [name for group in state["param_groups"] for name in group["params"]] == NAMES
+    again, its_optimizers, its_names = trained(optimizer, in_backward=in_backward, steps=1, seed=1)
+    again.load_state_dict(model.state_dict())
+    load_named_optimizer_state(state, its_optimizers, its_names)
+    assert_equal(named(its_optimizers, its_names), plain(state))
+    for one, its in [(model, optimizers), (again, its_optimizers)]:
+        train(one, its)
+    assert_equal(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_the_values_of_every_group_are_kept():
+    _, optimizers, names = trained(groups=2)
+    for number, group in enumerate(optimizers[0].param_groups):
+        group.update(initial_lr=0.01 * number, betas=(0.8, 0.9 + 0.01 * number), lr=torch.tensor(0.5 + number))
+    state = named_optimizer_state(optimizers, names)
+    _, again, its_names = made(groups=2, seed=1)
+    load_named_optimizer_state(state, again, its_names)
+    for group, saved in zip(again[0].param_groups, optimizers[0].param_groups, strict=True):
+        assert {key: value for key, value in group.items() if key != "params"} == {
+            key: value for key, value in saved.items() if key != "params"
+        }
+    assert [group["params"] for group in state["param_groups"]] == [NAMES[::2], NAMES[1::2]]
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile, lambda m: torch.compile(checkpoint_wrapper(m))])
+def test_names_are_the_same_with_checkpointing_and_compile(wrap):
+    _, optimizers, names = made(wrap=wrap)
+    assert all("_" in name for name in names.values())
+    _, saved, its_names = trained(seed=1)
+    state = named_optimizer_state(saved, its_names)
+    load_named_optimizer_state(state, optimizers, names)
+    assert_equal(named(optimizers, names), plain(state))
+    assert parameter_name("a._orig_mod._checkpoint_wrapped_module.b_orig_mod.weight") == "a.b_orig_mod.weight"
+
+
+FORMS = {
+    "torch's": lambda model, optimizers: optimizers[0].state_dict(),
+    "torchtune's on one device, in backward": lambda model, optimizers: create_optim_in_bwd_wrapper(
+        model, {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
+    ).state_dict(),
+    "torchtune's on many": lambda model, optimizers: get_optimizer_state_dict(
+        model, optimizers[0], options=StateDictOptions(full_state_dict=True)
+    ),
+    "torchtune's on many, in backward": lambda model, optimizers: {
+        name: get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        for (name, _), optimizer in zip(model.named_parameters(), optimizers, strict=True)
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda module: module])
+def test_other_forms_are_read(form, wrap):
+    in_backward = "backward" in form
+    model, optimizers, names = trained(in_backward=in_backward, wrap=wrap)
+    expected = named(optimizers, names)
+    saved = FORMS[form](model, optimizers)
+    _, again, its_names = made(in_backward=in_backward, seed=1)
+    load_named_optimizer_state(saved, again, its_names)
+    found = named(again, its_names)
+    assert_equal(found["state"], expected["state"])
+    for group, other in zip(found["param_groups"], expected["param_groups"], strict=True):
+        assert (group["lr"], group["betas"], group["params"]) == (other["lr"], other["betas"], other["params"])
+
+
+def test_one_optimizer_may_become_one_for_each_parameter():
+    _, optimizers, names = trained(groups=2)
+    _, again, its_names = made(in_backward=True, seed=1)
+    load_named_optimizer_state(named_optimizer_state(optimizers, names), again, its_names)
+    assert_equal(named(again, its_names)["state"], named(optimizers, names)["state"])
+    assert [optimizer.param_groups[0]["lr"] for optimizer in again] == [0.3, 0.1, 0.3, 0.1]
+
+
+def test_a_parameter_that_was_never_stepped_has_no_state_and_needs_none():
+    _, optimizers, names = trained()
+    parameter = optimizers[0].param_groups[0]["params"][3]
+    del optimizers[0].state[parameter]
+    state = named_optimizer_state(optimizers, names)
+    assert list(state["state"]) == NAMES[:3]
+    _, again, its_names = made(seed=1)
+    load_named_optimizer_state(state, again, its_names)
+    assert_equal(named(again, its_names), plain(state))
+
+
+def renamed(state):
+    state["state"]["head.weight"] = state["state"].pop("1.weight")
+    state["param_groups"][0]["params"][2] = "head.weight"
+    return state
+
+
+def without_last(state):
+    del state["state"]["1.bias"]
+    state["param_groups"][0]["params"].pop()
+    return state
+
+
+def in_no_group(state):
+    state["param_groups"][0]["params"].pop()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            renamed,
+            "the saved optimizer state has the parameter head.weight, which is not trained here; it belongs to another",
+        ),
+        (without_last, "the saved optimizer state has no parameter 1.bias; it belongs to another model"),
+        (in_no_group, "the saved optimizer state has '1.bias', which is in none of its groups"),
+        (
+            lambda state: {"state": {}, "param_groups": [{"params": [0, 1, 2]}]},
+            "has 3 parameters, numbered, and this model has 4",
+        ),
+        (lambda state: {"0.weight": 3}, "has '0.weight', which is no state of an optimizer"),
+        (lambda state: {"other": state}, "has the parameter other, which is not trained here"),
+    ],
+)
+def test_a_state_of_other_parameters_is_refused_and_nothing_is_loaded(change, message):
+    _, optimizers, names = trained()
+    _, again, its_names = trained(seed=1)
+    before = named(again, its_names)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_named_optimizer_state(change(named_optimizer_state(optimizers, names)), again, its_names)
+    assert_equal(named(again, its_names), before)
+
+
+def test_groups_that_would_become_one_are_refused():
+    _, optimizers, names = trained(in_backward=True)
+    _, again, its_names = made()
+    with pytest.raises(
+        CheckpointError, match=r"has 0.weight and 0.bias in two groups, which are one here; .*optimizer_in_bwd"
+    ):
+        load_named_optimizer_state(named_optimizer_state(optimizers, names), again, its_names)
+
+
+def test_the_named_form_does_not_look_at_the_tensors():
+    _, optimizers, names = made()
+    saved = {"state": {0: {"exp_avg": "a place"}}, "param_groups": [{"lr": 1, "params": [0, 1, 2, 3]}]}
+    assert named_form(saved, optimizers, names) == {
+        "state": {"0.weight": {"exp_avg": "a place"}},
+        "param_groups": [{"lr": 1, "params": NAMES}],
+    }
