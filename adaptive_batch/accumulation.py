@@ -261,39 +261,42 @@ class Accumulator:
     # --- several ranks ----------------------------------------------------------------------------------------------
 
     def _attempt_together(self, rows: Sequence[Row], num_micro_batches: int | None) -> StepResult:
-        pieces = micro_batches(list(map(_length, rows)), self.capacity, self._shapes)
-        count = num_micro_batches or max(1, distributed.maximum(len(pieces)))
-        assert len(pieces) <= count, f"{len(pieces)} micro-batches on this rank, and {count} were agreed upon"
-        assert self._scale_gradients or count == 1, "with the optimizer in backward a step is one micro-batch"
-        self._replay.current = fullest = self.capacity.fullest(pieces) if pieces else MicroBatch([], 0)
-        sums = _Sums(rows=len(rows), tokens=sum(map(self._num_real_tokens, rows)), device=self._device)
-        copies = distributed.world_size() // distributed.data_parallel_size()
-        measures = self._measures_noise and self.capacity.unit == "rows" and count > 1 and copies == 1
-        small: tuple[torch.Tensor, torch.Tensor] | None = None
         said: str | None = None
-        for number in range(count):
-            is_last = number + 1 == count
-            if said is not None:
-                self.sharding.stand_in(is_last=is_last)
-                continue
-            piece = pieces[number] if number < len(pieces) else None
-            self._replay.current = piece or self._replay.current
-            try:
-                with self.sharding.micro_batch(is_last=is_last):
-                    self._run_piece(rows, piece, sums)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if not (self._replays and self.sharding.can_finish):
-                    raise self._replay.lost(error, "within a micro-batch") from error
-                said = str(error) or type(error).__name__
-            if said is not None:  # the except block has been left, which kept the failed forward's tensors alive
-                self._drop_gradients()
-                recover(self._memory)
-                self.sharding.finish()
-            if measures and number == 0:
-                small = self._measure_together(sums.label_tokens)
+        doing = "before its micro-batches"
         try:
+            pieces = micro_batches(list(map(_length, rows)), self.capacity, self._shapes)
+            count = num_micro_batches or max(1, distributed.maximum(len(pieces)))
+            assert len(pieces) <= count, f"{len(pieces)} micro-batches on this rank, and {count} were agreed upon"
+            assert self._scale_gradients or count == 1, "with the optimizer in backward a step is one micro-batch"
+            self._replay.current = fullest = self.capacity.fullest(pieces) if pieces else MicroBatch([], 0)
+            sums = _Sums(rows=len(rows), tokens=sum(map(self._num_real_tokens, rows)), device=self._device)
+            copies = distributed.world_size() // distributed.data_parallel_size()
+            measures = self._measures_noise and self.capacity.unit == "rows" and count > 1 and copies == 1
+            small: tuple[torch.Tensor, torch.Tensor] | None = None
+            for number in range(count):
+                # What is measured after the first has to be reduced by then.
+                syncs = number + 1 == count or (measures and number == 0)
+                doing = "within a micro-batch"
+                if said is not None:
+                    self.sharding.stand_in(is_last=syncs)
+                    continue
+                piece = pieces[number] if number < len(pieces) else None
+                self._replay.current = piece or self._replay.current
+                try:
+                    with self.sharding.micro_batch(is_last=syncs):
+                        self._run_piece(rows, piece, sums)
+                except Exception as error:
+                    if not (is_out_of_memory(error) and self._replays and self.sharding.can_finish):
+                        raise
+                    said = str(error) or type(error).__name__
+                doing = "between micro-batches"
+                if said is not None:  # the except block has been left, which kept the failed forward's tensors alive
+                    self._drop_gradients()
+                    recover(self._memory)
+                    self.sharding.finish()
+                if measures and number == 0:
+                    small = self._measure_together(sums.label_tokens)
+            doing = "after its micro-batches"
             if said is None:
                 self._replay.current = fullest
             return self._finish_together(sums, count, small, failed=said is not None)
@@ -303,7 +306,7 @@ class Accumulator:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._replay.lost(error, "after its micro-batches") from error
+            raise self._replay.lost(error, doing) from error
         raise torch.OutOfMemoryError(said)
 
     def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums) -> None:

@@ -104,35 +104,39 @@ class Evaluator:
 
     def _attempt(self, rows: Sequence[dict[str, Any]]) -> tuple[float, int]:
         loss_sum, label_tokens = 0.0, 0
-        pieces = micro_batches([len(row["tokens"]) for row in rows], self.capacity, self._shapes)
-        sharding = self._accumulator.sharding
         said: str | None = None
-        for number in range(distributed.maximum(len(pieces))):
-            if said is not None:
-                sharding.stand_in_for_evaluation()
-                continue
-            if number < len(pieces):
-                self._replay.current = pieces[number]
-                those = [rows[i] for i in pieces[number].rows]
-            else:
-                assert self._filler is not None, "several ranks need a filler"
-                those = [self._filler()]
-            try:
-                loss, count = self._accumulator.evaluate(self._collate(those))
-            except Exception as error:
-                if distributed.world_size() == 1 or not is_out_of_memory(error):
-                    raise
-                if not sharding.can_finish:
-                    raise self._replay.lost(error, "in validation") from error
-                said = str(error) or type(error).__name__
-            if said is not None:
-                sharding.reset()
-                recover(self._memory)
-                sharding.finish()
-            elif number < len(pieces):
-                loss_sum, label_tokens = loss_sum + loss, label_tokens + count
-        if said is None:
-            self._replay.current = self.capacity.fullest(pieces) if pieces else self._replay.current
-        if distributed.any_rank(said is not None):
+        try:
+            pieces = micro_batches([len(row["tokens"]) for row in rows], self.capacity, self._shapes)
+            sharding = self._accumulator.sharding
+            for number in range(distributed.maximum(len(pieces))):
+                if said is not None:
+                    sharding.stand_in_for_evaluation()
+                    continue
+                if number < len(pieces):
+                    self._replay.current = pieces[number]
+                    those = [rows[i] for i in pieces[number].rows]
+                else:
+                    assert self._filler is not None, "several ranks need a filler"
+                    those = [self._filler()]
+                try:
+                    loss, count = self._accumulator.evaluate(self._collate(those))
+                except Exception as error:
+                    if distributed.world_size() == 1 or not (is_out_of_memory(error) and sharding.can_finish):
+                        raise
+                    said = str(error) or type(error).__name__
+                if said is not None:
+                    sharding.reset()
+                    recover(self._memory)
+                    sharding.finish()
+                elif number < len(pieces):
+                    loss_sum, label_tokens = loss_sum + loss, label_tokens + count
+            if said is None:
+                self._replay.current = self.capacity.fullest(pieces) if pieces else self._replay.current
+            failed = distributed.any_rank(said is not None)
+        except Exception as error:
+            if distributed.world_size() == 1 or not is_out_of_memory(error):
+                raise
+            raise self._replay.lost(error, "in validation") from error
+        if failed:
             raise torch.OutOfMemoryError(said) if said is not None else OutOfMemoryElsewhereError
         return loss_sum, label_tokens

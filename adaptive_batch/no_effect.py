@@ -9,12 +9,13 @@ from .probe_settings import ProbeSettings
 from .settings import Settings
 
 
-def without_effect(settings: Settings, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int = 1) -> list[tuple[str, str]]:
     """The keys that are set and do nothing, each with the reason.
 
     Args:
         settings: as read from `config`.
         config: the whole configuration, as plain dicts and lists.
+        ranks: that train.
     """
     found: list[tuple[str, str]] = []
 
@@ -24,6 +25,11 @@ def without_effect(settings: Settings, config: Mapping[str, Any]) -> list[tuple[
     def say_if_on(keys: tuple[str, ...], reason: str) -> None:
         found.extend((key, reason) for key in keys if config.get(key))
 
+    if ranks == 1:
+        alone = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
+        say_if_on(("fsdp_cpu_offload", "custom_sharded_layers"), alone)
+        if not settings.sync_gradients_every_micro_batch:
+            found.append(("sync_gradients_every_micro_batch", alone))
     if not settings.batch_tokens:
         say(
             ("min_rows_per_batch", "max_rows_per_batch", "long_rows"),

@@ -102,7 +102,7 @@ class Replay:
             try:
                 result = attempt()
             except Exception as error:
-                if not is_out_of_memory(error):
+                if isinstance(error, RankLostError) or not is_out_of_memory(error):
                     raise
                 said = None if isinstance(error, OutOfMemoryElsewhereError) else str(error) or type(error).__name__
             else:

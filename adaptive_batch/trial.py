@@ -146,8 +146,12 @@ class Rehearsal:
             again, peaks = self._whole_step(available)
             if again is None and peaks:
                 needs = f"{max(peaks) / GIB:.2f} GiB"
-        raise DoesNotFitError(
-            f"{failed} needs {needs}, {self._memory.device} allows {self.budget_bytes / GIB:.2f} GiB; {MEMORY_REMEDIES}"
+        raise self._does_not_fit(failed, needs)
+
+    def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
+        where = f"rank {distributed.rank()}" if distributed.world_size() > 1 else str(self._memory.device)
+        return DoesNotFitError(
+            f"{what} needs {needs}, {where} allows {self.budget_bytes / GIB:.2f} GiB; {MEMORY_REMEDIES}"
         )
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
@@ -194,6 +198,8 @@ class Rehearsal:
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
             said = str(error) or type(error).__name__
         if not (has_run or self._sharding.can_finish):
+            if run == self._one_row:  # the first of all, before which there was none to learn from
+                raise self._does_not_fit(what, f"more than {budget_bytes / GIB:.2f} GiB")
             raise RankLostError(
                 f"{what} ran out of memory on {self._memory.device} within {budget_bytes / GIB:.2f} GiB, where the other ranks wait and "
                 f"cannot be told: {said.splitlines()[0]}",

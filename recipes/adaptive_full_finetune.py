@@ -70,7 +70,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.watch = watch
         plain = OmegaConf.to_container(cfg, resolve=True)
         self.settings = Settings.from_config(plain)
-        self.without_effect = without_effect(self.settings, plain)
+        self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
         self.parts = TrainingParts(cfg, self.settings)
         self.bounds = BoundSearch(self.parts)
         self.bounds.watch = watch

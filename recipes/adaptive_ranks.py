@@ -54,6 +54,8 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
     except SystemExit:
         watch.stop()
         raise
+    except KeyboardInterrupt:
+        watch.fail("interrupted; resume_from_checkpoint=True goes on from what was saved last")
     except BaseException as error:
         facts = error.facts if isinstance(error, RankLostError) else {}
         watch.fail(error, kind="out_of_memory" if "capacity" in facts else "error", facts=facts)
@@ -186,13 +188,19 @@ def describe_ranks(*, began_on: int, step_rows: int) -> str:
     """
     ranks = distributed.data_parallel_size()
     least, more = divmod(step_rows, ranks)
-    shares = f"{more} of them hold {least + 1} rows of the {step_rows} of a step, and {ranks - more} hold {least}"
+    holds = "1 holds" if ranks - more == 1 else f"{ranks - more} hold"
+    larger = "1 of them holds" if more == 1 else f"{more} of them hold"
+    shares = f"{larger} {_rows(least + 1)} of the {step_rows} of a step, and {holds} {_rows(least)}"
     if not more:
-        shares = f"each holds {least} rows of the {step_rows} of a step"
+        shares = f"each holds {_rows(least)} of the {step_rows} of a step"
     if not step_rows:
         shares = "the rows of each step are dealt to them by their tokens"
     batches = "batches, their order and the learning rate go on as they were"
     return f"{ranks} {'ranks' if ranks > 1 else 'rank'}, and {began_on} began the run: {batches}; {shares}"
+
+
+def _rows(number: int) -> str:
+    return f"{number} row" if number == 1 else f"{number} rows"
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,9 @@ class Checkpoints:
         )
         self.on_failure: Callable[[CheckpointError], object] = _warn
         self._job = Path(cfg.output_dir) / "adaptive_batch" / "job.json"
+        self._launch = os.environ.get("TORCHELASTIC_RUN_ID")
+        if distributed.is_rank_zero() and not distributed.restart_count() and not settings.plan_only:
+            self._job.unlink(missing_ok=True)  # of an earlier launch
         self._epochs: EpochCheckpoints | None = None  # on rank zero
         found = distributed.from_rank_zero(self._find)
         self._point, self._optimizer_file = found.point, found.optimizer_file
@@ -90,10 +93,10 @@ class Checkpoints:
 
     def begin_job(self, run: str) -> None:
         """Write down which run torchrun has started, so that after a restart this run, and no earlier one, goes on."""
-        if distributed.is_rank_zero() and distributed.is_launched():
+        if distributed.is_rank_zero() and self._launch is not None:
             self._job.parent.mkdir(parents=True, exist_ok=True)
             aside = self._job.with_suffix(".tmp")
-            aside.write_text(json.dumps({"run": run}))
+            aside.write_text(json.dumps({"run": run, "launch": self._launch}))
             os.replace(aside, self._job)
 
     def _find(self) -> _Found:
@@ -104,12 +107,14 @@ class Checkpoints:
     def _find_of_job(self) -> _Found | None:
         """What the run has saved that torchrun has started again; None where that is nothing."""
         try:
-            run = json.loads(self._job.read_text())["run"]
+            job = json.loads(self._job.read_text())
+            if job["launch"] != self._launch:
+                return None  # an earlier launch's: this one was ended before it wrote its own
             found = self._find_saved()
         except (OSError, ValueError, KeyError, CheckpointError):
             return None
         state = (found.recipe_state or {}).get(STATE_KEY, {})
-        return found if state.get("run") == run else None
+        return found if state.get("run") == job["run"] else None
 
     def _find_base(self) -> _Found:
         folder = Path(self._cfg.output_dir)

@@ -1,6 +1,7 @@
 """What tests name by dotted paths: growth functions that a user might write, good and bad, odd datasets, and parts of a
 run that watch it or run out of memory."""
 
+import os
 import resource
 from pathlib import Path
 from typing import NamedTuple
@@ -243,3 +244,13 @@ def refusing(*, refused, rows_fit, **model):
 
     built.register_forward_pre_hook(before, with_kwargs=True)
     return built
+
+
+def rows_by_rank(epoch, batch_size):
+    """A function that is not the same on all ranks."""
+    return int(os.environ["RANK"])
+
+
+def batch_by_rank(progress):
+    """A schedule that is not the same on all ranks from step 3 on."""
+    return 2 + (int(os.environ["RANK"]) if progress.steps >= 3 else 0)

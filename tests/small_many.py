@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ def launch(
     """
     arguments, output_dir = setup._arguments(recipe, overrides, None)
     attempts: list[Attempt] = []
+    launch_id = uuid.uuid4().hex
     while True:
         attempts.append(
             _attempt(
@@ -92,6 +94,7 @@ def launch(
                 output_dir,
                 recipe=recipe,
                 number=len(attempts),
+                launch_id=launch_id,
                 timeout=timeout,
                 environment=environment or (lambda rank: {}),
                 during=during,
@@ -110,6 +113,7 @@ def _attempt(
     *,
     recipe: str,
     number: int,
+    launch_id: str,
     timeout: float,
     environment: Callable[[int], dict[str, str]],
     during: Callable[[list[int]], None] | None,
@@ -124,6 +128,7 @@ def _attempt(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(number),
+        "TORCHELASTIC_RUN_ID": launch_id,
     }
     processes = [
         _context.Process(

@@ -36,6 +36,15 @@ def test_any_adaptive_key_trains_the_last_short_step_unless_told_otherwise():
     assert not Settings.from_config(PLAIN | {"drop_last": False}).drop_last
 
 
+def test_what_is_for_several_ranks_has_no_effect_on_one():
+    config = PLAIN | {"sync_gradients_every_micro_batch": False, "fsdp_cpu_offload": True, "custom_sharded_layers": ["a"]}
+    settings = Settings.from_config(config)
+    said = {key for key, _ in without_effect(settings, config)}
+    assert said == {"sync_gradients_every_micro_batch", "fsdp_cpu_offload", "custom_sharded_layers"}
+    assert without_effect(settings, config, ranks=2) == []
+    assert without_effect(Settings.from_config(PLAIN), PLAIN) == []
+
+
 def test_settings_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings.from_config(PLAIN).batch_size = 3

@@ -1,0 +1,80 @@
+"""What a rank of tests/small_many.py calls first, named by dotted paths: it makes something go wrong on that rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import adaptive_parts
+import torch
+
+from adaptive_batch.accumulation import Accumulator
+
+
+def more_than_two_rows_on_rank_one() -> None:
+    """Rank one runs out of memory in the forward of its third micro-batch and later ones, where they have more than two rows."""
+    if os.environ["RANK"] == "1":
+        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=3, where=lambda batch: len(batch["tokens"]) > 2)
+
+
+def clipping_on_rank_one() -> None:
+    """Rank one runs out of memory in the clipping of its fifth step, in the first attempt."""
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        _fail(Accumulator, "clip", from_call=5)
+
+
+def first_forward_on_rank_one() -> None:
+    """Rank one runs out of memory in the first micro-batch ever, in the first attempt."""
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=1)
+
+
+def a_bug_on_rank_one() -> None:
+    """Rank one fails in its third forward, and not for lack of memory."""
+    if os.environ["RANK"] == "1":
+        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=3, error=lambda: KeyError("no such layer"))
+
+
+def no_device_on_rank_one() -> None:
+    """Rank one finds no device, as on a machine with fewer GPUs than ranks."""
+    if os.environ["RANK"] == "1":
+        from torchtune import utils
+
+        def get_device(device: str | None = None) -> torch.device:
+            raise RuntimeError("The local rank is larger than the number of available GPUs.")
+
+        utils.get_device = get_device
+
+
+def less_memory_on_rank_one() -> None:
+    """Rank one has half of the memory that is configured."""
+    if os.environ["RANK"] == "1":
+        from adaptive_batch.probe_settings import ProbeSettings
+
+        whole = ProbeSettings.budget_bytes
+
+        def half(self: ProbeSettings, **memory: int) -> int:
+            return whole(self, **memory) // 2
+
+        ProbeSettings.budget_bytes = half  # type: ignore[method-assign]
+
+
+def _fail(
+    owner: type,
+    name: str,
+    *,
+    from_call: int,
+    where: Callable[..., bool] = lambda *_: True,
+    error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+) -> None:
+    """From its so-manieth call on, a method raises where `where` says so of its arguments."""
+    whole, calls = getattr(owner, name), [0]
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] >= from_call and where(*arguments):
+            raise error()
+        return whole(self, *arguments)
+
+    setattr(owner, name, failing)
