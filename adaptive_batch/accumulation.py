@@ -164,8 +164,29 @@ class Accumulator:
             known, num_micro_batches = num_micro_batches, None  # with less capacity there are more
             return self._attempt_together(rows, known)
 
-        if not self._replays:
-            return attempt()
+        return self._replay.run(attempt, undo=self._snapshot()) if self._replays else attempt()
+
+    def learn_collectives(self) -> None:
+        """With several ranks, run a micro-batch of one row and undo it, so that one that fails can be brought to its end.
+
+        All ranks call it before training, where no trial has done so. Gradients must be clear.
+
+        Raises:
+            RankLostError: out of memory.
+        """
+        assert self._scale_gradients and self._filler is not None
+        undo = self._snapshot()
+        try:
+            for is_last in (False, True):
+                self.rehearse([self._filler()], is_last=is_last)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._replay.lost(error, "with a single row") from error
+        undo()
+
+    def _snapshot(self) -> Callable[[], None]:
+        """What takes back what a step has done to gradients, running statistics and random numbers from now on."""
         random_state = RandomState(self._device)
         # A forward may also put another tensor in a buffer's place.
         buffers = [(module, name, module._buffers[name]) for module, name in self._running_statistics]
@@ -178,7 +199,7 @@ class Accumulator:
             statistics.restore()
             random_state.restore()
 
-        return self._replay.run(attempt, undo=undo)
+        return undo
 
     def rehearse(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
         """Run one micro-batch as :meth:`run` does, whether it has labels or not, and forget what it computed."""
@@ -265,10 +286,10 @@ class Accumulator:
         doing = "before its micro-batches"
         try:
             pieces = micro_batches(list(map(_length, rows)), self.capacity, self._shapes)
+            self._replay.current = fullest = self.capacity.fullest(pieces) if pieces else self._filling()
             count = num_micro_batches or max(1, distributed.maximum(len(pieces)))
             assert len(pieces) <= count, f"{len(pieces)} micro-batches on this rank, and {count} were agreed upon"
             assert self._scale_gradients or count == 1, "with the optimizer in backward a step is one micro-batch"
-            self._replay.current = fullest = self.capacity.fullest(pieces) if pieces else MicroBatch([], 0)
             sums = _Sums(rows=len(rows), tokens=sum(map(self._num_real_tokens, rows)), device=self._device)
             copies = distributed.world_size() // distributed.data_parallel_size()
             measures = self._measures_noise and self.capacity.unit == "rows" and count > 1 and copies == 1
@@ -308,6 +329,11 @@ class Accumulator:
                 raise
             raise self._replay.lost(error, doing) from error
         raise torch.OutOfMemoryError(said)
+
+    def _filling(self) -> MicroBatch:
+        """What a rank without rows runs: one row."""
+        assert self._filler is not None, "several ranks need a filler"
+        return MicroBatch([0], max(2, _length(self._filler())))
 
     def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums) -> None:
         """One micro-batch; a filler where `piece` is None."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import distributed
 from .accumulation import Accumulator
-from .batching import Capacity, Shapes, micro_batches
+from .batching import Capacity, MicroBatch, Shapes, micro_batches
 from .memory import DeviceMemory, device_memory, is_out_of_memory, recover
 from .replay import CapacityChange, OutOfMemoryElsewhereError, Replay
 
@@ -118,6 +118,8 @@ class Evaluator:
                 else:
                     assert self._filler is not None, "several ranks need a filler"
                     those = [self._filler()]
+                    if not pieces:
+                        self._replay.current = MicroBatch([0], len(those[0]["tokens"]))
                 try:
                     loss, count = self._accumulator.evaluate(self._collate(those))
                 except Exception as error:

@@ -232,6 +232,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
                 message = describe_unscaled(rate, batch=most, reference=configured)
                 self.record.decision("lr", message, lr=rate, global_batch=most, reference=configured)
+        # a compiled model would be compiled for one row more
+        if distributed.world_size() > 1 and settings.on_out_of_memory == "shrink" and not self.cfg.compile:
+            parts.accumulator.learn_collectives()
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:

@@ -13,9 +13,9 @@ from adaptive_batch.accumulation import Accumulator
 
 
 def more_than_two_rows_on_rank_one() -> None:
-    """Rank one runs out of memory in the forward of its third micro-batch and later ones, where they have more than two rows."""
+    """Rank one runs out of memory in the forward of its third micro-batch of training and later ones, where they have more than two rows."""
     if os.environ["RANK"] == "1":
-        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=3, where=lambda batch: len(batch["tokens"]) > 2)
+        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=5, where=lambda batch: len(batch["tokens"]) > 2)
 
 
 def clipping_on_rank_one() -> None:
@@ -25,9 +25,15 @@ def clipping_on_rank_one() -> None:
 
 
 def first_forward_on_rank_one() -> None:
-    """Rank one runs out of memory in the first micro-batch ever, in the first attempt."""
+    """Rank one runs out of memory in the first micro-batch of training and later ones, where they have more than two rows."""
+    if os.environ["RANK"] == "1":
+        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=1, where=lambda batch: len(batch["tokens"]) > 2)
+
+
+def clipping_in_the_first_step_on_rank_one() -> None:
+    """Rank one runs out of memory in the clipping of its first step, in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=1)
+        _fail(Accumulator, "clip", from_call=1)
 
 
 def a_bug_on_rank_one() -> None:

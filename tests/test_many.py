@@ -110,6 +110,12 @@ def test_a_rank_that_runs_out_of_memory_costs_a_replay(setup):
     assert audit(attempt.output_dir).holds
 
 
+def test_so_does_one_in_the_first_micro_batch_of_all(setup):
+    attempt = finished(setup, "batch_size=4", "epochs=1", before="small_many_faults.first_forward_on_rank_one")
+    assert [step["micro_batches"] for step in steps(attempt.output_dir)] == [2] * 4
+    assert audit(attempt.output_dir).holds
+
+
 def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less(setup):
     overrides = ("batch_size=4", "epochs=2", "clip_grad_norm=1.0", "save_every_n_steps=2", "micro_batch_size=4")
     attempts = launch(setup, 2, *overrides, restarts=1, before="small_many_faults.clipping_on_rank_one")
@@ -131,10 +137,11 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
 
 def test_a_restart_before_anything_was_saved_begins_again(setup):
     attempts = launch(
-        setup, 2, "batch_size=4", "epochs=1", restarts=1, before="small_many_faults.first_forward_on_rank_one"
+        setup, 2, "batch_size=4", "epochs=1", restarts=1, before="small_many_faults.clipping_in_the_first_step_on_rank_one"
     )
     assert [attempt.exit_statuses for attempt in attempts] == [[1, 1], [0, 0]], attempts[-1].output[-5000:]
-    assert [step["micro_batches"] for step in steps(attempts[-1].output_dir)] == [2] * 4
+    assert [step["micro_batches"] for step in steps(attempts[-1].output_dir)][-4:] == [2] * 4
+    assert [start["resumed"] for start in decisions(attempts[-1].output_dir, "start")] == [False, False]
     assert audit(attempts[-1].output_dir).holds
 
 
