@@ -174,7 +174,8 @@ class Accumulator:
         Raises:
             RankLostError: out of memory.
         """
-        assert self._scale_gradients and self._filler is not None
+        assert self._scale_gradients
+        assert self._filler is not None
         undo = self._snapshot()
         try:
             for is_last in (False, True):

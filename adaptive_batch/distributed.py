@@ -132,6 +132,15 @@ def barrier() -> None:
     total(0)
 
 
+def gather_on_rank_zero(value: Result) -> list[Result]:
+    """Returns the `value` of each rank, by rank, on rank zero; nothing on others."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.gather_object(value, values if is_rank_zero() else None)
+    return values if is_rank_zero() else []
+
+
 def from_rank_zero(compute: Callable[[], Result]) -> Result:
     """Computes on rank zero alone and shares the result.
 

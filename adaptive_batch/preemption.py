@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,12 +19,17 @@ class Preemption:
     A second SIGTERM acts as it would have without this. Outside of the main thread, which alone can be told of signals, nothing
     is changed.
 
+    Args:
+        same_within: seconds in which another SIGTERM is taken for the same: torchrun hands on what a scheduler may have sent to all
+            processes already.
+
     Attributes:
         requested: the process was asked to end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, same_within: float = 0.0) -> None:
         self.requested = False
+        self._same_within, self._asked_at = same_within, 0.0
         self._before: Any = None
         self._is_set = False
 
@@ -38,8 +45,15 @@ class Preemption:
         self._put_back()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.requested and now - self._asked_at > self._same_within:
+            self._put_back()
+            os.kill(os.getpid(), number)
+            return
+        self._asked_at = self._asked_at if self.requested else now
         self.requested = True
-        self._put_back()
+        if not self._same_within:
+            self._put_back()
 
     def _put_back(self) -> None:
         if self._is_set:

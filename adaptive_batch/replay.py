@@ -130,7 +130,7 @@ class Replay:
         }
         return RankLostError(
             f"{device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: {str(error).splitlines()[0]}; the "
-            f"other ranks wait there and cannot be told, so all end. Started again, a micro-batch holds {after}",
+            f"other ranks wait there and cannot be told, so all end; {after} would be less",
             facts,
         )
 

@@ -185,7 +185,7 @@ class TrainingCapacity:
 
     def write_down_loss(self, facts: Mapping[str, Any]) -> None:
         """Keep, as the ranks end, what a micro-batch may hold when training is started again."""
-        if "capacity" in facts:
+        if "capacity" in facts and self._settings.on_out_of_memory == "shrink":
             lost = {"run": self._run, "capacity": facts["capacity"], "unit": facts["unit"], **self._conditions()}
             aside = self._lost.with_suffix(".tmp")
             aside.write_text(json.dumps(lost))

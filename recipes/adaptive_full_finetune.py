@@ -162,8 +162,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             return
         self.log = TrainingLog(parts)
         self.record = self.log.record
-        if self.watch:
-            self.watch.on_end = self._write_down_end
         self.checkpoints.begin_job(self.run)
         self.checkpoints.on_failure = self._say_failed_save
         resumed = self.checkpoints.recipe_state or {}
@@ -178,6 +176,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             without_effect=self.without_effect,
         )
         self.capacity = TrainingCapacity(parts, self.bounds, self.record, run=self.run)
+        if self.watch:
+            self.watch.on_end = self._write_down_end
         parts.build_model(self.checkpoints, on_change=self.capacity.lower)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
@@ -258,7 +258,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if first_epoch >= self.settings.epochs:
             message = f"nothing to train: {first_epoch} epochs are done and epochs={self.settings.epochs}"
             self.record.decision("nothing_to_train", message)
-        with Preemption() as self.preemption:
+        with Preemption(same_within=10.0 if self.watch else 0.0) as self.preemption:
             for epoch in range(first_epoch, self.settings.epochs):
                 if epoch > first_epoch:
                     self.progress = self.batches.begin_epoch(self.progress)
@@ -267,9 +267,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 if epoch == first_epoch and not within:
                     self._restore_random_state()
                 self.batches.start_epoch(self.progress)
-                if (
-                    epoch == first_epoch and within
-                ):  # beginning to read rows draws; the saved run had drawn that already
+                if epoch == first_epoch and within:  # beginning to read rows draws, as it had in the saved run
                     self._restore_random_state()
                 with logging_redirect_tqdm([logging.getLogger("adaptive_batch")]):
                     self._train_epoch()
@@ -341,6 +339,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if result.noise is not None:
             noise = result.noise
             self.noise_scale.update(noise.small_rows, noise.small_squared_norm, noise.big_rows, noise.big_squared_norm)
+        taken = len(self.batches.stream.taken)
+        assert result.rows == taken, f"a step of {taken} rows trained {result.rows} of them"
         progress = progress.after_step(rows=result.rows, tokens=result.tokens)
         if self.settings.measures_noise:
             progress = replace(progress, noise_scale=self.noise_scale.value)
@@ -391,6 +391,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if (
             self.progress.epoch
             or self.device.type != "cuda"
+            or not distributed.is_rank_zero()
             or not (cfg["enabled"] and cfg.get("profile_memory", False))
         ):
             return
@@ -409,7 +410,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.record.sync()
         self.checkpoints.save_epoch(self.parts, recipe_state=state, epoch=epoch)
         self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
-        if distributed.any_rank(self._ends) and not last:
+        if distributed.any_rank(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
             self._end_early()
 
@@ -474,7 +475,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 "begun_anew": self.begun_anew,
                 "full_batch_loss": self.full_batch_loss.state_dict(),
                 "noise_scale": self.noise_scale.state_dict(),
-                "random_states": distributed.gather(RandomState(self.device).state_dict()),
+                "random_states": distributed.gather_on_rank_zero(RandomState(self.device).state_dict()),
             },
         }
 

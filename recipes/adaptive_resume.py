@@ -15,6 +15,7 @@ import torch
 from adaptive_checkpoint import STATE_KEY, EpochCheckpoints
 from adaptive_parts import TrainingParts
 from omegaconf import DictConfig
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtune import training
 
 from adaptive_batch import distributed
@@ -233,11 +234,16 @@ class Checkpoints:
             CheckpointError: saving failed; what was saved before is untouched.
         """
         self._settle()
+        optimizer: Any
         if distributed.world_size() == 1:
             model, optimizer = parts.model.state_dict(), parts.optimizer.state_dict()
         else:
             model = training.gather_cpu_state_dict(parts.model, distributed.is_rank_zero(), device=parts.device)
             named = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
+            if recipe_state is not None and distributed.any_rank(_holds_low_bit(named)):
+                # which cannot be put together: what it takes to go on is a resume point, the epoch the weights alone
+                self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], parts, state=recipe_state)
+                recipe_state = None
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
         state = None if recipe_state is None else {**recipe_state, training.OPT_KEY: optimizer}
 
@@ -300,3 +306,12 @@ def _whole_on_rank_zero(tree: Any) -> Any:
         return tree
     whole = tree.full_tensor() if hasattr(tree, "full_tensor") else tree
     return whole.cpu() if distributed.is_rank_zero() else None
+
+
+def _holds_low_bit(tree: Any) -> bool:
+    """Whether this rank's part of a tensor in a tree is in a form of its own, such as torchao's low-bit states."""
+    if isinstance(tree, dict):
+        return any(map(_holds_low_bit, tree.values()))
+    if isinstance(tree, list | tuple):
+        return any(map(_holds_low_bit, tree))
+    return hasattr(tree, "to_local") and is_traceable_wrapper_subclass(tree.to_local())

@@ -17,13 +17,27 @@ NAMES = [name for name, _ in shipped_configs()]
 # Parameters as the publishers count them (model cards and safetensors' indices), and torchtune's config of the same model.
 MODELS = {
     "gemma2_2B": (2_614_341_888, "gemma2/2B_full"),
+    "llama3_1_70B_8gpu": (70_553_706_496, "llama3_1/70B_full"),
     "llama3_1_8B": (8_030_261_248, "llama3_1/8B_full_single_device"),
+    "llama3_1_8B_8gpu": (8_030_261_248, "llama3_1/8B_full"),
     "llama3_2_1B": (1_235_814_400, "llama3_2/1B_full_single_device"),
     "llama3_2_3B": (3_212_749_824, "llama3_2/3B_full_single_device"),
     "phi4_14B": (14_659_507_200, "phi4/14B_full_low_memory"),
     "qwen2_5_0_5B": (494_032_768, "qwen2_5/0.5B_full_single_device"),
     "qwen2_5_1_5B": (1_543_714_304, "qwen2_5/1.5B_full_single_device"),
     "qwen2_5_7B": (7_615_616_512, "qwen2_5/7B_full_single_device"),
+}
+ON_8_GPUS = [name for name in MODELS if name.endswith("_8gpu")]
+# Bytes of a parameter with its gradient and optimizer states, all in bf16 but those of 8 bits.
+BYTES_OF_A_PARAMETER = {"torch.optim.AdamW": 8, "torchao.optim.AdamW8bit": 6}
+FOR_MANY_RANKS = {
+    "sync_gradients_every_micro_batch",
+    "custom_sharded_layers",
+    "tensor_parallel_dim",
+    "tensor_parallel_plan",
+} | {
+    "fsdp_cpu_offload",
+    "fsdp_reshard_after_forward",
 }
 NUM_PARAMETERS = {name: count for name, (count, _) in MODELS.items()} | {"demo_cpu": 853_632}
 
@@ -95,7 +109,8 @@ def test_the_top_of_the_file_says_how_to_launch_it(name):
     for line in head.splitlines():
         assert line.startswith("#")
         assert len(line) <= 120 or line.startswith("#   "), "only a command, which is to be copied whole, may be longer"
-    assert f"tune run adaptive_full_finetune --config {name}\n" in head
+    on_ranks = "--nproc_per_node 8 " if name in ON_8_GPUS else ""
+    assert f"tune run {on_ranks}adaptive_full_finetune --config {name}\n" in head
     assert "use_maximum_batch_size=True batch_increase_function=" in head
     if name in MODELS:
         cfg = shipped(name)

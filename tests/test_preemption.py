@@ -32,3 +32,21 @@ def test_a_second_request_ends_the_process():
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.SIGTERM)
+
+
+def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on():
+    program = textwrap.dedent(
+        """
+        import os, signal, time
+        from adaptive_batch.preemption import Preemption
+        with Preemption(same_within=0.5) as preemption:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("noted", preemption.requested, flush=True)
+            time.sleep(0.6)
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("still here", flush=True)
+        """
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Every command of the README works as it is written, from a folder of the user's own."""
+"""Every command of the README, and of the page on many GPUs, works as it is written, from a folder of the user's own."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = "".join((Path(__file__).parents[1] / path).read_text() for path in ("README.md", "docs/many_gpus.md"))
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for language, block in BLOCKS if language == "bash" for line in block.strip().splitlines()]
 RUN_BY_CI = {

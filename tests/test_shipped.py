@@ -9,7 +9,9 @@ from adaptive_batch.shipped import config_path, copy_config, shipped_configs
 NAMES = {
     "demo_cpu",
     "gemma2_2B",
+    "llama3_1_70B_8gpu",
     "llama3_1_8B",
+    "llama3_1_8B_8gpu",
     "llama3_2_1B",
     "llama3_2_3B",
     "phi4_14B",
