@@ -235,8 +235,17 @@ class Accumulator:
         """Clip the gradients as configured; returns the norm that they had."""
         if self._max_grad_norm is None:
             return None
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=self._max_grad_norm)
-        return self.sharding.whole(norm)
+        alike: dict[Any, list[nn.Parameter]] = {}  # with tensor parallelism some lie on other meshes, or on none
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                alike.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        if len(alike) <= 1:
+            return self.sharding.whole(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm))
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in those if p.grad is not None]) for those in alike.values()]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([self.sharding.whole(norm) for norm in norms]))
+        for those in alike.values():
+            torch.nn.utils.clip_grads_with_norm_(those, self._max_grad_norm, norm)
+        return norm
 
     def _attempt(self, rows: Sequence[Row]) -> StepResult:
         lengths = list(map(_length, rows))
@@ -295,9 +304,9 @@ class Accumulator:
             copies = distributed.world_size() // distributed.data_parallel_size()
             measures = self._measures_noise and self.capacity.unit == "rows" and count > 1 and copies == 1
             small: tuple[torch.Tensor, torch.Tensor] | None = None
-            for number in range(count):
-                # What is measured after the first has to be reduced by then.
-                syncs = number + 1 == count or (measures and number == 0)
+            # What is measured after the first has to be reduced by then.
+            reduced = [number + 1 == count or (measures and number == 0) for number in range(count)]
+            for number, syncs in enumerate(reduced):
                 doing = "within a micro-batch"
                 if said is not None:
                     self.sharding.stand_in(is_last=syncs)
@@ -308,7 +317,12 @@ class Accumulator:
                     with self.sharding.micro_batch(is_last=syncs):
                         self._run_piece(rows, piece, sums)
                 except Exception as error:
-                    if not (is_out_of_memory(error) and self._replays and self.sharding.can_finish):
+                    goes_on = self._replays and self.sharding.can_finish
+                    if not (
+                        goes_on
+                        and all(self.sharding.knows(is_last=one) for one in reduced[number + 1 :])
+                        and is_out_of_memory(error)
+                    ):
                         raise
                     said = str(error) or type(error).__name__
                 doing = "between micro-batches"
@@ -340,7 +354,7 @@ class Accumulator:
         """One micro-batch; a filler where `piece` is None."""
         if piece is None:
             assert self._filler is not None, "several ranks need a filler"
-            batch = self.collate([row := self._filler()], max(2, _length(row)))
+            batch = self.collate([row := self._filler()], self._shapes.padded(max(2, _length(row))))
         else:
             batch = self.collate([rows[i] for i in piece.rows], max(2, piece.length))
             sums.padded += batch["tokens"].numel()

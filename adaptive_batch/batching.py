@@ -63,15 +63,17 @@ class Shapes:
         uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one length; ``both``; or None.
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
         longest: what the model takes at most, which no rounding passes; None for no limit.
+        shortest: rows are padded to this many tokens at least.
     """
 
     uniform: str | None = None
     pad_to_multiple_of: int = 1
     longest: int | None = None
+    shortest: int = 1
 
     def padded(self, length: int) -> int:
         """The length, in tokens, that rows of up to `length` tokens are padded to; at least one, which a model needs."""
-        length = max(1, length)
+        length = max(1, self.shortest, length)
         rounded = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
         return rounded if self.longest is None else max(length, min(rounded, self.longest))
 

@@ -75,7 +75,7 @@ class Sharding:
         syncs = is_last or self._syncs_every
         if self.is_sharded and not self._syncs_every:
             self._root.set_requires_gradient_sync(syncs)
-        with self._pass("training" if syncs else "training, gradients kept"):
+        with self._pass(_training(syncs)):
             yield
 
     @contextmanager
@@ -104,6 +104,10 @@ class Sharding:
             return True
         is_known = self._is_running and not self._is_inside and self._kind in self._known
         return self.is_sharded and self._finishes and is_known
+
+    def knows(self, *, is_last: bool) -> bool:
+        """Whether :meth:`stand_in` can: a micro-batch of that kind has been run."""
+        return not self.is_sharded or _training(is_last or self._syncs_every) in self._known
 
     def finish(self) -> None:
         """Run what is left of the collectives of a micro-batch that has failed, if any is; :meth:`reset` comes first."""
@@ -197,6 +201,11 @@ class _Recorded:
             )
         )
         return result
+
+
+def _training(syncs: bool) -> str:
+    """A kind of micro-batch, by whether its gradients are reduced."""
+    return "training" if syncs else "training, gradients kept"
 
 
 def _groups(module: Any) -> list[Any]:

@@ -182,11 +182,13 @@ class Rehearsal:
         self, run: Callable[[], object], what: str, *, budget_bytes: int, prepare: bool = True
     ) -> Usage | None:
         """Run, and say what it used; None where it does not fit. Memory is released after the except block has been left."""
-        if prepare:
-            self._prepare_gradients()
         fits = has_run = False
+        is_prepared = distributed.world_size() == 1
         said = ""
         try:
+            if prepare:
+                self._prepare_gradients()
+            is_prepared = True
             with self._memory.measure(self._resident(), budget_bytes=budget_bytes) as usage:
                 run()
                 has_run = True
@@ -197,7 +199,7 @@ class Rehearsal:
             if not is_out_of_memory(error):
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
             said = str(error) or type(error).__name__
-        if not (has_run or self._sharding.can_finish):
+        if not (has_run or (is_prepared and self._sharding.can_finish)):
             if run == self._one_row:  # the first of all, before which there was none to learn from
                 raise self._does_not_fit(what, f"more than {budget_bytes / GIB:.2f} GiB")
             raise RankLostError(

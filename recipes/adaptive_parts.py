@@ -121,6 +121,12 @@ class TrainingParts:
             )
         if self._offloading and not self._checkpointing:
             raise SettingError("enable_activation_offloading", True, "it needs enable_activation_checkpointing=True")
+        mode, option = cfg.get("ac_mode", None), cfg.get("ac_option", None)
+        if mode not in (None, "none", "full", "selective"):
+            raise SettingError("ac_mode", mode, "give full, selective with ac_option, or null")
+        if mode == "selective" and not (str(option).isdigit() and int(option) > 0):
+            remedy = "give a whole number: of so many layers, the activations of one are recomputed"
+            raise SettingError("ac_option", option, f"{remedy} (torchtune 0.6.1 knows no other)")
         if cfg.device == "npu" and cfg.compile:
             raise SettingError("compile", True, "an NPU does not compile; set it to False")
 
@@ -319,8 +325,20 @@ class TrainingParts:
     def shapes(self) -> Shapes:
         """What micro-batches are padded to; packed rows are as long as they may be."""
         multiple = 1 if self.packed else self.settings.pad_to_multiple_of
+        shortest = 1 if self.packed else self._shortest
         longest = self.max_seq_len if multiple > 1 else None
-        return Shapes(self.settings.uniform_micro_batches, multiple, longest)
+        return Shapes(self.settings.uniform_micro_batches, multiple, longest, shortest)
+
+    @property
+    def _shortest(self) -> int:
+        """Tokens that rows are padded to at least.
+
+        Where ranks gather the output layer by itself, they do so for each chunk of the sequence that the loss asks for, and all
+        must have as many: n chunks where there are n (n - 1) + 1 tokens or more, fewer below that.
+        """
+        chunks = getattr(self.loss_fn, "num_output_chunks", 1)
+        apart = distributed.data_parallel_size() > 1 and "output" in (self.cfg.get("custom_sharded_layers", None) or ())
+        return min(chunks * (chunks - 1) + 1, self.max_seq_len or sys.maxsize) if apart else 1
 
     def build_model(
         self,
@@ -389,7 +407,8 @@ class TrainingParts:
     def shapes_val(self) -> Shapes:
         """The same of validation."""
         multiple = 1 if self._packed_val else self.settings.pad_to_multiple_of
-        return Shapes(None, multiple, self.max_seq_len if multiple > 1 else None)
+        shortest = 1 if self._packed_val else self._shortest
+        return Shapes(None, multiple, self.max_seq_len if multiple > 1 else None, shortest)
 
     def to_device(self, batch: dict[str, Any]) -> None:
         """Move a batch to the device, in place."""

@@ -20,7 +20,7 @@ DISTRIBUTED = {
     if recipe.name == "full_finetune_distributed"
     for found in recipe.configs
 }
-OPTIMIZER = {"optimizer": {"_component_": "torch.optim.AdamW"}}
+OPTIMIZER = {"optimizer": {"_component_": "torch.optim.AdamW"}, "device": "cuda"}
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ def test_every_key_of_a_stock_configuration_is_known_to_be_torchtunes(name):
         ({"tensor_parallel_dim": 3}, "tensor_parallel_dim=3: it must divide the 8 ranks; give one of 1, 2, 4, 8"),
         ({"tensor_parallel_dim": 0}, "tensor_parallel_dim=0: give a whole number"),
         ({"tensor_parallel_dim": 2}, "tensor_parallel_plan=None"),
+        ({"fsdp_cpu_offload": True, "device": "cpu"}, "fsdp_cpu_offload=True: device is cpu"),
         ({"fsdp_cpu_offload": "yes"}, "fsdp_cpu_offload='yes': give True or False"),
     ],
 )
@@ -62,6 +63,12 @@ def test_what_is_configured_for_ranks_is_checked(keys, says, eight_ranks):
     with pytest.raises(SettingError) as refused:
         check_parallel(OmegaConf.create(OPTIMIZER | keys))
     assert says in str(refused.value)
+
+
+def test_an_optimizer_that_needs_the_device_is_refused_with_offloading(eight_ranks):
+    cfg = {"device": "cuda", "fsdp_cpu_offload": True, "optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}}
+    with pytest.raises(SettingError, match="bitsandbytes.optim.PagedAdamW8bit cannot step parameters that lie on the host"):
+        check_parallel(OmegaConf.create(cfg))
 
 
 def test_a_fused_optimizer_is_refused_with_tensor_parallelism(eight_ranks):
