@@ -241,7 +241,9 @@ class Accumulator:
                 alike.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         if len(alike) <= 1:
             return self.sharding.whole(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm))
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in those if p.grad is not None]) for those in alike.values()]
+        norms = [
+            torch.nn.utils.get_total_norm([p.grad for p in those if p.grad is not None]) for those in alike.values()
+        ]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([self.sharding.whole(norm) for norm in norms]))
         for those in alike.values():
             torch.nn.utils.clip_grads_with_norm_(those, self._max_grad_norm, norm)

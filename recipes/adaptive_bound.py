@@ -279,7 +279,7 @@ class BoundSearch:
             sharding=parts.accumulator.sharding,
             keep_gradients=None
             if self._settings.sync_gradients_every_micro_batch or distributed.world_size() == 1
-            else lambda: parts.accumulator.rehearse(trained(1), is_last=False),
+            else lambda: self._keep_gradients(trained(1)),
         )
         log.info(
             "probing %srows of %d tokens on %s, up to %d rows in %.2f GiB",
@@ -362,6 +362,12 @@ class BoundSearch:
             [probe.search, tokens, parts.packed, str(parts.cfg.device), probe.device_memory, probe.headroom],
             distributed.world_size(),
         )
+
+    def _keep_gradients(self, rows: list[dict[str, Any]]) -> None:
+        """Leave what there is in mid-step: unsharded gradients and, where noise is measured after the first micro-batch, its reduced ones."""
+        if self._settings.measures_noise:
+            self._parts.accumulator.rehearse(rows)
+        self._parts.accumulator.rehearse(rows, is_last=False)
 
     def _memory(self) -> DeviceMemory:
         return device_memory(self._parts.device, shared_by=distributed.local_world_size())

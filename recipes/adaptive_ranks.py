@@ -90,7 +90,9 @@ def check_parallel(cfg: DictConfig) -> int:
     if world_size > 1 and cfg.get("fsdp_cpu_offload", False):
         component = str(cfg.optimizer._component_)
         if str(cfg.device).startswith("cpu"):
-            raise SettingError("fsdp_cpu_offload", True, "device is cpu, where everything lies on the host; set it to False")
+            raise SettingError(
+                "fsdp_cpu_offload", True, "device is cpu, where everything lies on the host; set it to False"
+            )
         if component.startswith(_NEEDS_THE_DEVICE):
             remedy = (
                 f"{component} cannot step parameters that lie on the host; set it to False, or take torch.optim.AdamW"

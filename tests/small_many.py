@@ -68,6 +68,7 @@ def launch(
     environment: Callable[[int], dict[str, str]] | None = None,
     during: Callable[[list[int]], None] | None = None,
     before: str = "",
+    ends_others_after: float | None = None,
 ) -> list[Attempt]:
     """Run the recipe on ranks until it ends well or has been started again `restarts` times.
 
@@ -81,6 +82,8 @@ def launch(
         environment: of a rank, beside torchrun's; a value of ``key=value`` pairs given as ``OVERRIDES`` goes to that rank alone.
         during: called in each attempt with the process numbers of the ranks, as soon as they run.
         before: the dotted path of a function without arguments that each rank calls first.
+        ends_others_after: seconds after a rank has failed at which the others are told to end, as torchrun tells them at once;
+            None for never, as they are to end by themselves.
     """
     arguments, output_dir = setup._arguments(recipe, overrides, None)
     attempts: list[Attempt] = []
@@ -99,6 +102,7 @@ def launch(
                 environment=environment or (lambda rank: {}),
                 during=during,
                 before=before,
+                ends_others_after=ends_others_after,
             )
         )
         if not any(attempts[-1].exit_statuses) or len(attempts) > restarts:
@@ -118,6 +122,7 @@ def _attempt(
     environment: Callable[[int], dict[str, str]],
     during: Callable[[list[int]], None] | None,
     before: str,
+    ends_others_after: float | None,
 ) -> Attempt:
     folder = setup.fresh_folder()
     port, begin = free_port(), time.monotonic()
@@ -149,17 +154,24 @@ def _attempt(
         during([process.pid or 0 for process in processes])
     statuses: list[int | None] = [None] * world_size
     first = last = 0.0
+    told = False
     while any(process.is_alive() for process in processes) and time.monotonic() - begin < timeout:
         time.sleep(0.02)
         if not first and any(process.exitcode is not None for process in processes):
             first = time.monotonic()
+        failed = any(process.exitcode for process in processes)
+        if failed and not told and ends_others_after is not None and time.monotonic() - first > ends_others_after:
+            told = True
+            for process in processes:
+                process.terminate()
     last = time.monotonic()
     for rank, process in enumerate(processes):
         statuses[rank] = process.exitcode
         if process.exitcode is None:
             process.kill()
         process.join()
-    outputs = [(folder / f"{rank}.txt").read_text(errors="replace") for rank in range(world_size)]
+    printed = [folder / f"{rank}.txt" for rank in range(world_size)]  # not there yet where a rank was killed at once
+    outputs = [path.read_text(errors="replace") if path.exists() else "" for path in printed]
     return Attempt(statuses, outputs, last - begin, output_dir, spread=last - (first or last))
 
 

@@ -72,7 +72,9 @@ def _fail(
     *,
     from_call: int,
     where: Callable[..., bool] = lambda *_: True,
-    error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB"
+    ),
 ) -> None:
     """From its so-manieth call on, a method raises where `where` says so of its arguments."""
     whole, calls = getattr(owner, name), [0]

@@ -66,15 +66,21 @@ def test_what_is_configured_for_ranks_is_checked(keys, says, eight_ranks):
 
 
 def test_an_optimizer_that_needs_the_device_is_refused_with_offloading(eight_ranks):
-    cfg = {"device": "cuda", "fsdp_cpu_offload": True, "optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}}
-    with pytest.raises(SettingError, match="bitsandbytes.optim.PagedAdamW8bit cannot step parameters that lie on the host"):
+    cfg = {
+        "device": "cuda",
+        "fsdp_cpu_offload": True,
+        "optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"},
+    }
+    with pytest.raises(
+        SettingError, match=r"bitsandbytes\.optim\.PagedAdamW8bit cannot step parameters that lie on the host"
+    ):
         check_parallel(OmegaConf.create(cfg))
 
 
 def test_a_fused_optimizer_is_refused_with_tensor_parallelism(eight_ranks):
     cfg = OPTIMIZER | {"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "a.b"}}
     cfg["optimizer"] = {"_component_": "torch.optim.AdamW", "fused": True}
-    with pytest.raises(SettingError, match="optimizer.fused=True"):
+    with pytest.raises(SettingError, match=r"optimizer\.fused=True"):
         check_parallel(OmegaConf.create(cfg))
 
 
@@ -84,9 +90,10 @@ def test_one_process_ignores_what_is_for_many():
 
 def test_what_differs_is_refused_with_the_rank(monkeypatch):
     monkeypatch.setattr(distributed, "gather", lambda mine: [mine, mine, mine | {"batch_size": "3"}])
-    with pytest.raises(SettingError, match="^batch_size='3': rank 2 and 0 have 4"):
+    with pytest.raises(SettingError, match=r"^batch_size='3': rank 2 and 0 have 4"):
         same_on_all_ranks(
-            {"batch_size": "4"}, lambda key, value, rank, others: SettingError(key, value, f"rank {rank} and 0 have {others}")
+            {"batch_size": "4"},
+            lambda key, value, rank, others: SettingError(key, value, f"rank {rank} and 0 have {others}"),
         )
 
 
@@ -99,7 +106,11 @@ def test_a_function_that_answers_differently_is_refused_with_the_rank(monkeypatc
 @pytest.mark.parametrize(
     ("ranks", "step_rows", "says"),
     [
-        (4, 16, "4 ranks, and 2 began the run: batches, their order and the learning rate go on as they were; each holds 4 rows"),
+        (
+            4,
+            16,
+            "4 ranks, and 2 began the run: batches, their order and the learning rate go on as they were; each holds 4 rows",
+        ),
         (1, 16, "1 rank, and 2 began the run"),
         (3, 8, "2 of them hold 3 rows of the 8 of a step, and 1 holds 2 rows"),
         (4, 0, "the rows of each step are dealt to them by their tokens"),

@@ -37,7 +37,11 @@ def test_any_adaptive_key_trains_the_last_short_step_unless_told_otherwise():
 
 
 def test_what_is_for_several_ranks_has_no_effect_on_one():
-    config = PLAIN | {"sync_gradients_every_micro_batch": False, "fsdp_cpu_offload": True, "custom_sharded_layers": ["a"]}
+    config = PLAIN | {
+        "sync_gradients_every_micro_batch": False,
+        "fsdp_cpu_offload": True,
+        "custom_sharded_layers": ["a"],
+    }
     settings = Settings.from_config(config)
     said = {key for key, _ in without_effect(settings, config)}
     assert said == {"sync_gradients_every_micro_batch", "fsdp_cpu_offload", "custom_sharded_layers"}

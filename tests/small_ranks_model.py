@@ -1,0 +1,262 @@
+"""A small causal transformer that is divided over ranks, its rows, and what comes out for them without this project's code.
+
+Shared by the tests of several ranks and by benchmarks/faults_on_ranks.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+from adaptive_batch.accumulation import Accumulator, StepResult
+from adaptive_batch.batching import Capacity
+from adaptive_batch.sharding import Sharding
+
+VOCABULARY, WIDTH, LAYERS = 53, 16, 2
+IGNORED = -100
+Row = dict[str, Any]
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network; without the biases whose gradient is zero but for rounding."""
+
+    def __init__(self, *, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 3 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(3 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, x.shape[-1] // 2)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        return x + self.mlp(x)
+
+
+class Decoder(nn.Module):
+    """Tied embeddings and one frozen layer; `draws` has it draw from every generator and keep running statistics.
+
+    Args:
+        draws: dropout, random scales, a counter that a forward changes in place and a mean that it replaces.
+        checkpointing: recompute each layer's activations.
+        width: of the residual stream; the sharded sizes are uneven on purpose (53 words, 2 or 4 ranks).
+        dtype: of the parameters.
+    """
+
+    seen: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(
+        self,
+        *,
+        draws: bool = False,
+        checkpointing: bool = False,
+        width: int = WIDTH,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, width, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(width=width, dropout=0.1 if draws else 0.0).to(dtype) for _ in range(LAYERS))
+        self.frozen = nn.Linear(width, width, dtype=dtype).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(width, dtype=dtype))
+        self.draws, self.checkpointing = draws, checkpointing
+        self.burden: dict[str, Callable[[], object]] = {}  # what happens half-way through the layers in a phase
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits, ``[batch, sequence, vocabulary]``."""
+        x = self.embed(tokens)
+        if self.training and self.draws:
+            x = x * (1 + 0.1 * random.random() + 0.1 * np.random.random())
+            self.seen += len(tokens)
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        for number, layer in enumerate(self.layers):
+            if number == 1:
+                self._burden(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+        return self.frozen(x) @ self.embed.weight.T
+
+    def _burden(self, x: torch.Tensor) -> None:
+        if happens := self.burden.get("forward"):
+            happens()
+        if x.requires_grad and "backward" in self.burden:
+            x.register_hook(lambda _: self.burden["backward"]() and None)
+
+
+def divided(model: Decoder, *, reshard_after_forward: bool = True, mesh: DeviceMesh | None = None) -> Decoder:
+    """The model with `fully_shard` applied to each layer and to itself, as torchtune does it; on one rank, as it is."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in [*model.layers, model]:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return model
+
+
+def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """One padded batch."""
+
+    def padded(key: str, value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value)
+
+    return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED)}
+
+
+def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], reduction: str) -> torch.Tensor:
+    """Of the label tokens, labels shifted."""
+    logits = model(batch["tokens"])[:, :-1]
+    labels = batch.pop("labels")[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
+
+
+def accumulator(
+    model: Decoder,
+    *,
+    capacity: Capacity,
+    kind: type[Accumulator] = Accumulator,
+    syncs_every_micro_batch: bool = True,
+    mean_loss: Callable[[dict[str, Any]], torch.Tensor] | None = None,
+    **options: Any,
+) -> Accumulator:
+    """What trains the model; a filler is a row of three tokens."""
+    return kind(
+        model,
+        collate=options.pop("collate", collate),
+        to_device=lambda batch: None,
+        mean_loss=mean_loss or (lambda batch: token_losses(model, batch, "mean")),
+        num_real_tokens=lambda row: len(row["tokens"]),
+        ignore_index=IGNORED,
+        capacity=capacity,
+        sharding=options.pop("sharding", None) or Sharding(model, syncs_every_micro_batch=syncs_every_micro_batch),
+        filler=lambda: {"row": -1, "tokens": [1, 2, 3], "labels": [1, 2, 3]},
+        **options,
+    )
+
+
+def make_rows(lengths: Sequence[int], *, unlabelled: Sequence[int] = (), seed: int = 1) -> list[Row]:
+    """Rows of these lengths whose first tokens, one to three, have no label; `unlabelled` have none at all."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number, length in enumerate(lengths):
+        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+        masked = length if number in unlabelled else 1 + number % 3
+        rows.append({"row": number, "tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]})
+    return rows
+
+
+def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor], float, int]:
+    """Gradients, loss and label tokens of rows on one device: row by row, in plain torch, without this project's code.
+
+    Returns:
+        The mean over label tokens by the name of each parameter, and of the loss; zeros where there is no label token.
+    """
+    model.zero_grad(set_to_none=True)
+    loss_sum, label_tokens = 0.0, 0
+    for row in rows:
+        batch = collate([row])
+        count = int((batch["labels"][:, 1:] != IGNORED).sum())
+        if count:
+            loss = token_losses(model, batch, "sum")
+            loss.backward()
+            loss_sum, label_tokens = loss_sum + loss.item(), label_tokens + count
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / max(1, label_tokens)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return gradients, loss_sum / max(1, label_tokens), label_tokens
+
+
+def whole_gradients(model: Decoder) -> dict[str, torch.Tensor]:
+    """The gradients, put together on each rank; zeros where there is none."""
+    return {
+        name: whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def whole_parameters(model: Decoder) -> dict[str, torch.Tensor]:
+    """The parameters, put together on each rank."""
+    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, put together on each rank where it is divided."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest of all entries, relative to the largest entry of its tensor."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-300))
+        if tensor.abs().max() > 0
+        else float(found[name].abs().max())
+        for name, tensor in expected.items()
+    )
+
+
+def norm_of(gradients: dict[str, torch.Tensor]) -> float:
+    """Of all of them together."""
+    return float(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt())
+
+
+def twin(model: Decoder) -> Decoder:
+    """A copy, to be taken before the model is divided."""
+    return copy.deepcopy(model)
+
+
+def plain(result: StepResult) -> tuple[Any, ...]:
+    """The figures of a step as numbers, which can be compared and sent."""
+    noise = result.noise
+    return (
+        result.loss,
+        int(result.label_tokens),
+        result.rows,
+        result.tokens,
+        result.micro_batches,
+        result.padding_fraction,
+        None if result.grad_norm is None else float(result.grad_norm),
+        None if noise is None else tuple(float(value) for value in vars(noise).values()),
+    )
+
+
+def bits(value: Any) -> Any:
+    """With the bytes of each tensor and array, of this rank's part where it is divided, in its place."""
+    if hasattr(value, "to_local"):
+        value = value.to_local()
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    return [bits(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that this rank goes on from, bit by bit."""
+    return {
+        "parameters": bits(dict(model.named_parameters())),
+        "gradients": bits({name: parameter.grad for name, parameter in model.named_parameters()}),
+        "buffers": bits(dict(model.named_buffers())),
+        "optimizer": bits(optimizer.state_dict()),
+        "torch": bits(torch.get_rng_state()),
+        "python": random.getstate(),
+        "numpy": bits(np.random.get_state(legacy=False)),
+        "training": [module.training for module in model.modules()],
+    }
