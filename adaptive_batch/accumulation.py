@@ -176,10 +176,12 @@ class Accumulator:
         """
         assert self._scale_gradients
         assert self._filler is not None
-        undo = self._snapshot()
+        undo, row = self._snapshot(), self._filler()
+        self._replay.current = MicroBatch([0], _length(row))
         try:
             for is_last in (False, True):
-                self.rehearse([self._filler()], is_last=is_last)
+                self.rehearse([row], is_last=is_last)
+            self.evaluate(self.collate([row]), rehearsing=True)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -443,7 +445,7 @@ class Accumulator:
     def _multiply_gradients_by(self, scale: torch.Tensor) -> None:
         for parameter in self._model.parameters():
             if parameter.grad is not None:
-                parameter.grad *= scale
+                parameter.grad *= scale.to(parameter.grad.device)  # which is the host's where parameters are offloaded
 
 
 class _Sums:

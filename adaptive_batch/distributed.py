@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+if dist.is_available():
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
 Result = TypeVar("Result")
 
-_ranks_of_a_model = (
-    1  # with tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows
-)
+# What rank zero does for all may take long: reading a checkpoint, writing one, counting the tokens of a dataset.
+_PATIENCE = timedelta(hours=12)
+_patient_group: Any = None
+# With tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows.
+_ranks_of_a_model = 1
 
 
 def is_launched() -> bool:
@@ -31,6 +39,12 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
+def launch_name() -> str | None:
+    """Returns a name for what torchrun was told to start, the same after each restart; None without torchrun."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" is torchrun's own word where nobody gave another
+    return None if run is None else f"{run}/{platform.node()}/{os.getppid()}"
+
+
 def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
     """Begin the process group of all ranks that were launched.
 
@@ -38,17 +52,21 @@ def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
         backend: as in ``torch.distributed.init_process_group``.
         ranks_of_a_model: of tensor parallelism; divides the world size.
     """
-    global _ranks_of_a_model
-    dist.init_process_group(backend)
+    global _ranks_of_a_model, _patient_group
+    # torchrun's store outlives a restart, and ranks would call on those of the attempt before.
+    store, rank, size = next(rendezvous("env://"))
+    store = PrefixStore(f"adaptive_batch/group/{restart_count()}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     _ranks_of_a_model = ranks_of_a_model
+    _patient_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 def end() -> None:
     """End the process group, if there is one."""
-    global _ranks_of_a_model
+    global _ranks_of_a_model, _patient_group
     if _has_group():
         dist.destroy_process_group()
-    _ranks_of_a_model = 1
+    _ranks_of_a_model, _patient_group = 1, None
 
 
 def host_group() -> Any:
@@ -145,8 +163,8 @@ def from_rank_zero(compute: Callable[[], Result]) -> Result:
     """Computes on rank zero alone and shares the result.
 
     Args:
-        compute: called on rank zero; its result must be picklable when there are other ranks. They wait for it no
-            longer than the process group's timeout, by default 10 minutes on NCCL and 30 on gloo.
+        compute: called on rank zero; its result must be picklable when there are other ranks. They wait for it up to 12 hours,
+            or where :func:`begin` did not begin the group, up to its timeout.
 
     Returns:
         The result of rank zero, on every rank.
@@ -160,7 +178,7 @@ def from_rank_zero(compute: Callable[[], Result]) -> Result:
     if is_rank_zero():
         return _computed_and_sent(compute)
     envelope: list[Any] = [None, None]
-    dist.broadcast_object_list(envelope, src=0, device=_collective_device())
+    _broadcast(envelope)
     packed_result, packed_error = envelope
     if packed_error is not None:
         raise _unpacked_error(packed_error)
@@ -179,14 +197,19 @@ def on_rank_zero(act: Callable[[], Result]) -> Result | None:
     return results[0] if results else None
 
 
+def _broadcast(objects: list[Any]) -> None:
+    device = _collective_device() if _patient_group is None else torch.device("cpu")
+    dist.broadcast_object_list(objects, src=0, group=_patient_group, device=device)
+
+
 def _computed_and_sent(compute: Callable[[], Result]) -> Result:
     try:
         result = compute()
         envelope = [pickle.dumps(result), None]
     except BaseException as error:
-        dist.broadcast_object_list([None, _packed_error(error)], src=0, device=_collective_device())
+        _broadcast([None, _packed_error(error)])
         raise
-    dist.broadcast_object_list(envelope, src=0, device=_collective_device())
+    _broadcast(envelope)
     return result
 
 

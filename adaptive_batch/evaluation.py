@@ -85,6 +85,8 @@ class Evaluator:
         finally:
             for module, was_training in training:
                 module.training = was_training
+        if distributed.world_size() > 1 and distributed.any_rank(self._replay.thrashes):
+            self._replay.reduce()
         parts = distributed.gather((loss_sum, label_tokens))
         loss_sum, label_tokens = sum(loss for loss, _ in parts), sum(count for _, count in parts)
         return loss_sum / label_tokens if label_tokens else float("nan")
@@ -138,7 +140,7 @@ class Evaluator:
         except Exception as error:
             if distributed.world_size() == 1 or not is_out_of_memory(error):
                 raise
-            raise self._replay.lost(error, "in validation") from error
+            raise self._replay.lost(error, "in validation", of_training=False) from error
         if failed:
             raise torch.OutOfMemoryError(said) if said is not None else OutOfMemoryElsewhereError
         return loss_sum, label_tokens

@@ -116,21 +116,24 @@ class Replay:
             recover(self._memory)
             self._halve(said)
 
-    def lost(self, error: BaseException, doing: str) -> RankLostError:
-        """What to raise where this rank ran out of memory and the others cannot be told: with what to go on with."""
+    def lost(self, error: BaseException, doing: str, *, of_training: bool = True) -> RankLostError:
+        """What to raise where this rank ran out of memory and the others cannot be told: with what to go on with.
+
+        Args:
+            error: the device's.
+            doing: the end of a sentence.
+            of_training: the capacity is that of training, which is to begin with less when it is started again.
+        """
         rows, length, device = len(self.current.rows), self.current.length, self._memory.device
-        after = self.capacity.halved(rows=rows, length=length) or self.capacity
-        facts = {
-            "rows": rows,
-            "length": length,
-            "before": self.capacity.amount,
-            "capacity": after.amount,
-            "unit": after.unit,
-            "error": str(error),
-        }
+        said = str(error) or type(error).__name__
+        after = self.capacity.halved(rows=rows, length=length) if rows > 1 else None
+        facts: dict[str, Any] = {"rows": rows, "length": length, "before": self.capacity.amount, "error": said}
+        if after is not None and of_training:
+            facts |= {"capacity": after.amount, "unit": after.unit}
+        what_next = f"{after} would be less" if after is not None else MEMORY_REMEDIES
         return RankLostError(
-            f"{device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: {str(error).splitlines()[0]}; the "
-            f"other ranks wait there and cannot be told, so all end; {after} would be less",
+            f"{device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: {said.splitlines()[0]}; the other ranks "
+            f"wait there and cannot be told, so all end; {what_next}",
             facts,
         )
 

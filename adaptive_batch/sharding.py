@@ -83,6 +83,8 @@ class Sharding:
         """Inside, one micro-batch runs forward alone."""
         with self._pass("evaluation"):
             yield
+        for module in self._modules:  # there is no backward that would do it
+            module.reshard()
 
     @contextmanager
     def _pass(self, kind: str) -> Iterator[None]:

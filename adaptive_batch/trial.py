@@ -142,7 +142,9 @@ class Rehearsal:
         needs = f"more than {self.budget_bytes / GIB:.2f} GiB"
         snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
         available = self._memory.available_bytes(self._resident())
-        if available > self.budget_bytes:  # where the device has more than the budget allows, it can be measured
+        if not distributed.any_rank(
+            available <= self.budget_bytes
+        ):  # where the device has more than the budget allows, it can be measured
             again, peaks = self._whole_step(available)
             if again is None and peaks:
                 needs = f"{max(peaks) / GIB:.2f} GiB"

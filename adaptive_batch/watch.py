@@ -178,9 +178,12 @@ class Watch:
         text = f"rank {self._rank}: {message}"
         if kind == "error" and isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)):
             kind = "lost_peer"
-            message = f"another rank has gone without a word, perhaps killed for want of memory ({_gist(error)})"
+            message = (
+                f"another rank has gone without a word, perhaps killed for want of memory ({_gist(error)}); --max-restarts, or "
+                "resume_from_checkpoint=True, goes on from what was saved last"
+            )
             text = f"rank {self._rank}: {message}"
-        elif isinstance(error, AdaptiveBatchError):
+        elif isinstance(error, AdaptiveBatchError) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
             text = message
         elif isinstance(error, BaseException):
             text = f"rank {self._rank}:\n{''.join(traceback.format_exception(error)).rstrip()}"

@@ -105,7 +105,8 @@ class BoundSearch:
         budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=memory.available_bytes(()))
         weights = sum(p.numel() * p.element_size() for p in parts.skeleton.parameters()) // distributed.world_size()
         of_each = " of each rank" if distributed.world_size() > 1 else ""
-        if weights > budget:
+        on_host = distributed.world_size() > 1 and bool(parts.cfg.get("fsdp_cpu_offload", False))
+        if weights > budget and not on_host:
             raise SettingError(
                 "probe.device_memory",
                 probe.device_memory,
@@ -163,6 +164,9 @@ class BoundSearch:
         tries_whole_step = settings.fits_itself and not may_be_another
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
         several = has_own_number or bool(settings.batch_tokens) or (settings.grows and settings.grow_beyond_maximum)
+        several = (
+            several or self._parts.ranks > distributed.data_parallel_size()
+        )  # each holds more rows than batch_size
         several = several or (settings.gradient_accumulation_steps > 1 and not tries_whole_step)
         first = search(accumulates=several)
         if several or step_rows <= first.max_batch_size or not (goes_on or tries_whole_step):

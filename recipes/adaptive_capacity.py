@@ -83,8 +83,9 @@ class TrainingCapacity:
             self._lowered = Capacity(**saved["capacity"])
         if lost := distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved))):
             self._lowered = min(filter(None, (self._lowered, lost)), key=lambda capacity: capacity.amount)
-            message = f"a micro-batch holds {lost}: more ran out of memory before all ranks ended"
-            self._record.decision("capacity", message, after=lost.amount, unit=lost.unit)
+            holds = self._lowered
+            message = f"a micro-batch holds {holds}: more ran out of memory before all ranks ended"
+            self._record.decision("capacity", message, after=holds.amount, unit=holds.unit)
         if self.bound:
             (longest,) = longest_rows(self._parts.lengths, 1)
             if int(self._parts.lengths[longest]) > self.tried_length:
@@ -186,22 +187,28 @@ class TrainingCapacity:
     def write_down_loss(self, facts: Mapping[str, Any]) -> None:
         """Keep, as the ranks end, what a micro-batch may hold when training is started again."""
         if "capacity" in facts and self._settings.on_out_of_memory == "shrink":
-            lost = {"run": self._run, "capacity": facts["capacity"], "unit": facts["unit"], **self._conditions()}
+            lost = {
+                "run": self._run,
+                "launch": distributed.launch_name(),
+                "capacity": facts["capacity"],
+                "unit": facts["unit"],
+                **self._conditions(),
+            }
             aside = self._lost.with_suffix(".tmp")
             aside.write_text(json.dumps(lost))
             os.replace(aside, self._lost)
 
     def _read_loss(self, *, goes_on: bool) -> Capacity | None:
         """What :meth:`write_down_loss` has kept for this run, or for the one that torchrun has started again."""
-        is_restart = distributed.restart_count() > 0
-        if not (goes_on or is_restart):
-            self._lost.unlink(missing_ok=True)
-            return None
         try:
             lost = json.loads(self._lost.read_text())
-            is_ours = is_restart or lost["run"] == self._run
+            is_restart = lost["launch"] is not None and lost["launch"] == distributed.launch_name()
+            is_ours = is_restart or (goes_on and lost["run"] == self._run)
+            if not is_ours:
+                self._lost.unlink()
             is_alike = all(lost[key] == value for key, value in self._conditions().items())
-            return Capacity(lost["capacity"], lost["unit"]) if is_ours and is_alike else None
+            is_some = lost["capacity"] >= 1
+            return Capacity(lost["capacity"], lost["unit"]) if is_ours and is_alike and is_some else None
         except (OSError, ValueError, KeyError):
             return None
 

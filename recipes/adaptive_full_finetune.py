@@ -287,11 +287,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
                 progress, rows = self.batches.next_step(self.progress)
-                if not self.batches.stream.taken:
-                    break
-                if distributed.world_size() == 1:  # ranks try the longest row of all when they begin
+                if rows and distributed.world_size() == 1:  # ranks try the longest row of all when they begin
                     self.capacity.try_longer(rows, batch_size=self.batches.batch_size)
                 num_micro_batches = self._agree(rows, batch=progress.batch)
+                if not self.batches.stream.taken:
+                    break
                 rate = self.rate.set(
                     progress,
                     plan=self.batches.plan,
@@ -326,6 +326,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             ends=self.preemption.requested,
             thrashes=accumulator.thrashes,
             batch=batch,
+            num_rows=len(self.batches.stream.taken),
         )
         self.asked_to_end |= agreed.ends
         if agreed.thrashes:
@@ -407,11 +408,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Save the weights and, unless training is done, all that resuming needs; end here if that was asked for."""
         last = epoch + 1 >= self.settings.epochs
         state = None if last else self._state()
+        if state:
+            state[STATE_KEY]["preempted"] = distributed.any_rank(self.preemption.requested)
         self.record.sync()
         self.checkpoints.save_epoch(self.parts, recipe_state=state, epoch=epoch)
         self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
         if distributed.any_rank(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
+            self.checkpoints.wait()
             self._end_early()
 
     def _save_where_due(self) -> None:

@@ -124,6 +124,10 @@ class TrainingParts:
         mode, option = cfg.get("ac_mode", None), cfg.get("ac_option", None)
         if mode not in (None, "none", "full", "selective"):
             raise SettingError("ac_mode", mode, "give full, selective with ac_option, or null")
+        if mode in ("full", "selective") and self._checkpointing:
+            raise SettingError(
+                "ac_mode", mode, "enable_activation_checkpointing is True too, which says all layers; remove one"
+            )
         if mode == "selective" and not (str(option).isdigit() and int(option) > 0):
             remedy = "give a whole number: of so many layers, the activations of one are recomputed"
             raise SettingError("ac_option", option, f"{remedy} (torchtune 0.6.1 knows no other)")
@@ -136,25 +140,17 @@ class TrainingParts:
         """Tokenizer, loss, dataset and collate function, with every check that needs them.
 
         Raises:
-            SettingError: the dataset is empty, or smaller than one optimizer step.
+            SettingError: the dataset is empty, or has fewer rows than there are ranks.
         """
         cfg = self.cfg
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loss_fn = config.instantiate(cfg.loss)
         self.dataset, self.packed = self._dataset("dataset")
         self.dataset_val, self._packed_val = self._dataset("dataset_val") if self.settings.validation else (None, False)
-        step_rows, ranks = self.settings.step_rows * self.ranks, distributed.data_parallel_size()
-        if len(self.dataset) < ranks:
-            rows = len(self.dataset)
+        rows, ranks = len(self.dataset), distributed.data_parallel_size()
+        if rows < ranks:
             remedy = f"its rows ({rows}) are fewer than the ranks ({ranks}); start at most {rows}, or give it more rows"
             raise SettingError("dataset", _names(cfg.dataset), remedy)
-        if self.settings.drop_last and not self.settings.batch_tokens and len(self.dataset) < step_rows:
-            raise SettingError(
-                "batch_size",
-                self.settings.batch_size,
-                f"one optimizer step {f'of {self.ranks} ranks ' if self.ranks > 1 else ''}takes {step_rows} rows and the dataset has {len(self.dataset)}; lower batch_size or "
-                "gradient_accumulation_steps, or set drop_last=False to train the short step",
-            )
         collate = load_function(cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
         self._pad_id: int = self.tokenizer.pad_id
         first = self.dataset._datasets[0] if isinstance(self.dataset, ConcatDataset) else self.dataset
@@ -229,9 +225,18 @@ class TrainingParts:
         """Refuse settings that the rows do not allow.
 
         Raises:
-            SettingError: rows that tokens do not measure, or a row that is longer than a setting in tokens.
+            SettingError: fewer rows than one optimizer step takes, rows that tokens do not measure, or a row that is longer than
+                a setting in tokens.
         """
         settings = self.settings
+        step_rows, rows = settings.step_rows * self.ranks, len(self.dataset)
+        if settings.drop_last and not settings.batch_tokens and rows < step_rows:
+            of_ranks = f" of {self.ranks} ranks" if self.ranks > 1 else ""
+            remedy = (
+                f"one optimizer step{of_ranks} takes {step_rows} rows and the dataset has {rows}; lower batch_size or "
+                "gradient_accumulation_steps, or set drop_last=False to train the short step"
+            )
+            raise SettingError("batch_size", settings.batch_size, remedy)
         measured = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
         measured += ["pad_to_multiple_of"] if settings.pad_to_multiple_of > 1 else []
         if measured:

@@ -62,6 +62,8 @@ def probe(cfg: DictConfig, watch: Watch | None = None) -> list[ProbeResult]:
             path = Path(cfg.output_dir) / "adaptive_batch" / "probe.json"
             *_, result = bounds.of_training(length=length, batch_size=settings.batch_size, path=path)
         except DoesNotFitError as error:
+            if distributed.world_size() > 1:  # it may be on one rank alone, and the others wait for it
+                raise
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue

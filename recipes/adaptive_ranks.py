@@ -16,6 +16,7 @@ from torchtune import training, utils
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, RankLostError, SettingError
 from adaptive_batch.keys import check_bool, check_whole
+from adaptive_batch.preemption import EXIT_STATUS
 from adaptive_batch.settings import Settings
 from adaptive_batch.watch import Watch
 
@@ -51,7 +52,9 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
         _begin_group(cfg, ranks_of_a_model=check_parallel(cfg))
         _check_same(cfg)
         yield watch
-    except SystemExit:
+    except SystemExit as ended:
+        if ended.code not in (None, 0, EXIT_STATUS):
+            watch.fail(f"it was ended with status {ended.code}")
         watch.stop()
         raise
     except KeyboardInterrupt:
@@ -84,6 +87,8 @@ def check_parallel(cfg: DictConfig) -> int:
             raise SettingError("tensor_parallel_plan", None, remedy)
         if cfg.optimizer.get("fused", False):
             raise SettingError("optimizer.fused", True, "tensor parallelism needs optimizer.fused=False")
+    if world_size > 1 and cfg.optimizer.get("fused", False) and str(cfg.optimizer._component_) == "torch.optim.SGD":
+        raise SettingError("optimizer.fused", True, "torch steps no parameters of several ranks so; set it to False")
     for key in ("fsdp_cpu_offload", "fsdp_reshard_after_forward"):
         if cfg.get(key, None) is not None:
             check_bool(key, cfg.get(key))
@@ -222,7 +227,7 @@ class Agreed:
     thrashes: bool
 
 
-def agree_on_step(*, num_micro_batches: int, ends: bool, thrashes: bool, batch: int) -> Agreed:
+def agree_on_step(*, num_micro_batches: int, ends: bool, thrashes: bool, batch: int, num_rows: int) -> Agreed:
     """Agree on a step, in one small collective.
 
     Args:
@@ -230,13 +235,14 @@ def agree_on_step(*, num_micro_batches: int, ends: bool, thrashes: bool, batch: 
         ends: this rank was asked to end.
         thrashes: the allocator of this rank only just had room.
         batch: what the step was asked to hold, which a rule of the user's may have answered differently elsewhere.
+        num_rows: of the step on all ranks, as this one counts them.
 
     Raises:
         GrowthFunctionError: it has.
     """
-    most, any_ends, any_thrashes, largest, least = distributed.maxima(
-        [num_micro_batches, int(ends), int(thrashes), batch, -batch]
+    most, any_ends, any_thrashes, largest, least, most_rows, least_rows = distributed.maxima(
+        [num_micro_batches, int(ends), int(thrashes), batch, -batch, num_rows, -num_rows]
     )
-    if largest != -least:
-        same_answers({"batch_size_schedule": batch})
+    if largest != -least or most_rows != -least_rows:
+        same_answers({"batch_size_schedule": batch, "the rows of the next step, which": num_rows})
     return Agreed(max(1, most), bool(any_ends), bool(any_thrashes))

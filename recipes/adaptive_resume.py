@@ -80,9 +80,7 @@ class Checkpoints:
         )
         self.on_failure: Callable[[CheckpointError], object] = _warn
         self._job = Path(cfg.output_dir) / "adaptive_batch" / "job.json"
-        self._launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        if distributed.is_rank_zero() and not distributed.restart_count() and not settings.plan_only:
-            self._job.unlink(missing_ok=True)  # of an earlier launch
+        self._launch = distributed.launch_name()
         self._epochs: EpochCheckpoints | None = None  # on rank zero
         found = distributed.from_rank_zero(self._find)
         self._point, self._optimizer_file = found.point, found.optimizer_file
@@ -101,7 +99,7 @@ class Checkpoints:
             os.replace(aside, self._job)
 
     def _find(self) -> _Found:
-        if distributed.restart_count() and (found := self._find_of_job()):
+        if self._launch is not None and (found := self._find_of_job()):
             return found
         return self._find_saved() if self._cfg.resume_from_checkpoint else self._find_base()
 

@@ -90,6 +90,9 @@ def load_sharded(
     whole = weights.load_weights()
     if weights.is_divided:
         model.to_empty(device=torch.device("cpu") if offload else device)
+        for module in model.modules():  # parameters alone are offloaded
+            buffers = {name: None if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()}
+            module._buffers.update(buffers)
         _compute_rotary_buffers(model, dtype=dtype, device=device)
         weights.load_divided(model)
         return

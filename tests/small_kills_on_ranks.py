@@ -371,7 +371,7 @@ def killed_before_its_first_save(setup: SmallSetup, whole: small_kills.Whole) ->
         kill.ended_after = attempt.spread
     differing = [] if not any(earlier.exit_statuses) else [_failed(earlier)]
     differing += [_failed(attempts[-1])] if any(attempts[-1].exit_statuses) else []
-    differing += differing or small_kills.differences(folder, whole.folder)
+    differing = differing or small_kills.differences(folder, whole.folder)
     return _found("in the folder of an earlier run", done, differing, begin)
 
 
@@ -398,7 +398,7 @@ def killed_under_torchrun(setup: SmallSetup, whole: small_kills.Whole, *, kills:
     for kill, message in zip(ended.kills, said, strict=False):
         kill.said = [message]
     differing += [f"{len(said)} messages for {kills} kills: {said}"] if len(said) > kills else []
-    differing += differing or small_kills.differences(folder, whole.folder)
+    differing = differing or small_kills.differences(folder, whole.folder)
     return _found("tune run --max-restarts 5", ended.kills, differing, begin)
 
 

@@ -15,7 +15,17 @@ from adaptive_batch.accumulation import Accumulator
 def more_than_two_rows_on_rank_one() -> None:
     """Rank one runs out of memory in the forward of its third micro-batch of training and later ones, where they have more than two rows."""
     if os.environ["RANK"] == "1":
-        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=5, where=lambda batch: len(batch["tokens"]) > 2)
+        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=6, where=lambda batch: len(batch["tokens"]) > 2)
+
+
+def second_validation_on_rank_one() -> None:
+    """Rank one runs out of memory in the second validation, where more than two rows are evaluated at once."""
+    if os.environ["RANK"] == "1":
+
+        def where(batch: dict[str, Any]) -> bool:
+            return not torch.is_grad_enabled() and len(batch["tokens"]) > 2
+
+        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=8, where=where)
 
 
 def clipping_on_rank_one() -> None:

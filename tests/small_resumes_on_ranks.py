@@ -153,8 +153,7 @@ def compare(folder: Path, whole: Path, *, exact: Sequence[str] = EXACT) -> dict[
 
     Returns:
         `differing`: sentences on what must be the same and is not. `loss`, `validation`: the largest relative difference
-        of any step. `weights`: the norm of the difference of all weights over the norm of their change from the first
-        epoch to the last is not known, so over the norm of the weights; `largest`: the largest difference of one.
+        of any step. `weights`: the norm of the difference of all weights over their norm; `largest`: that of one weight.
     """
     ours, theirs = steps(folder), steps(whole)
     found = [f"step {step} is not in both" for step in sorted(ours.keys() ^ theirs.keys())]

@@ -117,10 +117,15 @@ REFUSED = {
     "a word for a switch": (["optimizer_in_bwd=maybe"], "optimizer_in_bwd='maybe'", "True or False"),
     # keys
     "a key that is nearly ours": (["use_max_batch_size=True"], "use_max_batch_size=True", "use_maximum_batch_size"),
-    "a switch of synchronization is for later": (
-        ["sync_gradients_every_micro_batch=False"],
-        "sync_gradients_every_micro_batch=False",
-        "not supported yet; remove it or set it to null",
+    "a word for a switch of synchronization": (
+        ["sync_gradients_every_micro_batch=sometimes"],
+        "sync_gradients_every_micro_batch='sometimes'",
+        "True or False",
+    ),
+    "two ways to recompute": (
+        ["ac_mode=full", "enable_activation_checkpointing=True"],
+        "ac_mode='full'",
+        "enable_activation_checkpointing is True too",
     ),
     # what does not go together
     "optimizer in backward with accumulation": (

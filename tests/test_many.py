@@ -138,6 +138,20 @@ def test_a_rank_that_runs_out_of_memory_costs_a_replay(setup):
     assert audit(attempt.output_dir).holds
 
 
+def test_parameters_are_divided_again_after_a_validation(setup):
+    keys = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "max_validation_batches=2", "epochs=1", "batch_size=4")
+    kept = ("fsdp_reshard_after_forward=False", "save_every_n_steps=1", "micro_batch_size=2")
+    attempt = finished(setup, *keys, *kept, before="small_many_faults.second_validation_on_rank_one")
+    (change,) = decisions(attempt.output_dir, "validation_capacity")
+    assert (change["before"], change["after"]) == (4, 2)
+    assert decisions(attempt.output_dir, "capacity") == []
+    undisturbed = finished(setup, *keys)
+    validated = [
+        [r["val_loss"] for r in decisions(d, "validation")] for d in (attempt.output_dir, undisturbed.output_dir)
+    ]
+    assert close(*validated)
+
+
 def test_so_does_one_in_the_first_micro_batch_of_all(setup):
     attempt = finished(setup, "batch_size=4", "epochs=1", before="small_many_faults.first_forward_on_rank_one")
     assert [step["micro_batches"] for step in steps(attempt.output_dir)] == [2] * 4
