@@ -61,8 +61,8 @@ TARGET_MILLISECONDS = 100
 EPOCH_ROWS = 1_000_000
 MIB, GIB = 2**20, 2**30
 
-# agree_on_step: five whole numbers of 8 bytes; the counts of a step: five more; its loss: one number of 4 bytes.
-COLLECTIVES = {"agree_on_step": 40, "counts": 40, "loss": 4}
+# agree_on_step: seven whole numbers of 8 bytes; the counts of a step: five more; its loss: one number of 4 bytes.
+COLLECTIVES = {"agree_on_step": 56, "counts": 40, "loss": 4}
 HOP_MICROSECONDS = 10  # assumed of one message between two machines; a machine's own are faster
 
 MICRO_BATCHES = 8  # of part `sync`
@@ -342,7 +342,7 @@ def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
     sizes = {"configuration": len(pickle.dumps(configured)), "random state": len(pickle.dumps(random_state))}
     print(
         "\nobjects: what each rank tells all others. The configuration once, when they begin, and compared on each; the state of the\n"
-        "random numbers with each save. Sizes and the processor's time to read them are measured; on a GPU there are a few bytes more of random\n"
+        "random numbers with each save, which rank zero reads. Sizes and the processor's time to read them are measured; on a GPU there are a few bytes more of random\n"
         f"state. A configuration is {sizes['configuration']:,} bytes, a random state {sizes['random state']:,}."
     )
     print(f"{'ranks':>6} {'configurations MiB':>19} {'read, s':>8} {'random states MiB':>18} {'read, s':>8}")
