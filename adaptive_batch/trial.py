@@ -105,10 +105,18 @@ class Rehearsal:
 
         Raises:
             RuntimeError: the trial failed for another reason than memory; that size is not "too large", it is broken.
+            RankLostError: out of memory where the other ranks cannot be told; whether it fits is not known. Its facts have the
+                ``trial_rows``.
         """
-        usage = self._measure(
-            lambda: self._forward_backward(batch_size), f"a trial of {batch_size} rows", budget_bytes=self.budget_bytes
-        )
+        try:
+            usage = self._measure(
+                lambda: self._forward_backward(batch_size),
+                f"a trial of {batch_size} rows",
+                budget_bytes=self.budget_bytes,
+            )
+        except RankLostError as lost:
+            lost.facts["trial_rows"] = batch_size
+            raise
         if usage is None:
             return Trial(batch_size, False, None, self.optimizer_peak_bytes)
         return Trial(batch_size, True, usage.peak_bytes, self.optimizer_peak_bytes, usage.trace)

@@ -65,6 +65,7 @@ class BoundSearch:
 
     Attributes:
         watch: over this rank, of several; keeps the time of trials.
+        indeterminate: rows of a trial that ended all ranks before, without saying whether they fit; fewer are tried. None for none.
     """
 
     def __init__(self, parts: TrainingParts) -> None:
@@ -72,6 +73,7 @@ class BoundSearch:
         self._settings = parts.settings
         self._trials: dict[int | str, tuple[Rows, int]] = {}
         self.watch: Watch | None = None
+        self.indeterminate: int | None = None
 
     def check(self) -> None:
         """Choose the rows of trials, and refuse what the model's size or length, or the rows of an epoch, do not allow.
@@ -123,7 +125,7 @@ class BoundSearch:
             of_use = min(rows, settings.step_rows)
         else:
             of_use = rows if settings.batch_tokens else max(1, rows // settings.gradient_accumulation_steps)
-        return min(settings.probe.maximum, of_use)
+        return max(1, min(settings.probe.maximum, of_use, (self.indeterminate or settings.probe.maximum + 1) - 1))
 
     def _why_most(self) -> str:
         if self.most_rows == self._settings.probe.maximum:

@@ -67,7 +67,12 @@ class TrainingCapacity:
         """
         self.num_out_of_memory = saved.get("oom_count", 0)
         self._warn_of_batch_norm()
+        lost = distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved)))
         if self._settings.needs_bound:
+            if rows := lost.get("trial_rows"):
+                self._bounds.indeterminate = rows
+                message = f"a trial of {rows} rows ended all ranks, so whether they fit is not known; fewer are tried"
+                self._record.decision("indeterminate", message, rows=rows)
             result = self._search(batch_size, goes_on=goes_on)
             self.bound, self.tried_length = result.max_batch_size, result.sequence_length
             if goes_on:
@@ -81,9 +86,9 @@ class TrainingCapacity:
             self._check_what_is_configured(batch_size, goes_on=goes_on)
         if saved.get("capacity") and all(saved[key] == value for key, value in self._conditions().items()):
             self._lowered = Capacity(**saved["capacity"])
-        if lost := distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved))):
-            self._lowered = min(filter(None, (self._lowered, lost)), key=lambda capacity: capacity.amount)
-            holds = self._lowered
+        if lost.get("capacity") and all(lost[key] == value for key, value in self._conditions().items()):
+            less = Capacity(lost["capacity"], lost["unit"])
+            holds = self._lowered = min(filter(None, (self._lowered, less)), key=lambda capacity: capacity.amount)
             message = f"a micro-batch holds {holds}: more ran out of memory before all ranks ended"
             self._record.decision("capacity", message, after=holds.amount, unit=holds.unit)
         if self.bound:
@@ -185,32 +190,25 @@ class TrainingCapacity:
         )
 
     def write_down_loss(self, facts: Mapping[str, Any]) -> None:
-        """Keep, as the ranks end, what a micro-batch may hold when training is started again."""
-        if "capacity" in facts and self._settings.on_out_of_memory == "shrink":
-            lost = {
-                "run": self._run,
-                "launch": distributed.launch_name(),
-                "capacity": facts["capacity"],
-                "unit": facts["unit"],
-                **self._conditions(),
-            }
+        """Keep, as the ranks end, what is to be known when training is started again: what a micro-batch may hold, or a trial."""
+        kept = {key: facts[key] for key in ("capacity", "unit", "trial_rows") if key in facts}
+        if kept and self._settings.on_out_of_memory == "shrink":
+            lost = {"run": self._run, "launch": distributed.launch_name(), **kept, **self._conditions()}
             aside = self._lost.with_suffix(".tmp")
             aside.write_text(json.dumps(lost))
             os.replace(aside, self._lost)
 
-    def _read_loss(self, *, goes_on: bool) -> Capacity | None:
-        """What :meth:`write_down_loss` has kept for this run, or for the one that torchrun has started again."""
+    def _read_loss(self, *, goes_on: bool) -> dict[str, Any]:
+        """What :meth:`write_down_loss` has kept for this run, or for the one that torchrun has started again; empty for nothing."""
         try:
-            lost = json.loads(self._lost.read_text())
+            lost: dict[str, Any] = json.loads(self._lost.read_text())
             is_restart = lost["launch"] is not None and lost["launch"] == distributed.launch_name()
-            is_ours = is_restart or (goes_on and lost["run"] == self._run)
-            if not is_ours:
-                self._lost.unlink()
-            is_alike = all(lost[key] == value for key, value in self._conditions().items())
-            is_some = lost["capacity"] >= 1
-            return Capacity(lost["capacity"], lost["unit"]) if is_ours and is_alike and is_some else None
-        except (OSError, ValueError, KeyError):
-            return None
+            if is_restart or (goes_on and lost["run"] == self._run):
+                return lost
+            self._lost.unlink()
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values, for the checkpoint."""

@@ -10,6 +10,8 @@ import adaptive_parts
 import torch
 
 from adaptive_batch.accumulation import Accumulator
+from adaptive_batch.sharding import _Recorded
+from adaptive_batch.trial import Rehearsal
 
 
 def more_than_two_rows_on_rank_one() -> None:
@@ -44,6 +46,24 @@ def clipping_in_the_first_step_on_rank_one() -> None:
     """Rank one runs out of memory in the clipping of its first step, in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         _fail(Accumulator, "clip", from_call=1)
+
+
+def a_trial_of_more_than_two_rows_on_rank_one() -> None:
+    """Rank one runs out of memory within a collective of a trial of more than two rows, in the first attempt."""
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        whole_trial, whole_call, rows = Rehearsal.__call__, _Recorded.__call__, [0]
+
+        def trial(self: Rehearsal, batch_size: int) -> Any:
+            rows[0] = batch_size
+            return whole_trial(self, batch_size)
+
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+            if rows[0] > 2:
+                self._sharding._begin_call()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return whole_call(self, *arguments, **options)
+
+        Rehearsal.__call__, _Recorded.__call__ = trial, call  # type: ignore[method-assign]
 
 
 def a_bug_on_rank_one() -> None:

@@ -178,6 +178,26 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
     assert audit(folder).holds
 
 
+def test_a_trial_that_says_nothing_is_not_tried_again(setup):
+    keys = (
+        "use_maximum_batch_size=True",
+        "probe.search=binary",
+        "probe.maximum=4",
+        "epochs=1",
+        "probe.round_to_power_of_two=False",
+    )
+    first, second = launch(
+        setup, 2, *keys, restarts=1, before="small_many_faults.a_trial_of_more_than_two_rows_on_rank_one"
+    )
+    assert first.exit_statuses == [1, 1], first.output[-5000:]
+    assert first.output.count("RankLostError") == 1
+    assert second.exit_statuses == [0, 0], second.output[-5000:]
+    (said,) = decisions(second.output_dir, "indeterminate")
+    assert said["rows"] in (3, 4)
+    (bound,) = decisions(second.output_dir, "bound")
+    assert bound["max_batch_size"] == said["rows"] - 1
+
+
 def test_a_restart_before_anything_was_saved_begins_again(setup):
     attempts = launch(
         setup,
