@@ -112,8 +112,13 @@ class Replay:
                         self.reduce()
                 return result
             # The except block has been left: until then the error kept the failed forward's tensors alive.
-            undo()
-            recover(self._memory)
+            try:
+                undo()
+                recover(self._memory)
+            except Exception as error:
+                if distributed.world_size() == 1 or not is_out_of_memory(error):
+                    raise
+                raise self.lost(error, "as a step was undone") from error
             self._halve(said)
 
     def lost(self, error: BaseException, doing: str, *, of_training: bool = True) -> RankLostError:

@@ -184,6 +184,7 @@ class Training:
             on_change=lambda change: self.rows_run.append([]),
         )
         self.sharding = self.accumulator.sharding
+        self._is_fresh = not warm  # the optimizer has no state yet
         if warm:
             self.step(0)
         buffers = dict(self.model.named_buffers())
@@ -208,6 +209,8 @@ class Training:
     def restore(self) -> None:
         """Go back to where :meth:`begin` starts from."""
         self._saved.restore()
+        if self._is_fresh:
+            self.optimizer.state.clear()
         for name, buffer in self._buffers.items():
             setattr(self.model, name, buffer.clone())
         self._random.restore()
