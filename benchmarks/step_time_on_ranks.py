@@ -318,9 +318,7 @@ def print_times(on_clock: Seconds, of_processors: Seconds, *, step_rows: int, ra
     ratio_cpu, low_cpu, high_cpu = median_with_interval(ratios(of_processors, COMPARISON))
     of_rounds = ratios(on_clock, COMPARISON).quantile(0.5, dim=1).tolist()
     verdict = "met" if ratio <= TARGET else "NOT met"
-    print(
-        f"ours / stock: median {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}; target {TARGET}: {verdict}"
-    )
+    print(f"ours / stock: median {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}; target {TARGET}: {verdict}")
     print(f"of the processors' time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}")
     print(f"by rounds: {', '.join(f'{median:.3f}' for median in of_rounds)}")
     return {
