@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ class Accumulator:
         self._memory = memory or device_memory(self._device)
         self.sharding = sharding or Sharding(model)
         self._filler = filler
+        # Ranks agree on how many there are before they run: the same rows are not cut twice.
+        self._cut = lru_cache(maxsize=1)(lambda lengths, capacity: micro_batches(lengths, capacity, self._shapes))
         self._replay = Replay(capacity, memory=self._memory, on_change=on_change)
         self._running_statistics = _running_statistics(model)
 
@@ -133,7 +136,7 @@ class Accumulator:
 
     def num_micro_batches(self, rows: Sequence[Row]) -> int:
         """How many micro-batches some rows are now."""
-        return len(micro_batches(list(map(_length, rows)), self.capacity, self._shapes))
+        return len(self._cut(tuple(map(_length, rows)), self.capacity))
 
     @property
     def thrashes(self) -> bool:
@@ -252,8 +255,8 @@ class Accumulator:
         return norm
 
     def _attempt(self, rows: Sequence[Row]) -> StepResult:
-        lengths = list(map(_length, rows))
-        pieces = micro_batches(lengths, self.capacity, self._shapes)
+        lengths = tuple(map(_length, rows))
+        pieces = self._cut(lengths, self.capacity)
         assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
         self._replay.current = fullest = self.capacity.fullest(pieces)
         loss_sum = label_tokens = torch.zeros(())
@@ -299,7 +302,7 @@ class Accumulator:
         said: str | None = None
         doing = "before its micro-batches"
         try:
-            pieces = micro_batches(list(map(_length, rows)), self.capacity, self._shapes)
+            pieces = self._cut(tuple(map(_length, rows)), self.capacity)
             self._replay.current = fullest = self.capacity.fullest(pieces) if pieces else self._filling()
             count = num_micro_batches or max(1, distributed.maximum(len(pieces)))
             assert len(pieces) <= count, f"{len(pieces)} micro-batches on this rank, and {count} were agreed upon"

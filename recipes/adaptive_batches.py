@@ -163,7 +163,7 @@ class TrainingBatches:
         taken = self.stream.taken
         if not in_tokens:
             return len(taken)
-        if len(rows) == len(taken):
+        if distributed.data_parallel_size() == 1:
             return sum(map(self._parts.num_real_tokens, rows))
         return int(self._parts.real_lengths[taken].sum())
 
@@ -337,6 +337,7 @@ class TrainingBatches:
             batches = self._parts.token_batches(order)
             return batches, [settings.batch_tokens] * len(batches)
         ranks = self._parts.ranks
+        begin = replace(begin, batch=begin.batch * ranks)
 
         def ask_for(progress: Progress) -> int:  # for all ranks, while progress counts what is asked for on one
             return ask(rule, replace(progress, batch=progress.batch // ranks), maximum=None).after * ranks

@@ -50,8 +50,6 @@ class TrainingRate:
         self._parts, self._batches, self._settings = parts, batches, parts.settings
         self._optimizers = optimizers
         self._total = total_steps
-        if self.counts_tokens:
-            _ = parts.real_lengths  # which all ranks have together
         block = parts.cfg.get("lr_scheduler", None)
         self._warmup = int(block.get("num_warmup_steps", 0)) if block else 0
         self._warmup_ended_at: float | None = saved.get("warmup_ended_at")
