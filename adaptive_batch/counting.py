@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .extrapolation import Trace
+from .curve import Trace
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -86,17 +86,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
-
-            def forget(_: object) -> None:
-                self.live_bytes -= self._sizes.pop(key)
-                del self._references[key]
-                self._resizable.discard(key)
-
-            self._references[key] = weakref.ref(storage, forget)
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
             known = 0
         if size != known or not known:  # new, or resized in place
             self._sizes[key] = size
             self.live_bytes += size - known
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key)
+        del self._references[key]
+        self._resizable.discard(key)
 
     def _see_resized(self, kwargs: dict[str, Any] | None) -> None:
         """FSDP frees what it has gathered by resizing storages in place, which is no operation: look at them at each of its own."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -59,6 +60,29 @@ def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     _ranks_of_a_model = ranks_of_a_model
     _patient_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+
+@contextmanager
+def pretend(world_size: int, *, ranks_of_a_model: int = 1) -> Iterator[None]:
+    """Inside, this process is rank zero of that many which are not there: collectives have shapes, and move nothing.
+
+    Args:
+        world_size: ranks; 1 changes nothing.
+        ranks_of_a_model: of tensor parallelism; divides the world size.
+    """
+    global _ranks_of_a_model
+    if world_size == 1:
+        yield
+        return
+    assert not _has_group(), "there is a process group already"
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    _ranks_of_a_model = ranks_of_a_model
+    try:
+        yield
+    finally:
+        end()
 
 
 def end() -> None:

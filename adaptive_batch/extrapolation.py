@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 KNEE = 3 / 8  # share of the budget up to which measured peaks stayed flat or gentle before they turned steep
@@ -17,41 +16,6 @@ NOISE = 0.007  # what it is off by as a rule: the root mean square of +-1% is 0.
 HALFWAY, NEARLY = 0.9, 0.975  # shares of the budget that a noisy search aims at on its way
 FINE = 0.01  # steps near the end of a noisy search, so that its answer is within 1% of the truth
 REACHED = 0.002  # an estimated end as near as this is reached
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What a trial held in the course of its program.
-
-    Attributes:
-        program: a number that is the same for the same operations in the same order, within one process.
-        live_bytes: bytes alive after each of them.
-    """
-
-    program: int
-    live_bytes: Sequence[int]
-
-
-def rows_that_fit(fewer: tuple[int, Trace], more: tuple[int, Trace], *, budget_bytes: int) -> float:
-    """Most rows whose program stays within the budget, from two sizes that ran the same program.
-
-    The bytes alive after an operation are a straight line in the rows, so two sizes give every line; the peak is the
-    highest of them at each size, and exact.
-
-    Args:
-        fewer, more: rows of a trial that fitted, and its trace.
-        budget_bytes: most bytes that may be alive.
-
-    Returns:
-        A whole number of rows; infinity where nothing grows.
-    """
-    (few, low), (many, high) = fewer, more
-    limits = (
-        (budget_bytes - above) * (many - few) // (above - below) + many
-        for below, above in zip(low.live_bytes, high.live_bytes, strict=True)
-        if above > below
-    )
-    return min(limits, default=math.inf)
 
 
 class Point(NamedTuple):

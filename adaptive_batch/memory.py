@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from .counting import LiveBytes, storage_bytes
+from .curve import Trace
 from .errors import SettingError
-from .extrapolation import Trace
 
 GIB = 1024**3
 

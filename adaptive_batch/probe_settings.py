@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from .components import nearest
+from .devices import planned_devices
 from .errors import SettingError
 from .keys import check_bool, check_share, check_whole
 from .memory import GIB, parse_size
@@ -29,6 +30,9 @@ class ProbeSettings:
         cache: use a bound that was found before, after trying it once.
         trial_timeout: with several ranks, seconds after which a trial that does not end ends the run.
         assumed_maximum: rows that fit, for ``plan_only``, which tries nothing; None for what a search has found before.
+        plan_for: for ``adaptive_probe``: plan for a device that is not here, a size or a name, or several; None tries what is here.
+        plan_world_size: ranks that share the model of such a plan.
+        plan_changes: also plan what single changes of the configuration would bring.
     """
 
     search: str = "predict"
@@ -41,6 +45,9 @@ class ProbeSettings:
     cache: bool = True
     trial_timeout: int = 600
     assumed_maximum: int | None = None
+    plan_for: object = None
+    plan_world_size: int = 1
+    plan_changes: bool = True
 
     @classmethod
     def from_config(cls, config: object) -> ProbeSettings:
@@ -95,6 +102,10 @@ class ProbeSettings:
         check_whole("probe.trial_timeout", self.trial_timeout, remedy="give seconds, a whole number, 1 or more")
         if self.assumed_maximum is not None:
             check_whole("probe.assumed_maximum", self.assumed_maximum)
+        if self.plan_for is not None:
+            planned_devices(self.plan_for)
+        check_whole("probe.plan_world_size", self.plan_world_size)
+        check_bool("probe.plan_changes", self.plan_changes)
 
     def budget_bytes(self, *, total_bytes: int, available_bytes: int) -> int:
         """What a trial may use on a device that has `total_bytes`, of which `available_bytes` can be had.

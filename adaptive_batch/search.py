@@ -17,8 +17,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .extrapolation import Point, Trace, next_rows, rows_that_fit
+from .curve import MemoryCurve, Trace
+from .extrapolation import Point, next_rows
 
+SURE = (
+    0.95  # share of the budget that an expected curve is trusted to at first, where peaks are not counted to the byte
+)
+ALIKE = 0.1  # by what part of its rise a peak may differ from the expected one before the curve is no longer believed
 CLOSE = 0.012  # after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
 
 
@@ -137,7 +142,8 @@ class Predictive(_Recorded):
 
     Starts from one row, so that it is known at once when nothing fits. Ends on the exact maximum while nothing runs out
     of memory, and within 1.2% below it otherwise. Without peaks it doubles, then bisects. Where trials tell the bytes
-    alive at each operation, two of them tell the maximum, and a third tries it.
+    alive at each operation, two of them tell the maximum, and a third tries it. Where a curve is expected, the first trial is
+    at what it allows, the next at what it allows once it is scaled to the peak that was measured.
 
     Args:
         budget_bytes: most bytes that a trial may hold.
@@ -145,12 +151,22 @@ class Predictive(_Recorded):
         resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not
             grow, so the search is shorter, and more rarely mistaken, when it knows them.
         granularity_bytes: peaks are known to this many bytes; an accelerator's allocator reserves memory in blocks.
+        expected: what peaks should be, from a plan or from earlier trials. It shortens the way, and is believed only as far as
+            trials bear it out.
 
     Raises:
         ValueError: `budget_bytes`, `maximum` or `granularity_bytes` is below 1, or `resident_bytes` below 0.
     """
 
-    def __init__(self, *, budget_bytes: int, maximum: int, resident_bytes: int = 0, granularity_bytes: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        maximum: int,
+        resident_bytes: int = 0,
+        granularity_bytes: int = 1,
+        expected: MemoryCurve | None = None,
+    ) -> None:
         super().__init__("maximum", maximum)
         if budget_bytes < 1:
             raise ValueError(f"budget_bytes={budget_bytes!r}: give a number of bytes, at least 1")
@@ -162,13 +178,19 @@ class Predictive(_Recorded):
         self._resident_bytes = resident_bytes
         self._free_bytes = max(1, budget_bytes - resident_bytes)
         self._rounding = 2 * granularity_bytes / self._free_bytes
+        self._granularity_bytes = granularity_bytes
+        self._expected = expected
 
     @property
     def candidate(self) -> int | None:
-        if not self._trials:
-            return 1
         best, too_many = self.best, self._too_many
         failed = any(not trial.fits for trial in self._trials)
+        if self._expected is not None and self._bears_out(self._expected):
+            return self._rows_by_expectation(self._expected)
+        if not self._trials:
+            return 1
+        if best == 0 and too_many > 1 and self._expected is not None:  # an expectation was too high
+            return max(1, too_many // 2)
         if best == 0 or too_many - best <= (max(1, CLOSE * best) if failed else 1):
             return None
         known = self._rows_by_trace()
@@ -185,13 +207,40 @@ class Predictive(_Recorded):
             target = min(target, best + part * (too_many - best))
         return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
 
+    def _bears_out(self, curve: MemoryCurve) -> bool:
+        """Whether nothing that was tried contradicts a curve."""
+        if any(not trial.fits for trial in self._trials):
+            return False
+        return all(abs(self._scale(curve, trial) - 1) <= ALIKE for trial in self._trials)
+
+    def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
+        """How a trial's peak compares with the expected one, without what was resident; infinity where it is not known."""
+        if trial.peak_bytes is None:
+            return math.inf
+        rise = curve.peak_bytes(trial.batch_size) - self._resident_bytes
+        return (trial.peak_bytes - self._resident_bytes) / rise if rise > 0 else math.inf
+
+    def _rows_by_expectation(self, curve: MemoryCurve) -> int | None:
+        """What a curve allows, scaled to the last trial; None where that is no more than what fits."""
+        if not self._trials:
+            share = 1.0 if self._granularity_bytes == 1 else SURE
+            allowed = curve.max_rows(int(self._budget_bytes * share))
+        else:
+            room = (self._budget_bytes - self._resident_bytes) / self._scale(curve, self._trials[-1])
+            allowed = curve.max_rows(int(self._resident_bytes + room))
+        rows = self._limit if allowed is None else min(allowed, self._limit)
+        if not self._trials:
+            return max(1, rows)
+        return rows if rows > self.best else None
+
     def _rows_by_trace(self) -> int | None:
         """Most rows that fit, where two sizes that ran the same program have told the bytes at each operation."""
         traced = [(trial.batch_size, trial.trace) for trial in self._trials if trial.fits and trial.trace is not None]
         traced.sort(key=lambda pair: pair[0])
         if len(traced) < 2 or traced[-2][1].program != traced[-1][1].program:
             return None
-        return int(min(rows_that_fit(traced[-2], traced[-1], budget_bytes=self._budget_bytes), self._limit))
+        known = MemoryCurve.from_traces(traced[-2], traced[-1]).max_rows(self._budget_bytes)
+        return self._limit if known is None else min(known, self._limit)
 
     def _points(self) -> list[Point]:
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]

@@ -212,21 +212,30 @@ class Rehearsal:
         if not (has_run or (is_prepared and self._sharding.can_finish)):
             if run == self._one_row:  # the first of all, before which there was none to learn from
                 raise self._does_not_fit(what, f"more than {budget_bytes / GIB:.2f} GiB")
-            raise RankLostError(
-                f"{what} ran out of memory on {self._memory.device} within {budget_bytes / GIB:.2f} GiB, where the other ranks wait and "
-                f"cannot be told: {said.splitlines()[0]}",
-                {"doing": what, "error": said},
-            )
-        if not fits:
-            self._drop_gradients()
-            recover(self._memory)
-            self._sharding.finish()
-        if not distributed.any_rank(not fits):
+            raise self._lost(what, said, budget_bytes)
+        try:
+            if not fits:
+                self._drop_gradients()
+                recover(self._memory)
+                self._sharding.finish()
+            fits_everywhere = not distributed.any_rank(not fits)
+        except Exception as error:
+            if distributed.world_size() == 1 or not is_out_of_memory(error):
+                raise
+            raise self._lost(f"what came after {what}", str(error), budget_bytes) from error
+        if fits_everywhere:
             return usage
         if fits:  # on another rank it does not
             self._drop_gradients()
             self._memory.release()
         return None
+
+    def _lost(self, what: str, said: str, budget_bytes: int) -> RankLostError:
+        return RankLostError(
+            f"{what} ran out of memory on {self._memory.device} within {budget_bytes / GIB:.2f} GiB, where the other ranks wait and "
+            f"cannot be told: {(said.splitlines() or ['no word'])[0]}",
+            {"doing": what, "error": said},
+        )
 
     def _resident(self) -> Iterator[torch.Tensor]:
         for tensor in (*self._model.parameters(), *self._model.buffers()):

@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="so many-th operation of those that can be replayed")
     parser.add_argument("--lost", type=int, default=5, help="places of each phase that cost a pair of processes each")
+    parser.add_argument("--ways", type=int, nargs="*", default=range(len(WAYS)), help="of six, by number from 0; default: all")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -65,7 +66,7 @@ def main() -> None:
     print(
         f"{'memory runs out in':<52} {'places':>6} {'replayed':>8} {'lost':>5} {'wrong':>5} {'longest end':>11} {'seconds':>8}"
     )
-    for way in WAYS:
+    for way in (WAYS[number] for number in arguments.ways):
         start = time.perf_counter()
         outcomes = run_way(way, every=arguments.every, lost_of_each_phase=arguments.lost)
         ends = [outcome.seconds for outcome in outcomes if outcome.ended == "lost" and outcome.seconds is not None]

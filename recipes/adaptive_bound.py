@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -13,10 +14,13 @@ from typing import Any
 
 import torch
 from adaptive_parts import TrainingParts, package_version
+from adaptive_planned import Rows, expected_curve
 from omegaconf import OmegaConf
 
 from adaptive_batch import distributed
 from adaptive_batch.counting import storage_bytes
+from adaptive_batch.curve import MemoryCurve
+from adaptive_batch.curve_cache import CachedCurve
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.fingerprint import fingerprint
 from adaptive_batch.lengths import longest_rows
@@ -28,8 +32,6 @@ from adaptive_batch.trial import Rehearsal
 from adaptive_batch.watch import Watch
 
 log = logging.getLogger("adaptive_batch")
-
-Rows = Callable[[int], list[dict[str, Any]]]  # the first so many rows of a trial
 
 # What a trial's memory depends on, of the configuration; the fingerprint of a cached bound is made of it.
 _MEMORY_KEYS = [
@@ -53,6 +55,8 @@ _MEMORY_KEYS = [
     "tensor_parallel_dim",
     "tensor_parallel_plan",
 ]
+
+_PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
 class BoundSearch:
@@ -93,7 +97,7 @@ class BoundSearch:
             key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
             if longest and isinstance(length, int) and length > longest:
                 raise SettingError(key, length, f"the model takes {longest} tokens at most")
-            self._trials[length] = _, tokens = self._trial_rows(length)
+            self._trials[length] = _, tokens = self.rows_of(length)
             if longest and tokens > longest:
                 remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
                 raise SettingError(key, length, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
@@ -155,7 +159,7 @@ class BoundSearch:
             SettingError: a step does not fit, and with the optimizer in backward it cannot be split.
         """
         settings = self._settings
-        rows, tokens = self._trials.get(length) or self._trial_rows(length)
+        rows, tokens = self._trials.get(length) or self.rows_of(length)
 
         def search(*, accumulates: bool) -> ProbeResult:
             rounds = settings.probe.round_to_power_of_two and settings.use_maximum_batch_size
@@ -164,12 +168,7 @@ class BoundSearch:
         step_rows = batch_size * settings.gradient_accumulation_steps
         may_be_another = settings.batch_changes or settings.grows or bool(settings.batch_tokens)
         tries_whole_step = settings.fits_itself and not may_be_another
-        has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
-        several = has_own_number or bool(settings.batch_tokens) or (settings.grows and settings.grow_beyond_maximum)
-        several = (
-            several or self._parts.ranks > distributed.data_parallel_size()
-        )  # each holds more rows than batch_size
-        several = several or (settings.gradient_accumulation_steps > 1 and not tries_whole_step)
+        several = self.has_several or (settings.gradient_accumulation_steps > 1 and not tries_whole_step)
         first = search(accumulates=several)
         if several or step_rows <= first.max_batch_size or not (goes_on or tries_whole_step):
             return [first]
@@ -183,10 +182,19 @@ class BoundSearch:
             )
         return [first, search(accumulates=True)]
 
+    @property
+    def has_several(self) -> bool:
+        """Whether some step has several micro-batches whatever fits, accumulation as configured apart."""
+        settings = self._settings
+        has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
+        holds_more = self._parts.ranks > distributed.data_parallel_size()  # each rank, than batch_size
+        grows_beyond = settings.grows and settings.grow_beyond_maximum
+        return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more
+
     def known(self, path: Path) -> tuple[int, int, str]:
         """What fits as far as it is known without trying: rows, the tokens of each, and where that is from; 0 rows for unknown."""
         probe = self._settings.probe
-        _, tokens = self._trials.get(probe.sequence_length) or self._trial_rows(probe.sequence_length)
+        _, tokens = self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)
         if probe.assumed_maximum is not None:
             return min(probe.assumed_maximum, self.most_rows), tokens, "probe.assumed_maximum says so"
         found = load_latest(path, settings=self._settings_name(tokens))
@@ -285,7 +293,7 @@ class BoundSearch:
             sharding=parts.accumulator.sharding,
             keep_gradients=None
             if self._settings.sync_gradients_every_micro_batch or distributed.world_size() == 1
-            else lambda: self._keep_gradients(trained(1)),
+            else lambda: self.keep_gradients(trained(1)),
         )
         log.info(
             "probing %srows of %d tokens on %s, up to %d rows in %.2f GiB",
@@ -314,14 +322,20 @@ class BoundSearch:
                 resident_bytes = distributed.maximum(rehearsal.resident_bytes)
                 result = known and try_again(known, run_trial)
                 if result is None:
+                    curve = CachedCurve(self._curve_name(rows(1), tokens, accumulates, evaluates), on=probe.cache)
                     result = find_max_batch_size(
                         run_trial,
                         search=self._search(
-                            memory, budget_bytes=min(budgets), maximum=maximum, resident_bytes=resident_bytes
+                            memory,
+                            budget_bytes=min(budgets),
+                            maximum=maximum,
+                            resident_bytes=resident_bytes,
+                            expected=curve.read() or self._planned(rows, memory, curve, accumulates, evaluates),
                         ),
                         round_to_power_of_two=rounds,
                         sequence_length=tokens,
                     )
+                    curve.learn(result.trials)
                 result = replace(
                     result,
                     resident_bytes=resident_bytes,
@@ -361,15 +375,43 @@ class BoundSearch:
         parts, probe = self._parts, self._settings.probe
         plain = OmegaConf.to_container(parts.cfg, resolve=True)
         assert isinstance(plain, dict)
-        packages = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
         return fingerprint(
             {key: plain.get(key) for key in _MEMORY_KEYS},
-            {name: package_version(name) for name in packages},
+            {name: package_version(name) for name in _PACKAGES},
             [probe.search, tokens, parts.packed, str(parts.cfg.device), probe.device_memory, probe.headroom],
             distributed.world_size(),
         )
 
-    def _keep_gradients(self, rows: list[dict[str, Any]]) -> None:
+    def _curve_name(self, rows: Sequence[dict[str, Any]], tokens: int, accumulates: bool, evaluates: bool) -> str:
+        """A name for everything that a peak depends on, whatever it may be."""
+        parts = self._parts
+        plain = OmegaConf.to_container(parts.cfg, resolve=True)
+        assert isinstance(plain, dict)
+        return fingerprint(
+            {key: plain.get(key) for key in _MEMORY_KEYS},
+            {name: package_version(name) for name in _PACKAGES},
+            [tokens, parts.packed, parts.device.type, accumulates, evaluates],
+            [distributed.data_parallel_size(), distributed.world_size(), _shapes(parts.collate(rows))],
+        )
+
+    def _planned(
+        self, rows: Rows, memory: DeviceMemory, curve: CachedCurve, accumulates: bool, evaluates: bool
+    ) -> MemoryCurve | None:
+        """What fake tensors say of peaks that are not counted; None where they cannot, and where two trials tell."""
+        by_plan = self._settings.probe.search == "predict" and self._settings.probe.cache
+        if memory.granularity_bytes == 1 or evaluates or distributed.world_size() > 1 or not by_plan:
+            return None
+        start = time.perf_counter()
+        try:
+            planned = expected_curve(self._parts.cfg, self._settings, rows, accumulates=accumulates)
+        except Exception as error:  # it only shortens the search
+            log.info("searching without a plan, which could not be made: %s: %s", type(error).__name__, error)
+            return None
+        log.info("planned on fake tensors in %.1f s what trials should peak at", time.perf_counter() - start)
+        curve.write(planned)
+        return planned
+
+    def keep_gradients(self, rows: list[dict[str, Any]]) -> None:
         """Leave what there is in mid-step: unsharded gradients and, where noise is measured after the first micro-batch, its reduced ones."""
         if self._settings.measures_noise:
             self._parts.accumulator.rehearse(rows)
@@ -383,7 +425,19 @@ class BoundSearch:
         seconds = self._settings.probe.trial_timeout
         return self.watch.limit(seconds, doing) if self.watch else nullcontext()
 
-    def _search(self, memory: DeviceMemory, *, budget_bytes: int, maximum: int, resident_bytes: int) -> Search:
+    def _search(
+        self,
+        memory: DeviceMemory,
+        *,
+        budget_bytes: int,
+        maximum: int,
+        resident_bytes: int,
+        expected: MemoryCurve | None,
+    ) -> Search:
+        if expected is not None and self._settings.probe.search == "predict":
+            rows = expected.max_rows(budget_bytes)
+            most = maximum if rows is None else min(rows, maximum)
+            log.info("from a plan or a search before, about %d rows should fit; each size that counts is tried", most)
         match self._settings.probe.search:
             case "binary":
                 return BinarySearch(maximum=maximum)
@@ -395,9 +449,10 @@ class BoundSearch:
                     maximum=maximum,
                     resident_bytes=resident_bytes,
                     granularity_bytes=memory.granularity_bytes,
+                    expected=expected,
                 )
 
-    def _trial_rows(self, length: int | str) -> tuple[Callable[[int], list[dict[str, Any]]], int]:
+    def rows_of(self, length: int | str) -> tuple[Callable[[int], list[dict[str, Any]]], int]:
         """A function that gives the first so many rows of a trial, and the tokens of the longest."""
         lengths = self._parts.lengths
         order = longest_rows(lengths, len(lengths))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -151,11 +151,14 @@ class TrainingParts:
         if rows < ranks:
             remedy = f"its rows ({rows}) are fewer than the ranks ({ranks}); start at most {rows}, or give it more rows"
             raise SettingError("dataset", _names(cfg.dataset), remedy)
-        collate = load_function(cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
-        self._pad_id: int = self.tokenizer.pad_id
+        self._choose_collate(pad_id=self.tokenizer.pad_id)
         first = self.dataset._datasets[0] if isinstance(self.dataset, ConcatDataset) else self.dataset
         self._pack_filler: int = getattr(first, "padding_idx", self._pad_id)  # torchtune's builders leave it at 0
-        self._padded: Collate = partial(collate, padding_idx=self._pad_id, ignore_idx=self.loss_fn.ignore_index)
+
+    def _choose_collate(self, *, pad_id: int) -> None:
+        collate = load_function(self.cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
+        self._pad_id = pad_id
+        self._padded: Collate = partial(collate, padding_idx=pad_id, ignore_idx=self.loss_fn.ignore_index)
         self.collate: Collate = padded_collate_packed if self.packed else self._padded
         self.collate_val: Collate = padded_collate_packed if self._packed_val else self._collate_lengthened
 
@@ -357,11 +360,7 @@ class TrainingParts:
             on_change: is told when an out-of-memory error lowers the capacity of training.
         """
         cfg = self.cfg
-        if distributed.world_size() > 1:
-            model = build_sharded(cfg, dtype=self.dtype, device=self.device)
-            load_sharded(model, weights, cfg, dtype=self.dtype, device=self.device)
-        else:
-            model = self._build_whole(weights.load_weights())
+        model = self._build(weights)
         if cfg.compile:
             training.compile_loss(self.loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=self.dtype)
@@ -394,9 +393,15 @@ class TrainingParts:
             filler=lambda: self.filler,
         )
 
-    def _build_whole(self, state: Mapping[str, Any]) -> torch.nn.Module:
+    def _build(self, weights: Weights) -> torch.nn.Module:
+        """The model with its weights, divided where there are several ranks."""
+        if distributed.world_size() > 1:
+            model = build_sharded(self.cfg, dtype=self.dtype, device=self.device)
+            load_sharded(model, weights, self.cfg, dtype=self.dtype, device=self.device)
+            return model
+        state = weights.load_weights()
         with training.set_default_dtype(self.dtype), self.device:
-            model: torch.nn.Module = config.instantiate(self.cfg.model)
+            model = config.instantiate(self.cfg.model)
         if self.cfg.compile:
             training.compile_model(model)
         apply_checkpointing(model, self.cfg)
@@ -439,13 +444,16 @@ class TrainingParts:
         """The optimizer, or one for each parameter inside the backward pass."""
         self.in_backward: OptimizerInBackward | None = None
         if not self.settings.optimizer_in_bwd:
-            self.optimizer = config.instantiate(self.cfg.optimizer, self.model.parameters())
+            self.optimizer = self._new_optimizer(self.model.parameters())
             self.optimizers = [self.optimizer]
             return
-        optimizers = {p: config.instantiate(self.cfg.optimizer, [p]) for p in self.model.parameters()}
+        optimizers = {p: self._new_optimizer([p]) for p in self.model.parameters()}
         self.in_backward = OptimizerInBackward(optimizers)
         self.optimizer = training.create_optim_in_bwd_wrapper(self.model, optimizers)
         self.optimizers = list(optimizers.values())
+
+    def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return config.instantiate(self.cfg.optimizer, parameters)
 
     @property
     def names_of_parameters(self) -> dict[torch.nn.Parameter, str]:

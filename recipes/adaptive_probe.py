@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from adaptive_bound import BoundSearch
+from adaptive_memory import plan_memory
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
 from adaptive_ranks import all_ranks
 from adaptive_resume import Checkpoints
@@ -18,8 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
 from adaptive_batch import distributed
-from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError
 from adaptive_batch.memory import GIB
+from adaptive_batch.memory_plan import MemoryPlan
+from adaptive_batch.page import write_plan_picture
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.settings import Settings
 from adaptive_batch.watch import Watch
@@ -86,9 +89,31 @@ def summary(results: list[ProbeResult]) -> str:
     return "\n".join(lines)
 
 
+def plan(cfg: DictConfig) -> MemoryPlan:
+    """Plan for devices that are not here; tables, ``plan.json`` and, where matplotlib is there, a figure.
+
+    Raises:
+        SettingError: a setting cannot be used, or a component cannot be planned.
+    """
+    planned = plan_memory(cfg)
+    path = Path(cfg.output_dir) / "adaptive_batch" / "plan.json"
+    planned.save(path)
+    print(f"\nwritten to {path}, in {planned.seconds:.1f} s")
+    try:
+        write_plan_picture(planned, path.with_suffix(".png"))
+    except AdaptiveBatchError as error:
+        print(f"no figure beside it: {error}")
+    else:
+        print(f"drawn in {path.with_suffix('.png')}")
+    return planned
+
+
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the search: YAML first, then key=value from the command line over it."""
+    if OmegaConf.select(cfg, "probe.plan_for") is not None:
+        plan(cfg)
+        return
     with all_ranks(cfg) as watch:
         if distributed.is_rank_zero():
             config.log_config(recipe_name="AdaptiveProbe", cfg=cfg)

@@ -66,8 +66,12 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
     distributed.end()
 
 
-def check_parallel(cfg: DictConfig) -> int:
+def check_parallel(cfg: DictConfig, *, world_size: int | None = None) -> int:
     """Refuse what is configured for several ranks and cannot be used.
+
+    Args:
+        cfg: the recipe's configuration.
+        world_size: ranks; None for those that were launched.
 
     Returns:
         How many ranks hold one copy of the model.
@@ -75,7 +79,8 @@ def check_parallel(cfg: DictConfig) -> int:
     Raises:
         SettingError: naming the key.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if distributed.is_launched() else 1
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", 1)) if distributed.is_launched() else 1
     dim = cfg.get("tensor_parallel_dim", None)
     dim = 1 if dim is None else check_whole("tensor_parallel_dim", dim)
     if world_size % dim:

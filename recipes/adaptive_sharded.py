@@ -93,10 +93,10 @@ def load_sharded(
         for module in model.modules():  # parameters alone are offloaded
             buffers = {name: None if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()}
             module._buffers.update(buffers)
-        _compute_rotary_buffers(model, dtype=dtype, device=device)
+        compute_rotary_buffers(model, dtype=dtype, device=device)
         weights.load_divided(model)
         return
-    _compute_rotary_buffers(model, dtype=dtype, device=device)
+    compute_rotary_buffers(model, dtype=dtype, device=device)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in whole.items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=offload)
@@ -106,7 +106,7 @@ def load_sharded(
     training.validate_no_params_on_meta_device(model)
 
 
-def _compute_rotary_buffers(model: torch.nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+def compute_rotary_buffers(model: torch.nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
     """Fill the buffers that no checkpoint holds."""
     with training.set_default_dtype(dtype), device:
         for module in model.modules():

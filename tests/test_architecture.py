@@ -12,7 +12,17 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "adaptive_batch"
 
 FLOORS = (
-    {"errors", "progress", "extrapolation", "noise_scale", "preemption", "full_batch_loss", "agreement"},
+    {
+        "errors",
+        "progress",
+        "extrapolation",
+        "curve",
+        "noise_scale",
+        "preemption",
+        "full_batch_loss",
+        "agreement",
+        "cuda_difference",
+    },
     {
         "counting",
         "keys",
@@ -27,7 +37,7 @@ FLOORS = (
         "watch",
         "saved_tensors",
     },
-    {"memory", "distributed", "token_batches", "clock", "batch_schedules", "named_state", "rank_parts"},
+    {"attribution", "memory", "distributed", "token_batches", "clock", "batch_schedules", "named_state", "rank_parts"},
     {
         "search",
         "growth",
@@ -39,11 +49,12 @@ FLOORS = (
         "sharding",
         "point_reading",
         "point_content",
+        "devices",
     },
-    {"snapshot", "stream", "probe", "components", "replay", "plan", "dealing", "resume_point"},
-    {"in_backward", "accumulation", "probe_settings", "validation_settings", "resume"},
-    {"trial", "evaluation"},
-    {"settings", "shipped", "environment"},
+    {"curve_cache", "snapshot", "stream", "probe", "components", "replay", "plan", "dealing", "resume_point", "any_rows"},
+    {"in_backward", "accumulation", "probe_settings", "validation_settings", "resume", "step_rows"},
+    {"trial", "evaluation", "fake_step"},
+    {"memory_plan", "settings", "shipped", "environment", "loop"},
     {"no_effect", "history.lineage", "history.coverage", "history.changes", "history.repeats", "figures.series"},
     {"history.ledger", "history.timeline", "figures.figure"},
     {"audit", "figures.look", "figures.facts", "figures.probe_figure"},

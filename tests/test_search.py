@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batch.extrapolation import Trace
+from adaptive_batch.curve import Trace
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 
 BUDGET = 16 * 1024**3

@@ -1,0 +1,287 @@
+"""What a training step takes on CUDA that the counted tensors of the same step on a CPU do not show.
+
+Counting sees the results of each operation. It does not see what a CUDA kernel takes for the time that it runs, and for attention
+a CPU has another kernel than CUDA has. Everything here is modelled from PyTorch's source as it stood in 2026, with the headers and
+shape functions of 2.13, and not measured on a GPU; each formula names the file that it was read from, below aten/src/ATen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Backend = Literal["flash", "efficient", "cudnn", "math"]
+
+# What a process takes on the device beside PyTorch's allocator: context, kernels, libraries. An out-of-memory message tells it, as
+# the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
+# 0.49 (A100), 0.41 and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL). This is the most of
+# them, rounded up. github.com: Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
+# lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248, Soul-AILab/SoulX-FlashTalk/issues/5,
+# DINGYANB/MTVCrafter/issues/21, QwenLM/Qwen3-VL/issues/2097, Wan-Video/Wan2.1/issues/465, ali-vilab/VACE/issues/56.
+CONTEXT_BYTES = 7 * 1024**3 // 10
+
+
+def left_out(architectures: Collection[str], *, dtype: torch.dtype, world_size: int = 1) -> tuple[str, ...]:
+    """What nothing here counts, a sentence each.
+
+    Args:
+        architectures: of the devices, empty for one of which only a size is known.
+        dtype: of the weights.
+        world_size: ranks.
+    """
+    capabilities = [int(name.removeprefix("sm_")) for name in architectures if name.startswith("sm_")]
+    sentences = {
+        "CUDA's kernels are modelled from the source of PyTorch, not measured on a GPU": True,
+        "fragmentation: the allocator reserves more than is allocated, in blocks of 2 MiB and more; probe.headroom has to cover it": True,
+        "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
+        "cuDNN's own workspace for attention on Hopper and Blackwell is not known; flash attention's stands in for it": any(
+            90 <= number < 110 for number in capabilities
+        ),
+        "bfloat16 before Ampere: CUDA keeps the weights of attention, a CPU does not, so the plan is too low": (
+            dtype == torch.bfloat16 and any(number < 80 for number in capabilities)
+        ),
+        "float32 weights: CUDA has one kernel for rms_norm, which keeps one activation less for each norm, so the plan is too high": (
+            dtype == torch.float32
+        ),
+        "the buffers of NCCL": world_size > 1,
+        "ROCm: attention is modelled as on CUDA, but is done by another library": any(
+            name.startswith("gfx") for name in architectures
+        ),
+    }
+    return tuple(sentence for sentence, is_so in sentences.items() if is_so)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of ``scaled_dot_product_attention`` without dropout, as its shapes say.
+
+    Attributes:
+        batch, heads, queries, head_dim: the query is ``[batch, heads, queries, head_dim]``.
+        keys, key_heads: key and value are ``[batch, key_heads, keys, head_dim]``.
+        dtype: of all three.
+        mask: the shape of the mask, or None. It is boolean, so that both devices turn it into one of `dtype`.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: torch.dtype
+    key_heads: int
+    mask: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> Attention:
+        """The call with these tensors, of which only shapes and dtype are read."""
+        batch, heads, queries, head_dim = query.shape
+        return cls(
+            batch=batch,
+            heads=heads,
+            queries=queries,
+            keys=key.shape[2],
+            head_dim=head_dim,
+            dtype=query.dtype,
+            key_heads=key.shape[1],
+            mask=None if mask is None else tuple(mask.shape),
+        )
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def is_half(self) -> bool:
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class AttentionDifference:
+    """Bytes that one call of attention takes on CUDA beyond what it takes on a CPU.
+
+    Attributes:
+        saved_bytes: from the forward operation until the backward one.
+        forward_bytes: while the forward operation runs.
+        backward_bytes: while the backward operation runs, without those saved.
+    """
+
+    saved_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+
+def cpu_saved_bytes(call: Attention) -> int:
+    """What a CPU keeps from the forward operation until the backward one, beside query, key and value.
+
+    ``_scaled_dot_product_flash_attention_for_cpu`` takes a mask and any floating dtype (native/transformers/sdp_utils_cpp.cpp). It gives the
+    output and the logarithm of the sums ``[batch, heads, queries]``, in float32, or float64 for that
+    (native/transformers/attention.cpp). A boolean mask is kept as one of the dtype.
+    """
+    rows = call.batch * call.heads * call.queries
+    sums = rows * (8 if call.dtype == torch.float64 else 4)
+    return rows * call.head_dim * call.itemsize + sums + _mask_bytes(call)
+
+
+def cpu_backward_bytes(call: Attention) -> int:
+    """What the backward operation of a CPU gives: the gradients of query, key and value."""
+    rows = call.heads * call.queries + 2 * call.key_heads * call.keys
+    return call.batch * rows * call.head_dim * call.itemsize
+
+
+def attention_backend(call: Attention, compute_capability: tuple[int, int] | None = None) -> Backend:
+    """Which kernel CUDA takes (native/transformers/cuda/sdp_utils.cpp: ``priority_order`` and the constraints of each).
+
+    Flash, then memory-efficient, then math; cuDNN before these on Hopper and the first Blackwells, where its version is 9.15.1
+    or later, as it is in wheels for CUDA 13.
+
+    Args:
+        call: the call, which needs gradients.
+        compute_capability: None is taken as (8, 0).
+    """
+    capability = compute_capability or (8, 0)
+    if call.is_half and capability[0] in (9, 10) and call.head_dim <= 128 and call.head_dim % 8 == 0:
+        return "cudnn"
+    if call.is_half and capability[0] >= 8 and call.mask is None and call.head_dim <= 256:
+        little_shared_memory = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+        if not (little_shared_memory and 192 < call.head_dim <= 224):
+            return "flash"
+    if call.dtype == torch.float64 or (call.dtype == torch.bfloat16 and capability[0] < 8):
+        return "math"
+    if call.is_half:
+        alignment = 8 if capability[0] >= 7 else 1
+    else:
+        alignment = 4 if capability[0] >= 8 else 1
+    return "math" if call.head_dim % alignment else "efficient"
+
+
+def attention_difference_bytes(call: Attention, backend: Backend) -> AttentionDifference:
+    """What attention takes on CUDA beyond what it takes on a CPU.
+
+    ``flash`` (native/transformers/cuda/flash_attn/flash_api.cpp: ``mha_fwd``, ``mha_bwd``) saves what a CPU saves: the output and
+    float32 sums ``[batch, heads, queries]``. Its backward takes, in float32, ``dq_accum`` ``[batch, queries, heads, head_dim]`` and
+    ``softmax_d`` ``[batch, heads, queries]``, queries rounded up to 128 and head_dim to 32 (to 64 beyond 128), and where there are
+    fewer key heads than heads, gradients of key and value for all heads.
+
+    ``efficient`` (attention.cu, attention_backward.cu and mem_eff_attention/kernel_backward.h, all in native/transformers/cuda) rounds the
+    sums up to 32 queries. Its backward takes ``delta`` ``[batch, heads, queries]`` in float32 and a workspace in which the gradient
+    of the query is added up, in blocks of float32; for float32 also the product of output and gradient, before that. With halves
+    of more than 128 the forward adds up in float32. A mask whose last dimension is no multiple of 8 is copied into one that is
+    (native/transformers/attention.cpp: ``preprocess_mask``).
+
+    ``cudnn`` is taken as flash. ``math`` is made of operations that a CPU has as well: where CUDA takes it, a trial under
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` counts it.
+    """
+    if backend == "math":
+        return AttentionDifference()
+    if backend == "efficient":
+        return _efficient_difference(call)
+    rows = _up(call.queries, 128) * call.batch * call.heads
+    accumulated = 4 * rows * (_up(call.head_dim, 32 if call.head_dim <= 128 else 64) + 1)
+    expanded = 0
+    if call.key_heads != call.heads:
+        expanded = 2 * call.batch * call.heads * call.keys * call.head_dim * call.itemsize
+    return AttentionDifference(backward_bytes=accumulated + expanded)
+
+
+def _efficient_difference(call: Attention) -> AttentionDifference:
+    rows = call.batch * call.heads * call.queries
+    padding = 4 * call.batch * call.heads * (_up(call.queries, 32) - call.queries)
+    copied = 0
+    if call.mask is not None and (beyond := call.mask[-1] % 8):
+        padding += _mask_bytes(call) // call.mask[-1] * (8 - beyond)
+        copied = _mask_bytes(call) // call.mask[-1] * (call.mask[-1] + 8 - beyond)
+    accumulator = 4 * rows * call.head_dim if call.is_half and call.head_dim > 128 else 0
+    workspace = 4 * rows + _efficient_workspace_bytes(call)
+    if not call.is_half:
+        workspace = max(workspace, 4 * rows * (call.head_dim + 2))
+    return AttentionDifference(padding, max(accumulator, copied), workspace)
+
+
+def _efficient_workspace_bytes(call: Attention) -> int:
+    """``workspace_size()`` of mem_eff_attention/kernel_backward.h with the blocks that kernels/cutlassB.h names first from sm_80 on."""
+    if call.head_dim <= 64:
+        block_queries, block_keys = 64, 64
+    elif call.is_half and call.head_dim <= 128:
+        block_queries, block_keys = 128, 128
+    else:
+        block_queries, block_keys = 128, 64
+    blocks = math.ceil(call.queries / block_queries) * math.ceil(call.head_dim / block_keys)
+    elements = blocks * (4 + block_queries * block_keys)  # each block has a lock and a counter, 16 bytes in all
+    if call.is_half and call.head_dim > block_queries:  # gradients of key and value do not stay in registers
+        splits = max(1, min(math.ceil(call.keys / block_keys), 200 // (call.batch * call.heads)))
+        elements += 2 * splits * block_keys * _up(call.head_dim, block_queries)
+    return 4 * call.batch * call.heads * _up(elements, 4)
+
+
+def embedding_backward_bytes(*, tokens: int, vocabulary: int, dim: int) -> int:
+    """What the backward of an embedding takes on CUDA while it runs; a CPU takes nothing.
+
+    Up to 3072 tokens it takes nothing. Beyond that it sorts them, and adds up in float32 parts of at most 10 tokens: one row of
+    `dim` for each (native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu).
+    """
+    if tokens <= 3072:
+        return 0
+    distinct = min(tokens, vocabulary)
+    parts = tokens // 10 + distinct
+    return 4 * parts * dim + 8 * (3 * tokens + 2 * distinct + parts)
+
+
+def workspace_bytes(
+    operation: object,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    compute_capability: tuple[int, int] | None = None,
+) -> int:
+    """What CUDA takes while it runs an operation, beside its result, at an operation that is counted on a CPU.
+
+    Args:
+        operation, args, kwargs: as PyTorch dispatches them; without `kwargs` attention is taken to have no mask.
+        compute_capability: of the device that is planned for; None is taken as (8, 0).
+
+    Returns:
+        Bytes for both operations of attention and for the backward of an embedding, 0 for all others.
+    """
+    if operation is torch.ops.aten.embedding_dense_backward.default:
+        gradient, tokens, vocabulary = args[:3]
+        return embedding_backward_bytes(tokens=tokens.numel(), vocabulary=vocabulary, dim=gradient.shape[-1])
+    is_forward = operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    if not is_forward and operation is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return 0
+    query, key = args[:2] if is_forward else args[1:3]
+    call = Attention.of(query, key, (kwargs or {}).get("attn_mask"))
+    difference = attention_difference_bytes(call, attention_backend(call, compute_capability))
+    return difference.forward_bytes if is_forward else difference.backward_bytes
+
+
+def library_workspace_bytes(architecture: str = "") -> int:
+    """What cuBLAS keeps, in memory of PyTorch's allocator: one workspace for the thread that runs forward, one for autograd's.
+
+    32 MiB each on Hopper and Blackwell, 8 MiB and 128 KiB on what was before; on ROCm 128 MiB on gfx94 and gfx95, or else 32 MiB
+    (cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does not say otherwise).
+
+    Args:
+        architecture: ``sm_90`` and the like, ``gfx942`` and the like; empty is taken as the largest of CUDA.
+    """
+    if architecture.startswith("gfx"):
+        return 2 * (128 if architecture.startswith(("gfx94", "gfx95")) else 32) * 1024**2
+    if architecture in ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89"):
+        return 2 * (2 * 4096 + 8 * 16) * 1024
+    return 2 * 32 * 1024**2
+
+
+def fixed_overhead_bytes(architecture: str = "") -> int:
+    """What a process takes on a device before and beside its tensors: its context and the workspaces of cuBLAS."""
+    return CONTEXT_BYTES + library_workspace_bytes(architecture)
+
+
+def _mask_bytes(call: Attention) -> int:
+    return math.prod(call.mask) * call.itemsize if call.mask is not None else 0
+
+
+def _up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
