@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check measure format
+.PHONY: demo test check docs measure format
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,docs,dev]"
 	touch $@
 
 demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned model with the base
@@ -22,12 +22,14 @@ check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED)  ## the site, into site/, with every link checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 measure: $(INSTALLED)  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,dev,bench]"
 	$(BIN)/python -m adaptive_demo
 	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time resume noise_scale kills schedules dealing scale parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks step_time_on_ranks; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/step_time.py --compare micro

@@ -61,7 +61,8 @@ class Accumulator:
 
     Args:
         model: its gradients are summed; they must be clear when :meth:`run` begins.
-        collate: makes one padded batch of rows on the host, with ``tokens`` and ``labels`` of shape `[batch, sequence]`.
+        collate: makes one padded batch of rows on the host, with ``tokens`` and ``labels`` of shape `[batch, sequence]` unless
+            `num_labels` counts them.
         to_device: moves a batch to the device, in place.
         mean_loss: the loss of a batch, averaged over its label tokens after the shift; may empty the batch.
         num_real_tokens: how many of a row's tokens are not padding.
@@ -79,6 +80,9 @@ class Accumulator:
         device: where the model runs; None for where its parameters are.
         sharding: of the model; needed where there are several ranks.
         filler: gives a row for a rank that has none left, where there are several.
+        row_length: tokens of a row; None for those of its ``tokens``.
+        num_labels: labels of a batch, on the host and on the device, that `mean_loss` is the mean over; `filler` then gives a
+            row that has one. None for label tokens after the shift.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class Accumulator:
         device: torch.device | None = None,
         sharding: Sharding | None = None,
         filler: Callable[[], Row] | None = None,
+        row_length: Callable[[Row], int] | None = None,
+        num_labels: Callable[[Batch], torch.Tensor] | None = None,
     ) -> None:
         self._model = model
         self._collate_rows = collate
@@ -120,6 +126,10 @@ class Accumulator:
         self._memory = memory or device_memory(self._device)
         self.sharding = sharding or Sharding(model)
         self._filler = filler
+        self._length = row_length or _length
+        self._num_labels = num_labels
+        # One token has no label after the shift.
+        self._least_length = 2 if num_labels is None else 1
         # Ranks agree on how many there are before they run: the same rows are not cut twice.
         self._cut = lru_cache(maxsize=1)(lambda lengths, capacity: micro_batches(lengths, capacity, self._shapes))
         self._replay = Replay(capacity, memory=self._memory, on_change=on_change)
@@ -136,7 +146,7 @@ class Accumulator:
 
     def num_micro_batches(self, rows: Sequence[Row]) -> int:
         """How many micro-batches some rows are now."""
-        return len(self._cut(tuple(map(_length, rows)), self.capacity))
+        return len(self._cut(tuple(map(self._length, rows)), self.capacity))
 
     @property
     def thrashes(self) -> bool:
@@ -180,7 +190,7 @@ class Accumulator:
         assert self._scale_gradients
         assert self._filler is not None
         undo, row = self._snapshot(), self._filler()
-        self._replay.current = MicroBatch([0], _length(row))
+        self._replay.current = MicroBatch([0], self._length(row))
         try:
             for is_last in (False, True):
                 self.rehearse([row], is_last=is_last)
@@ -225,9 +235,12 @@ class Accumulator:
 
     def collate(self, rows: Sequence[Row], length: int | None = None) -> Batch:
         """One batch on the host, padded to `length` tokens, or to what the shapes ask for where that is None."""
+        longest = max(map(self._length, rows))
         if length is None:
-            length = self._shapes.padded(max(map(_length, rows)))
-        return self._collate_rows(lengthened(rows, length, pad_id=self._pad_id, ignore_index=self._ignore_index))
+            length = self._shapes.padded(longest)
+        if length > longest:
+            rows = lengthened(rows, length, pad_id=self._pad_id, ignore_index=self._ignore_index)
+        return self._collate_rows(rows)
 
     def forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a collated batch's gradients; return the sum of its token losses and the count of its label tokens."""
@@ -255,7 +268,7 @@ class Accumulator:
         return norm
 
     def _attempt(self, rows: Sequence[Row]) -> StepResult:
-        lengths = tuple(map(_length, rows))
+        lengths = tuple(map(self._length, rows))
         pieces = self._cut(lengths, self.capacity)
         assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
         self._replay.current = fullest = self.capacity.fullest(pieces)
@@ -268,7 +281,7 @@ class Accumulator:
         for piece in pieces:
             self._replay.current = piece
             batch = self.collate([rows[i] for i in piece.rows], piece.length)
-            padded_tokens += batch["tokens"].numel()
+            padded_tokens += _padded_tokens(batch, piece)
             if not self._has_labels(batch):  # its mean would be 0/0, and it adds nothing
                 continue
             token_loss, count = self.forward_backward(batch)
@@ -302,7 +315,7 @@ class Accumulator:
         said: str | None = None
         doing = "before its micro-batches"
         try:
-            pieces = self._cut(tuple(map(_length, rows)), self.capacity)
+            pieces = self._cut(tuple(map(self._length, rows)), self.capacity)
             self._replay.current = fullest = self.capacity.fullest(pieces) if pieces else self._filling()
             count = num_micro_batches or max(1, distributed.maximum(len(pieces)))
             assert len(pieces) <= count, f"{len(pieces)} micro-batches on this rank, and {count} were agreed upon"
@@ -355,23 +368,32 @@ class Accumulator:
     def _filling(self) -> MicroBatch:
         """What a rank without rows runs: one row."""
         assert self._filler is not None, "several ranks need a filler"
-        return MicroBatch([0], max(2, _length(self._filler())))
+        return MicroBatch([0], max(self._least_length, self._length(self._filler())))
+
+    def _filler_batch(self) -> Batch:
+        assert self._filler is not None, "several ranks need a filler"
+        row = self._filler()
+        return self.collate([row], self._shapes.padded(max(self._least_length, self._length(row))))
 
     def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums) -> None:
         """One micro-batch; a filler where `piece` is None."""
         if piece is None:
-            assert self._filler is not None, "several ranks need a filler"
-            batch = self.collate([row := self._filler()], self._shapes.padded(max(2, _length(row))))
+            batch = self._filler_batch()
         else:
-            batch = self.collate([rows[i] for i in piece.rows], max(2, piece.length))
-            sums.padded += batch["tokens"].numel()
+            batch = self.collate([rows[i] for i in piece.rows], max(self._least_length, piece.length))
+            sums.padded += _padded_tokens(batch, piece)
         counts = piece is not None and self._has_labels(batch)
         if not counts:  # its mean would be 0/0, and 0 times that is no zero
-            batch["labels"] = batch["tokens"].clone()
+            if self._num_labels is None:
+                batch["labels"] = batch["tokens"].clone()
+            elif piece is not None:
+                batch = self._filler_batch()
         loss, count = self._loss_and_labels(batch)
         token_loss = loss * (count if counts else 0)
         if counts:
-            sums.loss, sums.label_tokens = sums.loss + token_loss.detach(), sums.label_tokens + count
+            # in the type that a rank without labels has too
+            sums.loss = sums.loss + token_loss.detach().to(sums.loss.dtype)
+            sums.label_tokens = sums.label_tokens + count
         if not self._scale_gradients:  # each parameter is stepped as soon as its gradient is there
             sums.add_up()
             token_loss = token_loss * (distributed.world_size() / sums.label_tokens.clamp(min=1))
@@ -439,11 +461,17 @@ class Accumulator:
 
     def _loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self._to_device(batch)
-        count = (batch["labels"][..., 1:] != self._ignore_index).sum()
+        count = self._count_labels(batch)
         return self._mean_loss(batch), count
 
     def _has_labels(self, batch: Batch) -> bool:
-        return bool((batch["labels"][..., 1:] != self._ignore_index).any())
+        return bool(self._count_labels(batch))
+
+    def _count_labels(self, batch: Batch) -> torch.Tensor:
+        if self._num_labels is not None:
+            return self._num_labels(batch)
+        count: torch.Tensor = (batch["labels"][..., 1:] != self._ignore_index).sum()
+        return count
 
     def _multiply_gradients_by(self, scale: torch.Tensor) -> None:
         for parameter in self._model.parameters():
@@ -463,8 +491,7 @@ class _Sums:
         """Two small collectives: counts as whole numbers, and the loss as it is."""
         others = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
         counts = torch.cat([self.label_tokens[None], others])
-        distributed.add_up(counts)
-        distributed.add_up(self.loss)
+        distributed.add_up(counts, self.loss)
         self.label_tokens = counts[0]
         self.rows, self.tokens, self.padded, self.failed = counts[1:].tolist()
 
@@ -486,3 +513,7 @@ def _running_statistics(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def _length(row: Row) -> int:
     return len(row["tokens"])
+
+
+def _padded_tokens(batch: Batch, piece: MicroBatch) -> int:
+    return int(batch["tokens"].numel()) if "tokens" in batch else piece.padded_tokens

@@ -115,6 +115,11 @@ class AttributedBytes(LiveBytes):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._is_counting = True
+            self.check()
+
+    def check(self) -> None:
+        if self._is_counting:
+            super().check()
 
     def step_trace(self, model: nn.Module) -> StepTrace:
         """What was seen, of a model whose gradients are there now."""

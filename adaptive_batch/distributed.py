@@ -148,10 +148,11 @@ def total(value: int) -> int:
     return _reduced([value], dist.ReduceOp.SUM)[0] if world_size() > 1 else value
 
 
-def add_up(tensor: torch.Tensor) -> None:
-    """Puts the sum over all ranks into a tensor, in place."""
+def add_up(*tensors: torch.Tensor) -> None:
+    """Puts the sums over all ranks into some tensors, in place; one collective for each, which do not wait for each other."""
     if world_size() > 1:
-        dist.all_reduce(tensor)
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
 
 
 def gather(value: Result) -> list[Result]:

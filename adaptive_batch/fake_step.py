@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .attribution import AttributedBytes, ModuleNames, StepTrace
 from .counting import storage_bytes
 from .in_backward import OptimizerInBackward
-from .sharding import Sharding
+from .sharding import Sharding, shapes_worked_out_apart
 from .snapshot import optimizer_state_tensors
 
 
@@ -65,8 +65,16 @@ class FakeDevice:
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             return self.mode.from_tensor(tensor, static_shapes=True)
 
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append((module, name))
         with self.mode:
             model._apply(lambda tensor: _through_shards(tensor, fake))  # type: ignore[no-untyped-call]
+        for (owner, own_name), *others in places.values():  # weights that are tied stay so
+            for module, name in others:
+                module._parameters[name] = owner._parameters[own_name]
 
     def batch(self, batch: dict[str, Any]) -> None:
         """Put a batch here, in place; anything but tensors stays as it is."""
@@ -84,6 +92,7 @@ class FakeDevice:
             # A compiled region fails under a dispatch mode, and would hide its tensors from it.
             with (
                 torch.compiler.set_stance("force_eager"),
+                shapes_worked_out_apart(),
                 self.mode,
                 counter,
                 names.following() if names else nullcontext(),
@@ -142,7 +151,7 @@ class FakeStep:
         self.optimizer_peak_bytes: int | None = None
         in_backward = isinstance(optimizer, OptimizerInBackward)
         if in_backward or self._sharding.is_sharded:  # states are made by the first step, FSDP sets itself up in it
-            with device.mode:
+            with torch.compiler.set_stance("force_eager"), device.mode:
                 forward_backward(2)
         if not in_backward:
             self._give_gradients()

@@ -247,11 +247,12 @@ class MemoryPlan:
             f"{'(as it is)':<{width}} " + " ".join(f"{rows:>{c}}" for rows, c in zip(now, columns, strict=True)),
         ]
         for change in self.changes:
-            bounds = " ".join(f"{self._said(most):>{c}}" for most, c in zip(change.bounds, columns, strict=True))
+            bounds = " ".join(f"{self.said(most):>{c}}" for most, c in zip(change.bounds, columns, strict=True))
             lines.append(f"{' '.join(change.overrides):<{width}} {bounds}  {change.cost}")
         return "\n".join(lines)
 
-    def _said(self, rows: int | None) -> str:
+    def said(self, rows: int | None) -> str:
+        """Rows that fit, as text: with a plus where more would."""
         return f"{self.maximum}+" if rows is None or rows >= self.maximum else str(rows)
 
     def as_json(self) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import html
 import json
 import os
+import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from .figures.facts import clock, duration, facts_of
 from .figures.images import require_matplotlib, to_png, to_svg
 from .figures.look import mark_to_svg, style_sheet
 from .figures.of_run import figures_of
+from .figures.plan_figure import answers, changes, in_short, plan_figures
 from .history.timeline import Decision, Timeline
+from .memory_plan import MemoryPlan
 from .report import read_records
+from .saved_plan import read_plan
 
 _MOST_ROWS = 100  # of one kind in the table of decisions
 
@@ -30,15 +34,15 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     """Write the page and the picture of a run.
 
     Args:
-        output_dir: of the run; its ``adaptive_batch/run.jsonl`` and ``adaptive_batch/probe.json`` are read, where
-            they are there.
+        output_dir: of the run; its ``adaptive_batch/run.jsonl``, ``adaptive_batch/probe.json`` and
+            ``adaptive_batch/plan.json`` are read, where they are there.
         output: the page; None for ``adaptive_batch/report.html`` in `output_dir`. The picture has its name, with .png.
 
     Returns:
         The paths of the page and of the picture.
 
     Raises:
-        SettingError: there is neither record nor probe, or the page cannot be written there.
+        SettingError: there is neither record nor probe nor plan, or the page cannot be written there.
         AdaptiveBatchError: matplotlib is not installed.
     """
     require_matplotlib()
@@ -47,14 +51,15 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     if page.is_dir() or page.suffix == ".png" or (output is not None and not page.parent.is_dir()):
         raise SettingError("--output", str(page), "give a file that ends in .html, in a folder that is there")
     has_records, probe = (folder / "run.jsonl").is_file(), read_probe(folder / "probe.json")
-    if not has_records and probe is None:
+    plan = read_plan(folder / "plan.json")
+    if not has_records and probe is None and plan is None:
         raise SettingError(
             "OUTPUT_DIR",
             str(output_dir),
-            "holds neither adaptive_batch/run.jsonl nor a probe.json; give a run's output_dir",
+            "holds neither adaptive_batch/run.jsonl nor a probe.json or plan.json; give a run's output_dir",
         )
     timeline = Timeline.of(read_records(folder / "run.jsonl") if has_records else [])
-    text, picture = render(timeline, probe, name=Path(output_dir).resolve().name)
+    text, picture = render(timeline, probe, plan, name=Path(output_dir).resolve().name)
     png = page.with_suffix(".png")
     _write(page, text.encode())
     _write(png, picture)
@@ -70,15 +75,36 @@ def read_probe(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def render(timeline: Timeline, probe: Mapping[str, Any] | None, *, name: str) -> tuple[str, bytes]:
+def write_plan_picture(plan: MemoryPlan, path: Path) -> None:
+    """Write a plan's figures as a PNG.
+
+    Raises:
+        AdaptiveBatchError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    figures = plan_figures(plan)
+    columns = min(2, len(figures))
+    lines = [part for line in in_short(plan) for part in textwrap.wrap(line, 68 * columns, subsequent_indent="    ")]
+    _write(
+        path, to_png(figures, Timeline.of([]), heading="Planned memory", lines=lines, columns=columns), key="output_dir"
+    )
+
+
+def render(
+    timeline: Timeline, probe: Mapping[str, Any] | None, plan: MemoryPlan | None = None, *, name: str
+) -> tuple[str, bytes]:
     """The page as HTML and the picture as PNG.
 
     Args:
         timeline: of the run.
         probe: the result of its probe, as in ``probe.json``.
+        plan: for devices that are not here.
         name: of the run.
     """
     figures, missing = figures_of(timeline, probe)
+    if plan:
+        figures = [*plan_figures(plan), *figures]
+        missing = missing if timeline.decisions or timeline.steps or probe else []  # it may be a plan and no run
     facts, notes = facts_of(timeline, probe), _notes(timeline, missing)
     drawn = "\n".join(
         f'<figure id="{figure.name}"><figcaption>{html.escape(figure.title)}</figcaption>{to_svg(figure, timeline)}'
@@ -93,6 +119,7 @@ def render(timeline: Timeline, probe: Mapping[str, Any] | None, *, name: str) ->
         notes="".join(f"<p>{html.escape(note)}</p>" for note in notes),
         marks=f'<ul class="marks" aria-label="Marks above the figures">{marks}</ul>' if marks else "",
         figures=drawn,
+        plan=_plan(plan) if plan else "",
         decisions=_decisions(timeline),
         version=html.escape(__version__),
     )
@@ -140,6 +167,30 @@ def _decisions(timeline: Timeline) -> str:
     )
 
 
+def _plan(plan: MemoryPlan) -> str:
+    """The tables of a plan, and what it leaves out."""
+    length = plan.lengths[0].sequence_length
+    tables = [
+        ("Planned memory", answers(plan)),
+        (f"What one change would bring, in rows of {length:,} tokens", changes(plan)),
+    ]
+    left_out = "".join(f"<p>Left out: {html.escape(sentence)}.</p>" for sentence in plan.left_out)
+    return "".join(_table(title, head, lines) for title, (head, lines) in tables if lines) + left_out
+
+
+def _table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A folded table whose first column names each line."""
+    columns = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(name)}</th>{"".join(f"<td>{html.escape(value)}</td>" for value in values)}</tr>'
+        for name, *values in lines
+    )
+    return (
+        f'<details open><summary>{html.escape(title)}</summary><div class="wide" role="region" tabindex="0" '
+        f'aria-label="{html.escape(title)}"><table><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table></div></details>'
+    )
+
+
 def _row(decision: Decision) -> str:
     values = decision.values
     when = values.get("time")
@@ -156,14 +207,14 @@ def _row(decision: Decision) -> str:
     )
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes, *, key: str = "--output") -> None:
     """Aside, then renamed: a page that is looked at is whole."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_bytes(content)
         os.replace(aside, path)
     except OSError as error:
-        raise SettingError("--output", str(path), f"it cannot be written ({error}); give another file") from None
+        raise SettingError(key, str(path), f"it cannot be written ({error}); give another file") from None
 
 
 _PAGE = """\
@@ -190,6 +241,7 @@ _PAGE = """\
 <div class="figures">
 {figures}
 </div>
+{plan}
 {decisions}
 </main>
 <footer>adaptive_batch {version}. Time is that in which the run ran; a stop and its restart are joined.</footer>

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import distributed
 
@@ -130,7 +131,9 @@ class Sharding:
 
     def reset(self) -> None:
         """Bring FSDP's modules back to where they are between two steps, gradients that are kept unsharded dropped."""
-        if not self.is_sharded:
+        if (
+            not self.is_sharded or self._root._get_fsdp_state()._is_root is None
+        ):  # nothing has run, FSDP has not set itself up
             return
         if hasattr(self._root, "reset_iter_state"):  # since torch 2.12
             self._root.reset_iter_state()
@@ -171,6 +174,28 @@ class Sharding:
     def _end_call(self, call: _Call) -> None:
         self._is_inside = False
         self._calls.append(call)
+
+
+@contextmanager
+def shapes_worked_out_apart() -> Iterator[None]:
+    """Inside, DTensor works out shapes under no dispatch mode: it does so with whole tensors, which no rank has."""
+    if distributed.world_size() == 1:
+        yield
+        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    kind: Any = ShardingPropagator
+    work_out = kind._propagate_tensor_meta_non_cached
+
+    def apart(self: Any, *arguments: Any) -> Any:
+        with _disable_current_modes():
+            return work_out(self, *arguments)
+
+    kind._propagate_tensor_meta_non_cached = apart
+    try:
+        yield
+    finally:
+        kind._propagate_tensor_meta_non_cached = work_out
 
 
 class _Recorded:

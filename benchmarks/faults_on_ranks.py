@@ -57,7 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="so many-th operation of those that can be replayed")
     parser.add_argument("--lost", type=int, default=5, help="places of each phase that cost a pair of processes each")
-    parser.add_argument("--ways", type=int, nargs="*", default=range(len(WAYS)), help="of six, by number from 0; default: all")
+    parser.add_argument(
+        "--ways", type=int, nargs="*", default=range(len(WAYS)), help="of six, by number from 0; default: all"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -138,6 +139,9 @@ class _Planner:
             if self._on_accelerator:
                 names = [device.architecture for device in self._devices]
                 said += cuda_difference.left_out(names, dtype=step.parts.dtype, world_size=probe.plan_world_size)
+            else:
+                said.append("what is no tensor: Python, libraries, the dataset")
+                said.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
             return plans, said
 
     def _resolved(self, length: int | str) -> int | str:
@@ -213,7 +217,9 @@ class _Planner:
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
             parts = PlannedParts(cfg, settings, device, reads_data=reads_data)
             try:
-                yield _PlannedStep(parts, lengths)
+                with warnings.catch_warnings():  # torch's words to itself on bf16 norms
+                    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+                    yield _PlannedStep(parts, lengths)
             except _CANNOT as error:
                 raise _cannot_be_planned(cfg, error) from error
 

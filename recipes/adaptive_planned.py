@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torchtune import config, training
 from adaptive_batch import distributed
 from adaptive_batch.cuda_difference import workspace_bytes
 from adaptive_batch.curve import MemoryCurve
-from adaptive_batch.errors import SettingError
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.fake_step import FakeDevice, FakeStep
 from adaptive_batch.settings import Settings
 
@@ -89,7 +90,7 @@ class PlannedParts(TrainingParts):
     def build_data(self) -> None:
         """The loss, and rows: of the dataset, or made up."""
         if self.reads_data:
-            super().build_data()
+            self._read_what_is_at_hand()
         else:
             self.loss_fn = config.instantiate(self.cfg.loss)
             blocks = self.cfg.dataset
@@ -105,6 +106,21 @@ class PlannedParts(TrainingParts):
                 return real(rows)
 
         self.collate = collate
+
+    def _read_what_is_at_hand(self) -> None:
+        try:
+            with _offline():
+                super().build_data()
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:  # the tokenizer's and the dataset's own libraries have many
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            remedy = "the rows that should tell their length are not at hand"
+            raise SettingError(
+                "probe.sequence_lengths",
+                None,
+                f"{remedy} ({type(error).__name__}: {said}); give lengths, such as [512,1024,2048], and no file is read",
+            ) from error
 
     def made_up_row(self, tokens: int) -> dict[str, Any]:
         """A row of text of that many tokens, each with a label."""
@@ -203,6 +219,27 @@ def expected_curve(cfg: DictConfig, settings: Settings, rows: Rows, *, accumulat
     step = fake_step(parts, rows, accumulates=accumulates)
     few, more = (step.trace(size) for size in (FEW, MORE))
     return MemoryCurve.from_traces((FEW, few.trace), (MORE, more.trace))
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Inside, the libraries that fetch datasets take what is on the disk."""
+    import datasets
+    from huggingface_hub import constants
+
+    places = (
+        (constants, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_DATASETS_OFFLINE"),
+    )
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(places, before, strict=True):
+            setattr(module, name, value)
 
 
 class StatesOfBitsandbytes(torch.optim.Optimizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from itertools import pairwise
 from math import ceil, log2
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batch.curve import Trace
+from adaptive_batch.curve import Line, MemoryCurve, Trace
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 
 BUDGET = 16 * 1024**3
@@ -351,3 +352,83 @@ def test_a_prediction_that_a_trial_contradicts_is_dropped():
     while (candidate := search.candidate) is not None:
         search.record(Trial(candidate, candidate <= 50, 90 + 10 * candidate, trace=Trace(1, [90 + 10 * candidate])))
     assert search.best in (49, 50)
+
+
+# --- an expected curve ---------------------------------------------------------------------------------------------------
+
+BLOCK = 20 * 1024**2  # what an accelerator's allocator reserves at once
+
+
+def expected(true: Peak, resident: int, off: float) -> MemoryCurve:
+    """A line from what is resident, whose rise is off by a part."""
+    row = (true(2) - true(1)) * (1 + off)
+    return MemoryCurve((Line(Fraction(resident), Fraction(row), 0),))
+
+
+def in_blocks(peak: Peak) -> Callable[[int], Trial]:
+    def answer(rows: int) -> Trial:
+        fits = peak(rows) <= BUDGET
+        return Trial(rows, fits, ceil(peak(rows) / BLOCK) * BLOCK if fits else None)
+
+    return answer
+
+
+@pytest.mark.parametrize("true_maximum", [1, 2, 37, 700, 3000])
+@pytest.mark.parametrize("resident", FIXED_SHARES)
+def test_an_exact_expectation_takes_one_trial(true_maximum: int, resident: float) -> None:
+    peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
+    curve = expected(peak, held, 0.0)
+    search = Predictive(budget_bytes=BUDGET, maximum=100_000, resident_bytes=held, expected=curve)
+    trials = run(search, ideal(peak))
+    assert [trial.batch_size for trial in trials] == [true_maximum]
+
+
+@pytest.mark.parametrize("off", [-0.05, -0.02, 0.0, 0.02, 0.05])
+@pytest.mark.parametrize("true_maximum", [1, 2, 5, 37, 80, 300, 700, 3000])
+@pytest.mark.parametrize("resident", FIXED_SHARES)
+def test_an_expectation_within_five_percent_takes_three_trials(true_maximum: int, resident: float, off: float) -> None:
+    peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
+    search = Predictive(
+        budget_bytes=BUDGET,
+        maximum=100_000,
+        resident_bytes=held,
+        granularity_bytes=BLOCK,
+        expected=expected(peak, held, off),
+    )
+    trials = run(search, in_blocks(peak))
+    assert len(trials) <= 3
+    assert search.best >= (0.97 * true_maximum if true_maximum > 80 else true_maximum - 1)
+    assert out_of_memory(trials) <= 1
+
+
+@given(
+    true_maximum=st.integers(1, 4000),
+    resident=st.sampled_from(FIXED_SHARES),
+    factor=st.floats(0.05, 20),
+    block=st.sampled_from([1, BLOCK]),
+)
+@settings(max_examples=200)
+def test_a_wrong_expectation_costs_trials_and_no_rows(
+    true_maximum: int, resident: float, factor: float, block: int
+) -> None:
+    peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
+    search = Predictive(
+        budget_bytes=BUDGET,
+        maximum=4096,
+        resident_bytes=held,
+        granularity_bytes=block,
+        expected=expected(peak, held, factor - 1),
+    )
+    trials = run(search, ideal(peak) if block == 1 else in_blocks(peak), at_most=30)
+    assert search.best >= min(true_maximum - 1, 0.95 * true_maximum)
+    assert all(peak(trial.batch_size) <= BUDGET for trial in trials if trial.fits)
+
+
+def test_a_device_that_cannot_say_what_it_used_takes_the_first_size_from_the_curve() -> None:
+    peak = power(64, 0.1, 1)
+    search = Predictive(
+        budget_bytes=BUDGET, maximum=4096, granularity_bytes=BLOCK, expected=expected(peak, int(0.1 * BUDGET), 0.0)
+    )
+    trials = run(search, lambda rows: Trial(rows, peak(rows) <= BUDGET))
+    assert 55 <= trials[0].batch_size <= 64
+    assert search.best in (63, 64)

@@ -63,7 +63,9 @@ def to_svg(figure: Figure, timeline: Timeline) -> str:
     return head + svg[svg.index(">") + 1 :].strip()
 
 
-def to_png(figures: Sequence[Figure], timeline: Timeline, *, heading: str, lines: Sequence[str]) -> bytes:
+def to_png(
+    figures: Sequence[Figure], timeline: Timeline, *, heading: str, lines: Sequence[str], columns: int = 2
+) -> bytes:
     """All figures on one sheet, for people without a browser.
 
     Args:
@@ -71,15 +73,16 @@ def to_png(figures: Sequence[Figure], timeline: Timeline, *, heading: str, lines
         timeline: whose events are marked.
         heading: the first line.
         lines: of text below it.
+        columns: figures side by side.
     """
     import matplotlib
     from matplotlib.figure import Figure as Canvas
     from matplotlib.lines import Line2D
 
-    pairs = [figures[place : place + 2] for place in range(0, len(figures), 2)]
-    heights = [max(height_of(figure, timeline) for figure in pair) + _SHEET_TITLE + _SHEET_GAP for pair in pairs]
+    sheet_rows = [figures[place : place + columns] for place in range(0, len(figures), columns)]
+    heights = [max(height_of(figure, timeline) for figure in row) + _SHEET_TITLE + _SHEET_GAP for row in sheet_rows]
     top = 2 * _SHEET_GAP + _SHEET_LINE * len(lines)
-    width, height = 2 * WIDTH + 3 * _SHEET_GAP, top + sum(heights) + 2 * _SHEET_GAP
+    width, height = columns * WIDTH + (columns + 1) * _SHEET_GAP, top + sum(heights) + 2 * _SHEET_GAP
     with matplotlib.rc_context({**settings(), "text.parse_math": False}):
         sheet = Canvas(figsize=(width / 72, height / 72), facecolor="white", dpi=120)
 
@@ -89,14 +92,14 @@ def to_png(figures: Sequence[Figure], timeline: Timeline, *, heading: str, lines
         write(_SHEET_GAP, 14, heading, fontsize=16, fontweight="bold")
         write(_SHEET_GAP, 14 + _SHEET_GAP, "\n".join(lines), linespacing=1.3, color=LIGHT["muted"])
         y: float = top
-        for pair, rowheight_of in zip(pairs, heights, strict=True):
-            for column, figure in enumerate(pair):
+        for row, row_height in zip(sheet_rows, heights, strict=True):
+            for column, figure in enumerate(row):
                 x = _SHEET_GAP + column * (WIDTH + _SHEET_GAP)
                 write(x, y, figure.title, fontsize=12, fontweight="bold")
                 # Axes of one row stand at one height.
-                lowered = rowheight_of - _SHEET_GAP - height_of(figure, timeline)
+                lowered = row_height - _SHEET_GAP - height_of(figure, timeline)
                 draw(figure, timeline, sheet, x=x, y=y + lowered)
-            y += rowheight_of
+            y += row_height
         handles = [
             Line2D([], [], linestyle="none", marker=MARKS[event][0], color=LIGHT[MARKS[event][1]], label=event)
             for event in events_of(timeline)

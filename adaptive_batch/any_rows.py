@@ -1,0 +1,123 @@
+"""Rows and batches that another's code makes: their lengths, their labels, the longest of them, and their way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from . import distributed
+from .errors import SettingError
+from .lengths import longest_rows, row_lengths
+
+IGNORE_INDEX = -100  # what torch's cross-entropy and Hugging Face's models take for no label
+
+RowLength = Callable[[Any], int] | int | None
+
+
+class AnyRows(Dataset[Any]):
+    """A map-style dataset whose rows may be anything.
+
+    Args:
+        dataset: with a length.
+        row_length: tokens of a row, or a number where all rows are alike; None for those of its ``tokens`` or ``input_ids``.
+
+    Raises:
+        SettingError: it has no rows.
+    """
+
+    def __init__(self, dataset: Any, row_length: RowLength = None) -> None:
+        if not len(dataset):
+            raise SettingError("dataset", type(dataset).__name__, "it has no rows")
+        self._dataset = dataset
+        self._row_length = row_length
+        self._lengths: torch.Tensor | None = None
+        self._longest_first: list[int] = []
+        self._read: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._dataset[number]
+
+    def length(self, row: Any) -> int:
+        """Tokens of a row."""
+        if isinstance(self._row_length, int):
+            return self._row_length
+        return int((self._row_length or _tokens)(row))
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row: int64, `[rows]`; measured once, by rank zero, unless all are alike."""
+        if self._lengths is None:
+            if isinstance(self._row_length, int):
+                self._lengths = torch.full((len(self),), self._row_length)
+            else:
+                rows = _Measured(self)
+                self._lengths = distributed.from_rank_zero(
+                    lambda: row_lengths(rows, cache_dir=None, fingerprint="any", show_progress=False)
+                )
+        return self._lengths
+
+    def longest(self, count: int) -> list[Any]:
+        """The `count` longest rows, each read once."""
+        if not self._longest_first:
+            self._longest_first = longest_rows(self.lengths, len(self))
+        self._read.extend(self[number] for number in self._longest_first[len(self._read) : count])
+        return self._read[:count]
+
+    def forget(self) -> None:
+        """Let go of the rows that were read for :meth:`longest`."""
+        self._read = []
+
+
+class _Measured:
+    """Rows as :func:`adaptive_batch.lengths.row_lengths` reads them."""
+
+    def __init__(self, rows: AnyRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int, /) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.empty(self._rows.length(self._rows[number]), device="meta")}
+
+
+def label_tokens(batch: Any) -> torch.Tensor:
+    """The number of labels of a batch that has ``labels``, where -100 is none.
+
+    Of `[batch, sequence]` they are counted after the shift, as causal language models do, where position `i` predicts the label
+    at `i + 1`; of `[batch]` all are counted.
+
+    Raises:
+        SettingError: the batch is no mapping with such labels.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or not 1 <= labels.dim() <= 2:
+        remedy = "give a function of a batch, such as lambda batch: len(batch[0])"
+        raise SettingError("num_labels", None, f"a batch is a {type(batch).__name__} without `labels`; {remedy}")
+    return ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum()
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A batch on a device: what has ``to``, and such in mappings, lists and tuples; all else as it is."""
+    if hasattr(value, "to"):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: moved(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _tokens(row: Any) -> int:
+    for key in ("tokens", "input_ids"):
+        if isinstance(row, Mapping) and key in row:
+            return len(row[key])
+    remedy = "give a function of a row, or 1 where all rows are alike"
+    raise SettingError("row_length", None, f"a row is a {type(row).__name__} without `tokens` or `input_ids`; {remedy}")

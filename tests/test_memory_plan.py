@@ -1,0 +1,239 @@
+"""A memory plan's table, file and order of changes say what its curves say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batch.attribution import Held, Where
+from adaptive_batch.curve import Line, MemoryCurve
+from adaptive_batch.fake_step import Resident
+from adaptive_batch.memory import GIB
+from adaptive_batch.memory_plan import Change, Kinds, LengthPlan, MemoryPlan, Target, ranked
+
+RESIDENT = Resident(parameters=2 * GIB, buffers=GIB // 4, optimizer=4 * GIB, gradients=0)
+FLAT, STEEP = Line(Fraction(9 * GIB), Fraction(GIB, 8), 3), Line(Fraction(7 * GIB), Fraction(GIB), 5)
+KINDS = (Kinds(FLAT, (GIB, GIB / 16), GIB), Kinds(STEEP, (GIB / 2, GIB * 3 / 4), 0))
+HELD = Held(
+    Where("layers.1.mlp", "mm", True),
+    (
+        (Where("layers.1.mlp", "mm", False), 6 * GIB),
+        (Where("layers.0.mlp", "mm", False), 4 * GIB),
+        (Where("", "_log_softmax", False), 8 * GIB),
+        (Where("layers.1.mlp", "mm", True), 2 * GIB),
+    ),
+)
+LENGTH = LengthPlan(
+    sequence_length=512,
+    resident=RESIDENT,
+    curve=MemoryCurve((FLAT, STEEP)),
+    kinds=KINDS,
+    one_row_bytes=10 * GIB,
+    optimizer_peak_bytes=8 * GIB,
+    checked=(5, 12 * GIB, 12 * GIB),
+    held=((5, HELD),),
+)
+BIG = Target("80 GiB", 80 * GIB, 75 * GIB, (("the driver's context", GIB), ("headroom (5%)", 4 * GIB)))
+SMALL = Target("small", 12 * GIB, 11 * GIB)
+
+
+def plan(*targets, **options):
+    return MemoryPlan(
+        targets or (BIG, SMALL), options.pop("lengths", (LENGTH,)), options.pop("maximum", 4096), **options
+    )
+
+
+def test_the_bound_is_what_the_curve_allows_below_the_maximum():
+    assert [plan().bound(LENGTH, target) for target in (BIG, SMALL)] == [68, 4]
+    assert plan(maximum=16).bound(LENGTH, BIG) == 16
+    flat = replace(LENGTH, curve=MemoryCurve((Line(Fraction(GIB), Fraction(0), 0),)))
+    assert flat.max_rows(75 * GIB) is None
+    assert plan().bound(flat, BIG) == 4096
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows"),
+    [(10 * GIB, 3), (10 * GIB - 1, 0), (8 * GIB - 1, 0)],
+    ids=["a row fits", "no row fits", "the optimizer's step does not fit"],
+)
+def test_where_a_row_or_the_optimizers_step_does_not_fit_nothing_does(budget, rows):
+    assert LENGTH.max_rows(budget) == rows
+
+
+def test_one_row_that_fits_is_a_bound_of_one_even_where_the_curve_says_less():
+    little = replace(LENGTH, one_row_bytes=7 * GIB)
+    assert little.curve.max_rows(8 * GIB) == 0
+    assert little.max_rows(8 * GIB) == 1
+    assert little.peak_bytes(1) == 8 * GIB  # the optimizer's step
+    assert replace(little, optimizer_peak_bytes=None).peak_bytes(1) == 7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("gib", "what"),
+    [
+        (1, "the parameters (2.00 GiB, 2.00 GiB with what comes before)"),
+        (2.1, "the buffers (0.25 GiB, 2.25 GiB with what comes before)"),
+        (6, "the optimizer's state (4.00 GiB, 6.25 GiB with what comes before)"),
+        (7, "the optimizer's step (8.00 GiB at its peak)"),
+        (9, "forward and backward of one row (10.00 GiB at their peak)"),
+        (10, None),
+    ],
+)
+def test_the_first_thing_that_does_not_fit_is_named(gib, what):
+    assert LENGTH.first_too_large(int(gib * GIB)) == what
+    target = Target("it", 100 * GIB, int(gib * GIB))
+    assert (plan(target).bound(LENGTH, target) == 0) == (what is not None)
+    lines = plan(target).table().splitlines()
+    assert (f"  512 tokens: {what} does not fit" in lines) == (what is not None)
+    assert plan(target).as_json()["devices"][0]["lengths"][0]["first_too_large"] == what
+
+
+def test_gradients_that_stay_are_among_what_may_not_fit():
+    accumulating = replace(LENGTH, resident=replace(RESIDENT, gradients=2 * GIB))
+    assert (
+        accumulating.first_too_large(8 * GIB) == "the gradients that stay (2.00 GiB, 8.25 GiB with what comes before)"
+    )
+    assert "gradients that stay 2.00" in plan(lengths=(accumulating,)).table()
+
+
+@given(rows=st.integers(2, 500))
+def test_kinds_add_up_to_the_peak(rows):
+    composition = LENGTH.composition(rows)
+    assert sum(composition.values()) == pytest.approx(LENGTH.curve.peak_bytes(rows), abs=1)
+    assert min(composition.values()) >= 0
+    assert composition["parameters"] == 2 * GIB
+    # the curve's lines cross at 16 / 7 rows: flat holds gradients, steep holds none
+    assert composition["gradients"] == (GIB if rows <= 2 else 0)
+
+
+def test_the_table_has_a_line_for_each_device_and_length():
+    longer = replace(LENGTH, sequence_length=1024, checked=None, held=())
+    lines = plan(lengths=(LENGTH, longer)).table().splitlines()
+    assert lines[0].split() == [
+        "device",
+        "length",
+        "max_batch_size",
+        "tokens",
+        "peak",
+        "GiB",
+        "GiB",
+        "a",
+        "row",
+        "free",
+        "GiB",
+    ]
+    rows = [line.split() for line in lines[1:5]]
+    assert rows[0] == ["80", "GiB", "512", "68", "34816", "75.00", "1.0000", "0.00"]
+    assert rows[2] == ["small", "512", "4", "2048", "11.00", "1.0000", "0.00"]
+    assert [row[-6] for row in rows] == ["512", "1024", "512", "1024"]
+    assert len({len(line) for line in lines[:5]}) == 1  # aligned
+    assert lines[5] == "80 GiB: 75.00 GiB may be used of 80.00, 1.00 for the driver's context, 4.00 for headroom (5%)"
+    assert lines[6] == "small: 11.00 GiB may be used of 12.00"
+    assert lines[7] == "fixed: 6.25 GiB: parameters 2.00, optimizer state 4.00, buffers 0.25"
+    assert lines[8] == "optimizer's step: 8.00 GiB at its peak, whatever the batch"
+    assert lines[-1] == "checked: a third size, 5 rows, lies on the curve to the byte"
+
+
+def test_a_bound_that_is_the_maximum_is_shown_as_at_least_that():
+    assert plan(BIG, maximum=16).table().splitlines()[1].split()[3] == "16+"
+
+
+def test_a_device_on_which_nothing_fits_has_no_free_memory_to_show():
+    assert plan(Target("tiny", GIB, GIB)).table().splitlines()[1].split() == [
+        "tiny",
+        "512",
+        "0",
+        "0",
+        "10.00",
+        "0.1250",
+        "-",
+    ]
+
+
+def test_a_check_that_is_off_says_by_how_much():
+    off = replace(LENGTH, checked=(5, 12 * GIB, 12 * GIB + GIB // 100))
+    assert plan(lengths=(off,)).table().endswith("5 rows, lies on the curve within 0.08%")
+    assert "checked" not in plan(lengths=(replace(LENGTH, checked=None),)).table()
+
+
+def test_ranks_are_said_where_there_are_several():
+    assert "fixed on each of 8 ranks: 6.25 GiB" in plan(world_size=8).table()
+    assert "optimizer's step" not in plan(lengths=(replace(LENGTH, optimizer_peak_bytes=None),)).table()
+
+
+def test_where_the_peak_is_and_what_it_is_made_of_is_said():
+    text = LENGTH.explain(68)
+    assert text.splitlines()[0] == (
+        "peak of 68 x 512 tokens: 75.00 GiB: activations 51.50, at work in backward 17.25, optimizer state 4.00, parameters 2.00"
+    )
+    # like layers are one; 6 + 4 of 20 GiB
+    assert text.splitlines()[1] == (
+        "  reached in backward of layers.1.mlp (mm); most of what comes and goes: "
+        "layers.*.mlp (mm) 50%, the loss (_log_softmax) 40%, layers.*.mlp (mm, backward) 10%"
+    )
+    assert len(LENGTH.explain(2).splitlines()) == 1  # nothing was attributed at that line
+
+
+def test_the_file_has_plain_values_and_sizes_in_bytes(tmp_path):
+    made = plan(
+        left_out=("compile",),
+        changes=(Change(("a=1",), "time", (None, 3)), Change(("b=2",), "more", refused="it cannot be")),
+        seconds=1.23456,
+        world_size=2,
+    )
+    path = tmp_path / "below" / "plan.json"
+    made.save(path)
+    record = json.loads(path.read_text())
+    assert record == json.loads(json.dumps(made.as_json()))
+    assert [device["name"] for device in record["devices"]] == ["80 GiB", "small"]
+    answer = record["devices"][0]["lengths"][0]
+    assert (answer["max_batch_size"], answer["peak_bytes"], answer["bytes_per_row"]) == (68, 75 * GIB, GIB)
+    assert sum(answer["composition"].values()) == 75 * GIB
+    assert record["devices"][0]["taken"] == {"the driver's context": GIB, "headroom (5%)": 4 * GIB}
+    (length,) = record["lengths"]
+    assert length["resident"] == {"parameters": 2 * GIB, "buffers": GIB // 4, "optimizer": 4 * GIB, "gradients": 0}
+    assert [line["fixed_bytes"] for line in length["lines"]] == [9 * GIB, 7 * GIB]
+    assert length["checked"] == {"rows": 5, "peak_bytes": 12 * GIB, "said": 12 * GIB}
+    assert record["changes"][0]["bounds"] == [None, 3]
+    assert record["changes"][1]["refused"] == "it cannot be"
+    assert (record["seconds"], record["left_out"], record["world_size"]) == (1.23, ["compile"], 2)
+    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_the_last_plan_replaces_the_one_before(tmp_path):
+    path = tmp_path / "plan.json"
+    plan().save(path)
+    plan(BIG).save(path)
+    assert len(json.loads(path.read_text())["devices"]) == 1
+
+
+def test_changes_are_ordered_by_what_they_bring_and_those_that_bring_nothing_are_left_out():
+    some, most = Change(("some=1",), "", (12, 5)), Change(("most=1",), "", (20, 8))
+    unlimited, one_only = Change(("unlimited=1",), "", (None, 4)), Change(("one=1",), "", (10, 5))
+    longer = Change(("two=1", "keys=2"), "", (20, 8))
+    nothing, worse = Change(("nothing=1",), "", (10, 4)), Change(("worse=1",), "", (9, 3))
+    refused = Change(("refused=1",), "", refused="it cannot be")
+    found = ranked([nothing, longer, some, refused, one_only, unlimited, worse, most], [10, 4])
+    assert [change.overrides[0] for change in found] == ["unlimited=1", "most=1", "two=1", "some=1", "one=1"]
+
+
+def test_what_makes_a_first_row_fit_is_a_gain():
+    fits = Change(("fits=1",), "", (1,))
+    assert ranked([fits, Change(("not=1",), "", (0,))], [0]) == (fits,)
+
+
+def test_the_table_of_changes_is_aligned_and_begins_with_what_there_is():
+    changes = (Change(("checkpointing=True",), "compute", (None, 30)), Change(("a=1", "b=2"), "nothing", (70, 4)))
+    lines = plan(changes=changes).table_of_changes().splitlines()
+    assert lines[0] == "what one change would bring, in rows of 512 tokens:"
+    assert lines[1].split() == ["key=value", "80", "GiB", "small", "what", "it", "costs"]
+    assert lines[2].split() == ["(as", "it", "is)", "68", "4"]
+    assert lines[3].split() == ["checkpointing=True", "4096+", "30", "compute"]
+    assert lines[4].split() == ["a=1", "b=2", "70", "4", "nothing"]
+    assert len({line.index(cell) + len(cell) for line, cell in zip(lines[2:], ("68", "4096+", "70"), strict=True)}) == 1
+    assert plan().table_of_changes() == ""
