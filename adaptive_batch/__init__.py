@@ -2,6 +2,10 @@
 
 With torchtune, the recipes `adaptive_full_finetune` and `adaptive_probe` are all one needs. Without it, in any loop:
 
+    adaptive_batch.loop.AdaptiveLoop            all of it put together: bound, steps that grow, micro-batches, learning rate
+
+or its parts:
+
     adaptive_batch.probe.find_max_batch_size    the largest batch that fits, from trials and a search
     adaptive_batch.trial.Rehearsal              trials of a training step that leave no trace
     adaptive_batch.search                       Predictive, BinarySearch, Halving: which size to try next

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from .counting import LiveBytes
@@ -184,7 +185,7 @@ class AttributedBytes(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # most of what fake tensors are asked, and no operation
-            return func(*args)
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self._names is not None:
             backward = torch._C._current_graph_task_id() != -1
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")

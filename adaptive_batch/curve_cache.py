@@ -33,7 +33,8 @@ class CachedCurve:
 
     def learn(self, trials: Iterable[Trial]) -> None:
         """Keep what trials tell, where two of them have counted the same operations."""
-        traced = sorted((t.batch_size, t.trace) for t in trials if t.fits and t.trace is not None)
+        known = {t.batch_size: t.trace for t in trials if t.fits and t.trace is not None}
+        traced = sorted(known.items(), key=lambda item: item[0])
         if len(traced) > 1 and traced[-2][1].program == traced[-1][1].program:
             self.write(MemoryCurve.from_traces(traced[-2], traced[-1]))
 

@@ -15,7 +15,6 @@ from .fake_step import Resident
 from .memory import GIB
 
 _FORMAT = 1
-UNLIMITED = "any number of rows"
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,6 @@ class Change:
         cost: what it costs.
         bounds: rows that fit under it on each device, in the order of the plan's; None for any number.
         refused: why it could not be planned; empty where it was.
-        rows_factor: of how many rows of the plan one row is worth, for a shorter length or more devices.
     """
 
     overrides: tuple[str, ...]

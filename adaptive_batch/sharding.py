@@ -131,9 +131,8 @@ class Sharding:
 
     def reset(self) -> None:
         """Bring FSDP's modules back to where they are between two steps, gradients that are kept unsharded dropped."""
-        if (
-            not self.is_sharded or self._root._get_fsdp_state()._is_root is None
-        ):  # nothing has run, FSDP has not set itself up
+        # FSDP sets itself up when it first runs.
+        if not self.is_sharded or self._modules[0]._get_fsdp_state()._is_root is None:
             return
         if hasattr(self._root, "reset_iter_state"):  # since torch 2.12
             self._root.reset_iter_state()
