@@ -179,6 +179,9 @@ class AttributedBytes(LiveBytes):  # type: ignore[no-untyped-call]
         held[self._last] += workspace
         return tuple((where, size) for where, size in held.most_common() if size)
 
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return True  # all of them stand for some that have memory
+
     def see(self, tensor: torch.Tensor) -> None:
         """Count a tensor that no operation has made."""
         self._see(tensor.untyped_storage())

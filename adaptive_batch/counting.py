@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .curve import Trace
@@ -107,9 +108,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (storage := self._references[key]()) is not None:
                 self._see(storage)
 
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has memory: DTensor works out shapes on some that have none, in operations that come by here."""
+        return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
     def _see_all(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
-            self._see(result.untyped_storage())
+            if self._counts(result):
+                self._see(result.untyped_storage())
         elif isinstance(result, tuple | list):
             for item in result:
                 self._see_all(item)

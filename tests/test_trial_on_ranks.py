@@ -219,7 +219,9 @@ def test_the_rank_that_may_use_least_decides(ranks, sync):
         assert {size for size, fits, _ in tried[0] if fits} | {4} <= {size for size, *_ in tried[0]}
         for size, fits, largest in tried[0]:
             assert fits == (size <= 3)
-            assert not fits or largest == pytest.approx(max(mine[size] for mine in peaks), rel=0.05)
+            # A thread of gloo's may hold a buffer of some kilobytes a little longer than its collective takes.
+            alone = max(mine[size] for mine in peaks)
+            assert not fits or alone <= largest <= 1.1 * alone
 
 
 def test_trials_after_one_that_did_not_fit_peak_as_they_did_alone(ranks):
