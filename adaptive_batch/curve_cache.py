@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import uuid
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -43,13 +45,14 @@ class CachedCurve:
         if self._path is None or not distributed.is_rank_zero():
             return
         lines = [[str(line.fixed_bytes), str(line.bytes_per_row), line.operation] for line in curve.lines]
-        aside = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        try:
+        aside = self._path.with_name(f"{self._path.name}.{uuid.uuid4().hex}.tmp")
+        with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps({"format": _FORMAT, "lines": lines}))
-            os.replace(aside, self._path)
-        except OSError:
-            aside.unlink(missing_ok=True)
+            try:
+                aside.write_text(json.dumps({"format": _FORMAT, "lines": lines}))
+                os.replace(aside, self._path)
+            except OSError:
+                aside.unlink(missing_ok=True)
 
     def _read(self) -> MemoryCurve | None:
         if self._path is None:
@@ -59,6 +62,6 @@ class CachedCurve:
             if record["format"] != _FORMAT:
                 return None
             lines = [Line(Fraction(fixed), Fraction(each), int(number)) for fixed, each, number in record["lines"]]
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
             return None
         return MemoryCurve(tuple(lines)) if lines else None

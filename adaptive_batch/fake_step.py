@@ -78,11 +78,19 @@ class FakeDevice:
 
     def batch(self, batch: dict[str, Any]) -> None:
         """Put a batch here, in place; anything but tensors stays as it is."""
-        for name, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                batch[name] = fake = self.mode.from_tensor(value, static_shapes=True)
-                if self._counter:
-                    self._counter.see(fake)
+        batch.update({name: self._fake(value) for name, value in batch.items()})
+
+    def _fake(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            fake = self.mode.from_tensor(value, static_shapes=True)
+            if self._counter:
+                self._counter.see(fake)
+            return fake
+        if isinstance(value, dict):
+            return {key: self._fake(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._fake, value))
+        return value
 
     @contextmanager
     def counting(self, *, explain: Collection[int] = (), names: ModuleNames | None = None) -> Iterator[AttributedBytes]:

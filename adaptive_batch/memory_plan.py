@@ -226,7 +226,13 @@ class MemoryPlan:
             lines.append(length.explain(rows))
         for tried, counted, expected in (length.checked for length in self.lengths if length.checked):
             exact = "to the byte" if counted == expected else f"within {abs(counted - expected) / counted:.2%}"
-            lines.append(f"checked: a third size, {tried} rows, lies on the curve {exact}")
+            if abs(counted - expected) <= 1e-3 * counted:
+                lines.append(f"checked: a third size, {tried} rows, lies on the curve {exact}")
+            else:
+                lines.append(
+                    f"NOT a maximum of straight lines: {tried} rows hold {counted / GIB:.2f} GiB, and the curve says "
+                    f"{expected / GIB:.2f}; believe the bound no further than that"
+                )
         return "\n".join(lines)
 
     def table_of_changes(self) -> str:

@@ -105,6 +105,9 @@ class ProbeSettings:
         if self.plan_for is not None:
             planned_devices(self.plan_for)
         check_whole("probe.plan_world_size", self.plan_world_size)
+        if self.plan_world_size > 1 and self.plan_for is None:
+            remedy = "it is for a plan; give probe.plan_for too, or start as many ranks (tune run --nproc_per_node)"
+            raise SettingError("probe.plan_world_size", self.plan_world_size, remedy)
         check_bool("probe.plan_changes", self.plan_changes)
 
     def budget_bytes(self, *, total_bytes: int, available_bytes: int) -> int:

@@ -24,6 +24,7 @@ SURE = (
     0.95  # share of the budget that an expected curve is trusted to at first, where peaks are not counted to the byte
 )
 ALIKE = 0.1  # by what part of its rise a peak may differ from the expected one before the curve is no longer believed
+EQUAL = 1e-6  # the same where bytes are counted: another peak is of another step
 CLOSE = 0.012  # after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
 
 
@@ -212,7 +213,8 @@ class Predictive(_Recorded):
         """Whether nothing that was tried contradicts a curve."""
         if any(not trial.fits for trial in self._trials):
             return False
-        return all(abs(self._scale(curve, trial) - 1) <= ALIKE for trial in self._trials)
+        may_differ = EQUAL if self._granularity_bytes == 1 else ALIKE
+        return all(abs(self._scale(curve, trial) - 1) <= may_differ for trial in self._trials)
 
     def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
         """How a trial's peak compares with the expected one, without what was resident; infinity where it is not known."""
@@ -230,7 +232,7 @@ class Predictive(_Recorded):
         resident, room = self._resident_bytes, (self._budget_bytes - self._resident_bytes) / scale
         rows, best = self._allowed(curve, resident + room), self.best
         if not is_counted and CLOSE * rows > 1:  # noise decides over the last percent, and an error is not worth it
-            rows = self._allowed(curve, resident + room * (1 - UNCERTAIN))
+            rows = math.floor(rows * (1 - UNCERTAIN))
             return rows if rows - best > CLOSE * best else None
         if not is_counted and rows <= best < self._limit:  # a row is much, and blocks may have been half empty
             short = curve.peak_bytes(best + 1) - resident - room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -22,7 +23,7 @@ from adaptive_batch.counting import storage_bytes
 from adaptive_batch.curve import MemoryCurve
 from adaptive_batch.curve_cache import CachedCurve
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
-from adaptive_batch.fingerprint import fingerprint
+from adaptive_batch.fingerprint import file_signature, fingerprint
 from adaptive_batch.lengths import longest_rows
 from adaptive_batch.memory import GIB, DeviceMemory, device_memory
 from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_latest, load_result, save_result, try_again
@@ -387,10 +388,12 @@ class BoundSearch:
         parts = self._parts
         plain = OmegaConf.to_container(parts.cfg, resolve=True)
         assert isinstance(plain, dict)
+        chosen = {key: plain.get(key) for key in (*_MEMORY_KEYS, "log_gradient_noise_scale", "batch_size_schedule")}
         return fingerprint(
-            {key: plain.get(key) for key in _MEMORY_KEYS},
+            chosen,
+            _sources(chosen),
             {name: package_version(name) for name in _PACKAGES},
-            [tokens, parts.packed, parts.device.type, accumulates, evaluates],
+            [tokens, parts.packed, parts.device.type, _kind_of(parts.device), accumulates, evaluates],
             [distributed.data_parallel_size(), distributed.world_size(), _shapes(parts.collate(rows))],
         )
 
@@ -484,6 +487,25 @@ def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
             "probe.sequence_length", length, f"rows with {others} have a length of their own; use longest"
         )
     return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
+
+
+def _sources(value: Any) -> list[Any]:
+    """The files of the components that are the user's own, whose names alone do not say what they do."""
+    if isinstance(value, Mapping):
+        return [source for item in value.values() for source in _sources(item)]
+    if isinstance(value, list | tuple):
+        return [source for item in value for source in _sources(item)]
+    if not isinstance(value, str) or value.partition(".")[0] in ("torch", "torchtune", "torchao", "bitsandbytes"):
+        return []
+    module = sys.modules.get(value.rpartition(".")[0])
+    return [value, file_signature(module.__file__)] if module is not None and module.__file__ else []
+
+
+def _kind_of(device: torch.device) -> list[Any]:
+    """What decides which kernels a device has."""
+    if device.type != "cuda":
+        return []
+    return [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
 
 
 def _shapes(batch: Any) -> Any:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from adaptive_bound import BoundSearch
 from adaptive_planned import FEW, MORE, PlannedParts, Rows, fake_step, rehearsed
 from adaptive_ranks import check_parallel
@@ -26,16 +27,18 @@ from torch._subclasses.fake_tensor import (
 
 from adaptive_batch import cuda_difference, distributed
 from adaptive_batch.attribution import StepTrace
-from adaptive_batch.curve import MemoryCurve
+from adaptive_batch.curve import Line, MemoryCurve
 from adaptive_batch.devices import PlannedDevice, planned_devices
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.fake_step import FakeDevice
+from adaptive_batch.keys import check_whole
 from adaptive_batch.memory_plan import Change, Kinds, LengthPlan, MemoryPlan, Target, ranked
 from adaptive_batch.settings import Settings
 
 log = logging.getLogger("adaptive_batch")
 
-CHECK = 5  # rows of the trial that the curve is checked by
+CHECK = 5  # least rows of the trial that the curve is checked by
+PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 
 _CANNOT = (
     DataDependentOutputException,
@@ -45,12 +48,15 @@ _CANNOT = (
 )
 
 
-def plan_memory(cfg: DictConfig, *, say: Callable[[str], object] = print) -> MemoryPlan:
+def plan_memory(
+    cfg: DictConfig, *, say: Callable[[str], object] = print, save: Callable[[MemoryPlan], object] = lambda plan: None
+) -> MemoryPlan:
     """Plan a configuration for the devices that ``probe.plan_for`` names, without weights, network or accelerator.
 
     Args:
         cfg: the configuration: YAML and key=value.
         say: is given the tables as they are ready.
+        save: is given the plan as soon as there is one, and again with its changes.
 
     Raises:
         SettingError: a setting cannot be used, or a component cannot be planned.
@@ -72,14 +78,20 @@ def plan_memory(cfg: DictConfig, *, say: Callable[[str], object] = print) -> Mem
         left_out=tuple(left_out),
         seconds=time.perf_counter() - start,
     )
+    save(plan)
     say(f"\n{plan.table()}")
     for sentence in plan.left_out:
         say(f"left out: {sentence}")
     if settings.probe.plan_changes:
         now = [plan.bound(plan.lengths[0], target) for target in plan.targets]
-        plan = replace(plan, changes=ranked(list(planner.changes(plan.lengths[0])), now))
-        say(f"\n{plan.table_of_changes() or 'no single change of those that are known would let more fit'}")
-    return replace(plan, seconds=time.perf_counter() - start)
+        tried = list(planner.changes(plan.lengths[0]))
+        plan = replace(plan, changes=ranked(tried, now), seconds=time.perf_counter() - start)
+        save(plan)
+        say(f"\n{plan.table_of_changes() or 'no single change of those that could be planned would let more fit'}")
+        for change in tried:
+            if change.refused:
+                say(f"not planned: {' '.join(change.overrides)}: {change.refused}")
+    return plan
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,12 @@ class _Planner:
         self._cfg = cfg
         self._settings = settings
         self._on_accelerator = not str(cfg.device).startswith("cpu")
+        if self._on_accelerator and not str(cfg.device).startswith("cuda"):
+            raise SettingError(
+                "device", cfg.device, "a plan knows cuda, which ROCm calls itself too, and cpu; give one of them"
+            )
         self._devices = devices
+        self._first_length: int | str = "longest"
         self.targets = tuple(self._target(device) for device in devices)
 
     def _target(self, device: PlannedDevice) -> Target:
@@ -130,12 +147,15 @@ class _Planner:
         """The plan of each length, and what they leave out."""
         probe = self._settings.probe
         wanted = [self._resolved(length) for length in probe.sequence_lengths or (probe.sequence_length,)]
+        self._first_length = wanted[0]
         with self._step(self._cfg, wanted, probe.plan_world_size) as step:
             plans = [
                 step.plan(length, self.targets, checks=number + 1 == len(wanted))
                 for number, length in enumerate(wanted)
             ]
             said = list(step.parts.left_out)
+            if self._settings.fits_itself:
+                said.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
             if self._on_accelerator:
                 names = [device.architecture for device in self._devices]
                 said += cuda_difference.left_out(names, dtype=step.parts.dtype, world_size=probe.plan_world_size)
@@ -147,18 +167,22 @@ class _Planner:
     def _resolved(self, length: int | str) -> int | str:
         """A length as a number where the configuration alone tells it."""
         limit = self._cfg.tokenizer.get("max_seq_len", None)
-        return int(limit) if length == "max_seq_len" and limit is not None else length
+        return check_whole("tokenizer.max_seq_len", limit) if length == "max_seq_len" and limit is not None else length
 
     def changes(self, length: LengthPlan) -> Iterator[Change]:
         """Each single change, planned at a length."""
         for idea in self._ideas(length):
-            cfg = _changed(self._cfg, idea.overrides)
-            tokens = idea.sequence_length or length.sequence_length
+            tokens = idea.sequence_length or self._first_length
             try:
+                cfg = _changed(self._cfg, idea.overrides)
                 with self._step(cfg, [tokens], idea.world_size or self._settings.probe.plan_world_size) as step:
                     planned = step.plan(tokens, self.targets, checks=False)
-            except AdaptiveBatchError as error:
-                yield Change(idea.overrides, idea.cost, refused=str(error))
+            except (
+                Exception
+            ) as error:  # components refuse each other in many ways, and the plan stands without a change
+                said = (str(error).splitlines() or [""])[0]
+                said = said if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: {said}"
+                yield Change(idea.overrides, idea.cost, refused=said)
                 continue
             yield Change(idea.overrides, idea.cost, tuple(planned.max_rows(t.budget_bytes) for t in self.targets))
 
@@ -220,7 +244,9 @@ class _Planner:
                 with warnings.catch_warnings():  # torch's words to itself on bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
                     yield _PlannedStep(parts, lengths)
-            except _CANNOT as error:
+            except Exception as error:
+                if not _is_of_fake_tensors(error):
+                    raise
                 raise _cannot_be_planned(cfg, error) from error
 
 
@@ -249,13 +275,18 @@ class _PlannedStep:
 
     def _rows_of(self, bounds: BoundSearch, length: int | str) -> tuple[Rows, int]:
         if self.parts.reads_data:
-            rows, tokens = bounds.rows_of(length)
+            longest_first, tokens = bounds.rows_of(length)
+
+            def rows(count: int) -> list[dict[str, Any]]:  # also more of them than there are
+                some = longest_first(min(count, len(self.parts.dataset)))
+                return [some[number % len(some)] for number in range(count)]
+
         else:
             assert isinstance(length, int)
-            row, tokens = self.parts.made_up_row(length), length
+            tokens = length
 
             def rows(count: int) -> list[dict[str, Any]]:
-                return [row] * count
+                return [self.parts.made_up_row(length)] * count
 
         longest = self.parts.max_seq_len
         if longest and tokens > longest:
@@ -263,17 +294,32 @@ class _PlannedStep:
             raise SettingError(key, length, f"the model takes {longest} tokens at most")
         return rows, tokens
 
+    def _alike(
+        self, run: Callable[[int], object], length: int | str
+    ) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
+        """Two sizes that ran the same operations."""
+        for few, many in PAIRS:
+            low, high = (self._step.trace(size, forward_backward=run) for size in (few, many))
+            if low.trace.program == high.trace.program:
+                return (few, low), (many, high)
+        tried = ", ".join(f"{few} and {many}" for few, many in PAIRS)
+        remedy = f"each number of rows runs other operations (tried: {tried}), so no peak follows from another"
+        raise SettingError(
+            "model", str(self.parts.cfg.model._component_), f"{remedy} at {length} tokens; probe it on a device"
+        )
+
     def plan(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthPlan:
         """The plan of one length; `checks` it by one more size, whose tensors are attributed to modules."""
         rows, tokens = self._rows[length]
         run = rehearsed(self.parts, rows)
-        few, more = (self._step.trace(size, forward_backward=run) for size in (FEW, MORE))
-        curve = MemoryCurve.from_traces((FEW, few.trace), (MORE, more.trace))
+        (fewer, few), (larger, more) = self._alike(run, length)
+        curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
         checked, held = None, ()
         if checks:
-            operations = {line.operation for line in curve.lines}
-            third = self._step.trace(CHECK, forward_backward=run, explain=operations)
-            checked = CHECK, max(third.trace.live_bytes), curve.peak_bytes(CHECK)
+            fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
+            size = max(CHECK, min(max(fitting), self.parts.settings.probe.maximum))
+            third = self._step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
+            checked = size, max(third.trace.live_bytes), curve.peak_bytes(size)
             held = tuple(third.explained.items())
         one_row = curve.peak_bytes(1)
         if any((curve.max_rows(target.budget_bytes) or 0) < FEW for target in targets):
@@ -282,7 +328,7 @@ class _PlannedStep:
             sequence_length=tokens,
             resident=self._step.resident,
             curve=curve,
-            kinds=tuple(_kinds(line.operation, curve, few, more) for line in curve.lines),
+            kinds=tuple(_kinds(line, (fewer, few), (larger, more)) for line in curve.lines),
             one_row_bytes=one_row,
             optimizer_peak_bytes=self._step.optimizer_peak_bytes,
             checked=checked,
@@ -290,11 +336,11 @@ class _PlannedStep:
         )
 
 
-def _kinds(operation: int, curve: MemoryCurve, few: StepTrace, more: StepTrace) -> Kinds:
-    low, high = few.forward_bytes[operation], more.forward_bytes[operation]
-    each = (high - low) / (MORE - FEW)
-    line = next(line for line in curve.lines if line.operation == operation)
-    return Kinds(line, (low - FEW * each, each), more.gradient_bytes(operation))
+def _kinds(line: Line, fewer: tuple[int, StepTrace], larger: tuple[int, StepTrace]) -> Kinds:
+    (few, low), (many, high) = fewer, larger
+    below, above = low.forward_bytes[line.operation], high.forward_bytes[line.operation]
+    each = (above - below) / (many - few)
+    return Kinds(line, (below - few * each, each), high.gradient_bytes(line.operation))
 
 
 def _changed(cfg: DictConfig, overrides: Iterable[str]) -> DictConfig:
@@ -316,10 +362,29 @@ def _changed(cfg: DictConfig, overrides: Iterable[str]) -> DictConfig:
 
 
 def _cannot_be_planned(cfg: DictConfig, error: Exception) -> SettingError:
-    operation = getattr(error, "func", None) or (error.args[0] if error.args else error)
+    """Names the component whose code asked fake tensors for what they do not have, and the operation."""
+    key, component = "model", str(cfg.model._component_)
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            key, component = "optimizer", str(cfg.optimizer._component_)
+        elif (
+            isinstance(owner, torch.nn.Module) and type(owner).__name__ == str(cfg.loss._component_).rpartition(".")[2]
+        ):
+            key, component = "loss", str(cfg.loss._component_)
+        trace = trace.tb_next
+    operation = getattr(error, "func", None) or str(error).partition("\n")[0]
     return SettingError(
-        "model",
-        str(cfg.model._component_),
-        f"it cannot be planned on fake tensors: {operation} ({type(error).__name__}) looks at values that are not there; "
+        key,
+        component,
+        f"it cannot be planned on fake tensors: {operation} ({type(error).__name__}) needs values, and there are none; "
         "probe it on a device",
+    )
+
+
+def _is_of_fake_tensors(error: Exception) -> bool:
+    words = ("FakeTensor", "not supported for tensor subclasses")
+    return isinstance(error, _CANNOT) or (
+        isinstance(error, AssertionError | RuntimeError) and any(word in str(error) for word in words)
     )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from adaptive_parts import TrainingParts
 from adaptive_sharded import Weights, apply_checkpointing, build_sharded, compute_rotary_buffers
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils._python_dispatch import _disable_current_modes
 from torchtune import config, training
 
@@ -94,7 +94,9 @@ class PlannedParts(TrainingParts):
         else:
             self.loss_fn = config.instantiate(self.cfg.loss)
             blocks = self.cfg.dataset
-            self.packed = bool(blocks.get("packed", False)) if isinstance(blocks, DictConfig) else False
+            self.packed = any(
+                block.get("packed", False) for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
+            )
             self._packed_val = False
             self._choose_collate(pad_id=0)
             self._pack_filler = 0
@@ -148,6 +150,10 @@ class PlannedParts(TrainingParts):
             apply_checkpointing(model, self.cfg)
         compute_rotary_buffers(model, dtype=self.dtype, device=self.device)  # some look at their values
         self.fake.move(model)
+        if self.on_accelerator:  # its kernels keep no weights of attention for dropout, and a CPU's would
+            for module in model.modules():
+                if isinstance(getattr(module, "attn_dropout", None), float):
+                    module.attn_dropout = 0.0
         return model
 
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -166,7 +172,7 @@ class PlannedParts(TrainingParts):
                 states.get_qmap_unsigned()
         with self.fake.mode:
             optimizer = super()._new_optimizer(parameters)
-        is_plain = not any(optimizer.defaults.get(key) for key in ("fused", "foreach"))
+        is_plain = all(optimizer.defaults.get(key) is None for key in ("fused", "foreach"))
         if (
             self.on_accelerator
             and component.startswith("torch.optim.")

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
 from adaptive_batch import distributed
-from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError
+from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.memory_plan import MemoryPlan
 from adaptive_batch.page import write_plan_picture
@@ -95,9 +95,14 @@ def plan(cfg: DictConfig) -> MemoryPlan:
     Raises:
         SettingError: a setting cannot be used, or a component cannot be planned.
     """
-    planned = plan_memory(cfg)
     path = Path(cfg.output_dir) / "adaptive_batch" / "plan.json"
-    planned.save(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(
+            "output_dir", cfg.output_dir, f"it cannot be made ({error}); give a folder of yours"
+        ) from None
+    planned = plan_memory(cfg, save=lambda plan: plan.save(path))
     print(f"\nwritten to {path}, in {planned.seconds:.1f} s")
     try:
         write_plan_picture(planned, path.with_suffix(".png"))

@@ -237,8 +237,11 @@ def test_rows_of_another_length_are_traced_by_code_of_their_own():
 
 
 def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
-    batch = {"tokens": torch.arange(6).reshape(2, 3), "names": ["a", "b"], "mask": None}
+    images = {"images": [[torch.ones(3, 4, 4)]], "sizes": (torch.ones(2),)}
+    batch = {"tokens": torch.arange(6).reshape(2, 3), "names": ["a", "b"], "mask": None, "encoder_input": images}
     FakeDevice().batch(batch)
+    inner = batch["encoder_input"]
+    assert [type(tensor) for tensor in (inner["images"][0][0], inner["sizes"][0])] == [FakeTensor, FakeTensor]
     assert isinstance(batch["tokens"], FakeTensor)
     assert (batch["tokens"].shape, batch["tokens"].dtype) == ((2, 3), torch.int64)
     assert (batch["names"], batch["mask"]) == (["a", "b"], None)

@@ -403,3 +403,75 @@ def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
     assert "share of the true bound: 100.0% to 100.0%" in capsys.readouterr().out
     assert {c.device for c in benchmark.on_cuda(False)} == {"cuda"}
     assert len({str(c) for c in benchmark.on_cuda(False)}) == 24
+
+
+# --- a plan is not lost ---------------------------------------------------------------------------------------------------
+
+
+def test_a_change_that_components_refuse_is_said_and_the_plan_stands():
+    cfg = SMALL.config(sequence_lengths=[SMALL.length])
+    cfg = OmegaConf.merge(
+        cfg,
+        {
+            "loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1},
+            "probe": {"plan_for": ["40MiB"], "plan_changes": True},
+        },
+    )
+    said, saved = [], []
+    plan = plan_memory(cfg, say=said.append, save=saved.append)
+    assert any("not planned: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: TypeError" in line for line in said)
+    assert [bool(one.changes) for one in saved] == [False, True]
+    assert saved[-1] == plan
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_planned(tmp_path):
+    from adaptive_probe import plan
+
+    (tmp_path / "file").touch()
+    cfg = SMALL.config(sequence_lengths=[SMALL.length])
+    cfg = OmegaConf.merge(cfg, {"output_dir": str(tmp_path / "file" / "out"), "probe": {"plan_for": "80GiB"}})
+    with pytest.raises(SettingError, match="output_dir="):
+        plan(cfg)
+
+
+def test_training_does_not_plan(small):
+    with pytest.raises(SettingError, match="tune run adaptive_probe"):
+        small.run_in_process("adaptive_full_finetune", "probe.plan_for=80GiB")
+
+
+def test_ranks_without_a_plan_are_refused():
+    with pytest.raises(SettingError, match=r"probe\.plan_world_size=8: it is for a plan"):
+        plan_memory(SMALL.config(sequence_lengths=[SMALL.length], plan_world_size=8))
+
+
+def test_a_device_that_is_neither_is_refused():
+    with pytest.raises(SettingError, match="device='mps': a plan knows cuda"):
+        planned(SMALL.config(sequence_lengths=[SMALL.length]), device="mps")
+
+
+def test_dropout_in_attention_keeps_no_weights_on_an_accelerator():
+    cfg = SMALL.config(sequence_lengths=[SMALL.length])
+    without, _ = planned(cfg, device="cuda")
+    with_it, _ = planned(cfg, device="cuda", model={"attn_dropout": 0.1})
+    assert with_it.lengths[0].peak_bytes(7) == without.lengths[0].peak_bytes(7)
+
+
+class InParts(torch.nn.Module):
+    """A loss that is summed in parts of 256 tokens, so that its peak is no straight line in the rows."""
+
+    ignore_index = -100
+
+    def forward(self, logits, labels):
+        parts = zip(logits.split(256), labels.split(256), strict=True)
+        return sum(torch.nn.functional.cross_entropy(one, of, reduction="sum") for one, of in parts) / labels.numel()
+
+
+def test_a_curve_that_is_not_straight_is_not_called_exact():
+    sys.modules["losses_in_parts"] = sys.modules[__name__]
+    cfg = SMALL.config(sequence_lengths=[32])
+    cfg = OmegaConf.merge(cfg, {"loss": {"_component_": "losses_in_parts.InParts"}})
+    plan, said = planned(cfg, probe={"plan_for": ["8MiB"], "plan_changes": False})
+    ((tried, counted, expected),) = [length.checked for length in plan.lengths]
+    assert tried > 8
+    assert abs(counted - expected) > 1e-3 * counted
+    assert f"NOT a maximum of straight lines: {tried} rows hold" in said

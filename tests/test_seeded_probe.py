@@ -147,3 +147,11 @@ class LooksAtValues(torch.nn.CrossEntropyLoss):
         loss = super().forward(logits, labels)
         assert loss.item() >= 0
         return loss
+
+
+def test_a_cache_that_cannot_be_written_loses_no_search(
+    small: SmallSetup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "curves").touch()  # where a folder should be
+    found = searched(small, "probe.device_memory=8MiB")
+    assert len(found.trials) > 1
