@@ -470,7 +470,7 @@ def test_a_curve_that_is_not_straight_is_not_called_exact():
     sys.modules["losses_in_parts"] = sys.modules[__name__]
     cfg = SMALL.config(sequence_lengths=[32])
     cfg = OmegaConf.merge(cfg, {"loss": {"_component_": "losses_in_parts.InParts"}})
-    plan, said = planned(cfg, probe={"plan_for": ["8MiB"], "plan_changes": False})
+    plan, said = planned(cfg, probe={"plan_for": ["16MiB"], "plan_changes": False})
     ((tried, counted, expected),) = [length.checked for length in plan.lengths]
     assert tried > 8
     assert abs(counted - expected) > 1e-3 * counted
