@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 from batching import lognormal
 
+from adaptive_batch.attribution import AttributedBytes
 from adaptive_batch.batching import Capacity, micro_batches
-from adaptive_batch.counting import LiveBytes
 from adaptive_batch.dealing import deal_by_rows, deal_by_tokens
 from adaptive_batch.report import RunRecord
 from adaptive_batch.shipped import config_path
@@ -488,7 +488,7 @@ def bytes_of_a_micro_batch(name: str, *, ranks: int, rows: int, tokens: int) -> 
             model.to_empty(device="cpu")
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            counting = LiveBytes(sys.maxsize)
+            counting = AttributedBytes()
             counting.add([*model.parameters(), *(parameter.grad for parameter in model.parameters())])
             stays = counting.live_bytes
             counting.add(model.buffers())
