@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from . import distributed
 from .errors import SettingError
@@ -29,6 +29,18 @@ class AnyRows(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, row_length: RowLength = None) -> None:
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        ):
+            raise SettingError(
+                "dataset", type(dataset).__name__, "give a map-style one, with a length and rows by number"
+            )
+        if isinstance(row_length, bool) or not (
+            row_length is None or callable(row_length) or isinstance(row_length, int)
+        ):
+            raise SettingError("row_length", row_length, "give a function of a row, a whole number, or None")
+        if isinstance(row_length, int) and row_length < 1:
+            raise SettingError("row_length", row_length, "give 1 or more")
         if not len(dataset):
             raise SettingError("dataset", type(dataset).__name__, "it has no rows")
         self._dataset = dataset
@@ -47,7 +59,7 @@ class AnyRows(Dataset[Any]):
         """Tokens of a row."""
         if isinstance(self._row_length, int):
             return self._row_length
-        return int((self._row_length or _tokens)(row))
+        return max(1, int((self._row_length or _tokens)(row)))
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -97,8 +109,10 @@ def label_tokens(batch: Any) -> torch.Tensor:
         SettingError: the batch is no mapping with such labels.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    remedy = "give a function of a batch, such as lambda batch: len(batch[0])"
+    if isinstance(labels, torch.Tensor) and labels.is_floating_point():
+        raise SettingError("num_labels", None, f"`labels` of {list(labels.shape)} are no labels of tokens; {remedy}")
     if not isinstance(labels, torch.Tensor) or not 1 <= labels.dim() <= 2:
-        remedy = "give a function of a batch, such as lambda batch: len(batch[0])"
         raise SettingError("num_labels", None, f"a batch is a {type(batch).__name__} without `labels`; {remedy}")
     return ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum()
 
@@ -118,6 +132,11 @@ def moved(value: Any, device: torch.device) -> Any:
 def _tokens(row: Any) -> int:
     for key in ("tokens", "input_ids"):
         if isinstance(row, Mapping) and key in row:
+            if getattr(row[key], "ndim", 1) != 1:
+                shape = tuple(row[key].shape)
+                raise SettingError(
+                    "row_length", None, f"a row's `{key}` has the shape {shape}; give rows of one dimension"
+                )
             return len(row[key])
     remedy = "give a function of a row, or 1 where all rows are alike"
     raise SettingError("row_length", None, f"a row is a {type(row).__name__} without `tokens` or `input_ids`; {remedy}")

@@ -12,6 +12,7 @@ for epoch in range(loop.progress.epoch, epochs):
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from .clock import schedule_clock
 from .counting import storage_bytes
 from .epoch_plan import EpochPlan
 from .errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
-from .keys import check_whole
+from .keys import check_bool, check_whole
 from .learning_rate import RULES, LearningRate, Reference, describe_unscaled, parse_reference
 from .memory import GIB, DeviceMemory, device_memory
 from .probe import ProbeResult, find_max_batch_size
@@ -80,7 +81,8 @@ class AdaptiveLoop:
         reference_batch_size: the global batch that the optimizer's rates belong to: rows, or ``"8192tok"``; None for
             `batch_size` on all ranks.
         lr_scheduler: built around `optimizer` for steps of `batch_size` rows; its clock is the part of training that is done,
-            so that growing the batch does not stretch it. Nobody else needs to step it.
+            so that growing the batch does not stretch it. Nobody else must step it, unless it is a function of the number of
+            steps alone, as ``LambdaLR`` is.
         on_out_of_memory: ``shrink`` replays a step with less capacity, ``raise`` lets the error through.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
         memory: of the model's device; None asks torch.
@@ -121,6 +123,10 @@ class AdaptiveLoop:
         memory: DeviceMemory | None = None,
     ) -> None:
         check_whole("batch_size", batch_size)
+        check_bool("grow_beyond_maximum", grow_beyond_maximum)
+        _check_parameters(model, optimizer)
+        if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
+            raise SettingError("max_grad_norm", max_grad_norm, "give a number above 0, or None to clip nothing")
         if micro_batch_size is not None:
             check_whole("micro_batch_size", micro_batch_size)
         _check_choice("lr_scaling", lr_scaling, RULES)
@@ -153,7 +159,8 @@ class AdaptiveLoop:
         shrinks = on_out_of_memory == "shrink"
         self._accumulator = Accumulator(
             model,
-            collate=lambda rows: {"batch": collate(list(rows))},
+            # A step may be run again: a collate function that takes from its rows takes from copies.
+            collate=lambda rows: {"batch": collate([dict(row) if type(row) is dict else row for row in rows])},
             to_device=lambda batch: batch.update(batch=move(batch["batch"])),
             mean_loss=lambda batch: mean_loss(batch.pop("batch")),
             num_real_tokens=self._rows.length,
@@ -166,18 +173,24 @@ class AdaptiveLoop:
             sharding=self._sharding,
             filler=lambda: self._labelled_row,
             row_length=self._rows.length,
-            num_labels=lambda batch: torch.as_tensor(self._num_labels(batch["batch"]), dtype=torch.int64),
+            num_labels=lambda batch: _whole(self._num_labels(batch["batch"])),
         )
         self._keeps_gradients = distributed.world_size() > 1 and not sync_gradients_every_micro_batch
         self._learns_collectives = distributed.world_size() > 1 and shrinks and not _is_compiled(model)
         self._batch_size, self._reference_batch_size = batch_size, reference_batch_size
         self._lr_scaling, self._lr_scheduler = lr_scaling, lr_scheduler
+        self._built_with = {
+            "batch_size": batch_size,
+            "reference_batch_size": reference_batch_size,
+            "lr_scaling": lr_scaling,
+        }
         self._batch_can_change = batch_increase_function is not None or batch_size_schedule is not None
         self._begin_rate()
         self.progress = Progress(rows_per_epoch=len(self._rows))
         self.bound: int | None = None
         self.num_out_of_memory = 0
         self._lowered: Capacity | None = None
+        self._said_unlabelled = False
 
     # --- the bound --------------------------------------------------------------------------------------------------
 
@@ -290,6 +303,8 @@ class AdaptiveLoop:
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
+        if self._steps.follows_schedule:
+            raise SettingError("batch_size", batch_size, "batch_size_schedule says what a step holds; set one of them")
         self._steps.batch_size = check_whole("batch_size", batch_size)
 
     @property
@@ -309,7 +324,7 @@ class AdaptiveLoop:
         """Leave in the gradients the mean over the labels of a step, clipped, and set the step's learning rate.
 
         A step that runs out of memory is replayed with less capacity. Gradients must be clear before. The step counts as
-        done: ``optimizer.step()`` and ``optimizer.zero_grad()`` are to follow.
+        done: ``optimizer.step()`` and ``optimizer.zero_grad()`` are to follow. Where it raises, the same rows can be run again.
 
         Args:
             rows: of the step that was handed out first of those that have not been run.
@@ -317,9 +332,13 @@ class AdaptiveLoop:
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told; end the process, so that they end too.
-            ValueError: other rows than were handed out.
+            ValueError: other rows than were handed out, or gradients are there.
         """
         step, accumulator = self._steps.next_of(rows), self._accumulator
+        if any(bool(self._sharding.of_this_rank(p.grad).any()) for p in self._model.parameters() if p.grad is not None):
+            raise ValueError(
+                "gradients are there before a step: call optimizer.step() and optimizer.zero_grad() after each run"
+            )
         self._learn_collectives()
         accumulator.capacity = self._capacity_for(step)
         most, thrashes = distributed.maxima([accumulator.num_micro_batches(rows), int(accumulator.thrashes)])
@@ -327,6 +346,12 @@ class AdaptiveLoop:
             accumulator.reduce_capacity()
         result = accumulator.run(rows, num_micro_batches=None if thrashes else max(1, most))
         assert result.rows == step.rows, f"a step of {step.rows} rows trained {result.rows} of them"
+        self._steps.has_run(step)
+        if not result.micro_batches and not self._said_unlabelled:
+            self._said_unlabelled = True
+            log.warning(
+                "a step of %d rows had no label to learn from; see num_labels, if that should not be", step.rows
+            )
         clock = schedule_clock(self.progress, plan=self._epoch, reference=self._epoch)
         self._rate.set(clock, batch=max(1, result.tokens) if self._reference.unit == "tokens" else result.rows)
         progress = replace(self.progress, batch=step.asked).after_step(rows=result.rows, tokens=result.tokens)
@@ -360,6 +385,7 @@ class AdaptiveLoop:
         return {
             "progress": self.progress.state_dict(),
             "steps": self._steps.state_dict(),
+            "built_with": self._built_with,
             "bound": self.bound,
             "lowered": asdict(self._lowered) if self._lowered else None,
             "num_out_of_memory": self.num_out_of_memory,
@@ -373,8 +399,11 @@ class AdaptiveLoop:
         rows as before.
 
         Raises:
-            SettingError: rows would come in another order.
+            SettingError: rows would come in another order, or the rate would follow another batch.
         """
+        for key, now in self._built_with.items():
+            if (saved := state["built_with"][key]) != now:
+                raise SettingError(key, now, f"what was saved was built with {saved}; go on with that")
         self._steps.load_state_dict(state["steps"])
         self.progress = Progress(**state["progress"])
         self.num_out_of_memory = state["num_out_of_memory"]
@@ -413,6 +442,32 @@ class AdaptiveLoop:
             if self._num_labels(self._collate([row])):
                 return row
         raise SettingError("dataset", type(self._rows).__name__, "no row has a label")
+
+
+def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not know."""
+    known = {id(parameter) for parameter in model.parameters()}
+    if not known:
+        raise SettingError("model", type(model).__name__, "it has no parameters")
+    others = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    if others:
+        remedy = (
+            f"{others} tensors of the optimizer are no parameters of it; put all that is trained into one nn.Module"
+        )
+        raise SettingError("model", type(model).__name__, remedy)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(count: Any) -> torch.Tensor:
+    """What `num_labels` has answered, if it is a whole number."""
+    tensor = torch.as_tensor(count)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
+        remedy = "give a function that returns a whole number: how many labels are averaged over"
+        raise SettingError("num_labels", count, remedy)
+    return tensor.to(torch.int64)
 
 
 def _check_choice(key: str, value: str, options: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from .epoch_plan import rows_of_next_step, walk
 from .errors import SettingError
 from .growth import Growth, check_increment, next_batch_size
 from .progress import Progress
-from .schedule_rule import Asked, Schedule, ask, check_schedule
+from .schedule_rule import Asked, Schedule, ask, check_schedule, follows_measurements
 from .stream import RowStream
 
 log = logging.getLogger("adaptive_batch")
@@ -30,12 +30,12 @@ class HandedOut:
     Attributes:
         asked: rows that it was asked to hold on one device.
         rows: rows that it holds on all ranks.
-        mine: rows of this rank.
+        mine: those of this rank.
     """
 
     asked: int
     rows: int
-    mine: int
+    mine: list[Any]
 
 
 class StepRows:
@@ -73,6 +73,9 @@ class StepRows:
             check_increment(increment)
         if schedule is not None:
             check_schedule(schedule)
+            if follows_measurements(schedule):
+                remedy = "this loop measures nothing that it could follow; give steps, linear_ramp or ramp_by_doubling"
+                raise SettingError("batch_size_schedule", schedule, remedy)
             if increment is not None:
                 raise SettingError("batch_size_schedule", schedule, "give it or batch_increase_function, not both")
         self._rows = rows
@@ -97,8 +100,8 @@ class StepRows:
             asked = self._ask(progress)
             size = rows_of_next_step(progress, step_rows=asked * self.ranks, rows=len(self._rows), drop_last=False)
             mine = deal_by_rows(size, distributed.data_parallel_size())[distributed.data_parallel_rank()]
-            self._waiting.append(HandedOut(asked, size, len(mine)))
             rows = self._stream.take(size, only=mine)
+            self._waiting.append(HandedOut(asked, size, rows))
             yield rows
             tokens = distributed.total(sum(map(self._rows.length, rows))) if self._schedule else 0
             progress = replace(progress, batch=asked).after_step(rows=size, tokens=tokens)
@@ -109,12 +112,26 @@ class StepRows:
         Raises:
             ValueError: it is not.
         """
-        if not self._waiting or len(rows) != self._waiting[0].mine:
-            comes = f"{self._waiting[0].mine} rows come next" if self._waiting else "none are waiting"
+        first = self._waiting[0] if self._waiting else None
+        if first is None or len(rows) != len(first.mine):
+            comes = "none are waiting" if first is None else f"{len(first.mine)} rows come next"
             raise ValueError(
                 f"{len(rows)} rows were given, and {comes}: run each step that is handed out once, in order"
             )
-        return self._waiting.popleft()
+        # Rows may have been copied on their way, so only those of another step are known to be wrong.
+        if not _are(rows, first.mine) and any(_are(rows, later.mine) for later in self._waiting):
+            raise ValueError("a step that was handed out before has not been run: run each step once, in order")
+        return first
+
+    def has_run(self, step: HandedOut) -> None:
+        """Let go of the step that :meth:`next_of` has given."""
+        assert self._waiting[0] is step
+        self._waiting.popleft()
+
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether a schedule says what each step holds."""
+        return self._schedule is not None
 
     def num_steps(self, progress: Progress, epochs: int) -> int:
         """Steps that are left of so many epochs, as the rules answer now."""
@@ -185,6 +202,10 @@ class StepRows:
             log.info("%s", message)
         if before != after:
             self._on_change(before, after)
+
+
+def _are(rows: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(rows) == len(others) and all(one is other for one, other in zip(rows, others, strict=True))
 
 
 def _constant(batch_size: int) -> Callable[[Progress], int]:

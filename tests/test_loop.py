@@ -720,3 +720,104 @@ def test_one_device_goes_on_with_what_two_ranks_began(two_ranks, alone):
     found["losses"] = begun["begun"]["losses"] + found["losses"]
     found["rates"] = begun["begun"]["rates"] + found["rates"]
     assert_alike(found, alone)
+
+
+# --- what would train something else than was meant ---------------------------------------------------------------------
+
+
+def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
+    body, head = Decoder(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    with pytest.raises(SettingError, match=r"model='Decoder': 2 tensors of the optimizer are no parameters of it"):
+        AdaptiveLoop(body, optimizer, ROWS, collate=collate, mean_loss=lambda batch: batch, batch_size=4)
+
+
+def test_gradients_that_are_there_are_not_added_to() -> None:
+    one = training()
+    rows = iter(one.loop)
+    one.loop.run(next(rows))
+    second = next(rows)
+    with pytest.raises(ValueError, match=r"gradients are there before a step"):
+        one.loop.run(second)
+    one.optimizer.step()
+    one.optimizer.zero_grad(set_to_none=False)
+    assert one.loop.run(second).rows == 4
+
+
+def test_a_step_that_failed_can_be_run_again_and_none_is_skipped() -> None:
+    one = training(on_out_of_memory="raise")
+    undisturbed = [step.rows for step in train(training())]
+    loss = RunsOut(one.model, most=0, times=1)
+    failing = training(model=one.model, on_out_of_memory="raise", mean_loss=loss)
+    seen = []
+    for rows in failing.loop:
+        try:
+            failing.loop.run(rows)
+        except torch.OutOfMemoryError:
+            failing.optimizer.zero_grad()
+            failing.loop.run(rows)
+        failing.optimizer.step()
+        failing.optimizer.zero_grad()
+        seen.append([row["row"] for row in rows])
+    assert seen == undisturbed
+    assert failing.loop.progress.epoch == 1
+
+
+def test_a_step_that_is_skipped_is_noticed_with_the_next() -> None:
+    rows = iter(training().loop)
+    loop = training().loop
+    rows = iter(loop)
+    next(rows)
+    second = next(rows)
+    with pytest.raises(ValueError, match="has not been run"):
+        loop.run(second)
+
+
+def test_another_batch_or_rule_does_not_go_on_in_silence() -> None:
+    state = training(lr_scaling="linear").loop.state_dict()
+    with pytest.raises(SettingError, match=r"batch_size=8: what was saved was built with 4"):
+        training(lr_scaling="linear", batch_size=8).loop.load_state_dict(state)
+    with pytest.raises(SettingError, match=r"lr_scaling='none'"):
+        training().loop.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_grad_norm", -1.0),
+        ("max_grad_norm", 0),
+        ("max_grad_norm", "1"),
+        ("row_length", 0),
+        ("row_length", "tokens"),
+        ("grow_beyond_maximum", "false"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(SettingError, match=f"{option}={value!r}"):
+        training(**{option: value})
+
+
+def test_labels_that_cannot_be_counted_are_refused() -> None:
+    with pytest.raises(SettingError, match="num_labels"):
+        label_tokens({"labels": torch.rand(4, 3)})
+    one = training(num_labels=lambda batch: 0.8)
+    with pytest.raises(SettingError, match=r"num_labels=0\.8: give a function that returns a whole number"):
+        one.loop.run(next(iter(one.loop)))
+
+
+def test_a_dataset_without_rows_by_number_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(ROWS)
+
+    with pytest.raises(SettingError, match=r"dataset='Stream': give a map-style one"):
+        training(rows=Stream())
+
+
+def test_a_collate_function_may_take_from_its_rows() -> None:
+    def takes(rows: list[Any]) -> Any:
+        return collate([{"row": row.pop("row"), **row} for row in rows])
+
+    one, other = training(collate=takes, rows=[dict(row) for row in ROWS]), training()
+    assert one.loop.find_bound(device_memory="8MiB").max_batch_size > 0
+    assert [step.loss for step in train(one)] == [step.loss for step in train(other)]
