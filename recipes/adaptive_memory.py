@@ -38,6 +38,7 @@ from adaptive_batch.settings import Settings
 log = logging.getLogger("adaptive_batch")
 
 CHECK = 5  # least rows of the trial that the curve is checked by
+COLLATED = 2**29  # bytes that the batch of that trial may take, roughly
 PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 
 _CANNOT = (
@@ -319,7 +320,9 @@ class _PlannedStep:
         checked, held = None, ()
         if checks:
             fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
-            size = max(CHECK, min(max(fitting), self.parts.settings.probe.maximum))
+            # batches are collated for real: their tokens, and of packed rows a mask of tokens x tokens each, take time and memory
+            most = COLLATED // (tokens * tokens if self.parts.packed else 128 * tokens)
+            size = max(CHECK, min(max(fitting), self.parts.settings.probe.maximum, most))
             third = self._step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
             checked = size, max(third.trace.live_bytes), curve.peak_bytes(size)
             held = tuple(third.explained.items())
