@@ -53,7 +53,9 @@ def test_the_table_of_devices_is_that_of_the_code():
     ],
 )
 def test_each_change_that_is_planned_is_in_the_table_of_changes(changed, ideas):
-    cfg = OmegaConf.merge(OmegaConf.load(config_path("demo_cpu")), OmegaConf.from_dotlist(changed))
+    cfg = OmegaConf.merge(
+        OmegaConf.load(config_path("demo_cpu")), OmegaConf.from_dotlist(["probe.plan_for=80GiB", *changed])
+    )
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     planner = _Planner(cfg, settings, planned_devices("80GiB"))
     typed = {idea.overrides[0] for idea in planner._ideas(SimpleNamespace(sequence_length=512))}
