@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from .counting import LiveBytes
+from .counting import LiveBytes, plain_tensors
 from .curve import Trace
 
 EVERYTHING = 1 << 62  # more bytes than any device has
@@ -128,7 +128,8 @@ class AttributedBytes(LiveBytes):  # type: ignore[no-untyped-call]
             (self._made_after[key], self._sizes[key])
             for parameter in model.parameters()
             if parameter.grad is not None
-            for key in [_plain(parameter.grad).untyped_storage()._cdata]
+            for plain in plain_tensors(parameter.grad)
+            for key in [plain.untyped_storage()._cdata]
             if key in self._made_after and key not in self._resident
         ]
         return StepTrace(self.trace(), self._forward_bytes_after_each, tuple(gradients), self._explained)
@@ -258,8 +259,3 @@ class _Labels(TorchFunctionMode):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 cast(dict[str, Any], tensor.grad_fn.metadata).setdefault("adaptive_batch.module", self._names.current())
         return result
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

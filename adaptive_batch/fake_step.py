@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from .attribution import AttributedBytes, ModuleNames, StepTrace
 from .counting import storage_bytes
@@ -78,19 +79,13 @@ class FakeDevice:
 
     def batch(self, batch: dict[str, Any]) -> None:
         """Put a batch here, in place; anything but tensors stays as it is."""
-        batch.update({name: self._fake(value) for name, value in batch.items()})
+        batch.update(tree_map_only(torch.Tensor, self._fake, dict(batch)))
 
-    def _fake(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            fake = self.mode.from_tensor(value, static_shapes=True)
-            if self._counter:
-                self._counter.see(fake)
-            return fake
-        if isinstance(value, dict):
-            return {key: self._fake(inner) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(self._fake, value))
-        return value
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = self.mode.from_tensor(tensor, static_shapes=True)
+        if self._counter:
+            self._counter.see(fake)
+        return fake
 
     @contextmanager
     def counting(self, *, explain: Collection[int] = (), names: ModuleNames | None = None) -> Iterator[AttributedBytes]:

@@ -764,7 +764,6 @@ def test_a_step_that_failed_can_be_run_again_and_none_is_skipped() -> None:
 
 
 def test_a_step_that_is_skipped_is_noticed_with_the_next() -> None:
-    rows = iter(training().loop)
     loop = training().loop
     rows = iter(loop)
     next(rows)
