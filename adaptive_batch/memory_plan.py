@@ -171,6 +171,7 @@ class MemoryPlan:
         world_size: ranks that share the model; what is said is of each.
         left_out: what is not counted as it would be, a sentence each.
         changes: single changes and what they would bring, at the first of `lengths`.
+        refused: those that could not be planned.
         seconds: that planning took.
     """
 
@@ -180,6 +181,7 @@ class MemoryPlan:
     world_size: int = 1
     left_out: tuple[str, ...] = ()
     changes: tuple[Change, ...] = field(default=())
+    refused: tuple[Change, ...] = field(default=())
     seconds: float = 0.0
 
     def bound(self, length: LengthPlan, target: Target) -> int:
@@ -300,7 +302,7 @@ class MemoryPlan:
             ],
             "changes": [
                 {"overrides": list(c.overrides), "cost": c.cost, "bounds": list(c.bounds), "refused": c.refused}
-                for c in self.changes
+                for c in (*self.changes, *self.refused)
             ],
         }
 

@@ -30,6 +30,15 @@ def plan_of(saved: Mapping[str, Any]) -> MemoryPlan:
     Raises:
         ValueError, KeyError, TypeError: it did not give this.
     """
+    changes = [
+        Change(
+            overrides=tuple(map(str, change["overrides"])),
+            cost=str(change["cost"]),
+            bounds=tuple(None if rows is None else int(rows) for rows in change["bounds"]),
+            refused=str(change["refused"]),
+        )
+        for change in saved["changes"]
+    ]
     plan = MemoryPlan(
         targets=tuple(
             Target(
@@ -45,15 +54,8 @@ def plan_of(saved: Mapping[str, Any]) -> MemoryPlan:
         maximum=int(saved["maximum"]),
         world_size=int(saved["world_size"]),
         left_out=tuple(map(str, saved["left_out"])),
-        changes=tuple(
-            Change(
-                overrides=tuple(map(str, change["overrides"])),
-                cost=str(change["cost"]),
-                bounds=tuple(None if rows is None else int(rows) for rows in change["bounds"]),
-                refused=str(change["refused"]),
-            )
-            for change in saved["changes"]
-        ),
+        changes=tuple(change for change in changes if not change.refused),
+        refused=tuple(change for change in changes if change.refused),
         seconds=float(saved["seconds"]),
     )
     if not plan.targets or not plan.lengths or not all(length.kinds for length in plan.lengths):

@@ -86,12 +86,16 @@ def plan_memory(
     if settings.probe.plan_changes:
         now = [plan.bound(plan.lengths[0], target) for target in plan.targets]
         tried = list(planner.changes(plan.lengths[0]))
-        plan = replace(plan, changes=ranked(tried, now), seconds=time.perf_counter() - start)
+        plan = replace(
+            plan,
+            changes=ranked(tried, now),
+            refused=tuple(change for change in tried if change.refused),
+            seconds=time.perf_counter() - start,
+        )
         save(plan)
         say(f"\n{plan.table_of_changes() or 'no single change of those that could be planned would let more fit'}")
-        for change in tried:
-            if change.refused:
-                say(f"not planned: {' '.join(change.overrides)}: {change.refused}")
+        for change in plan.refused:
+            say(f"not planned: {' '.join(change.overrides)}: {change.refused}")
     return plan
 
 

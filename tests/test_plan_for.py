@@ -23,6 +23,7 @@ from torchtune import config
 
 from adaptive_batch import cuda_difference
 from adaptive_batch.errors import SettingError
+from adaptive_batch.saved_plan import plan_of
 from adaptive_batch.shipped import config_path, shipped_configs
 
 SMALL = Combination("qwen2", 32)
@@ -421,6 +422,8 @@ def test_a_change_that_components_refuse_is_said_and_the_plan_stands():
     plan = plan_memory(cfg, say=said.append, save=saved.append)
     assert any("not planned: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: TypeError" in line for line in said)
     assert [bool(one.changes) for one in saved] == [False, True]
+    assert any("TypeError" in change["refused"] for change in plan.as_json()["changes"])
+    assert plan_of(plan.as_json()).refused == plan.refused != ()
     assert saved[-1] == plan
 
 
