@@ -23,7 +23,6 @@ import math
 import os
 import pickle
 import resource
-import socket
 import statistics
 import sys
 import time
@@ -264,12 +263,6 @@ def part_exchange(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
 # --- store -----------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 def connections_to(port: int) -> int:
     """Established connections whose server is this port."""
     count = 0
@@ -292,8 +285,8 @@ def environment(**values: str) -> Any:
 
 
 def part_store(*, ranks: Sequence[int], quick: bool) -> dict[str, Any]:
-    port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
     before = connections_to(port)
     named = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with environment(**named, TORCHELASTIC_USE_AGENT_STORE="True"):

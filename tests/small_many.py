@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from small_ranks import free_port
+from small_ranks import reserved_port
 from small_run import OURS, SmallSetup, losses, weights
 
 _context = multiprocessing.get_context("forkserver")
@@ -89,8 +89,8 @@ def launch(
     attempts: list[Attempt] = []
     launch_id = uuid.uuid4().hex
     while True:
-        attempts.append(
-            _attempt(
+        with reserved_port() as port:
+            attempt = _attempt(
                 setup,
                 world_size,
                 arguments[2:],
@@ -98,13 +98,14 @@ def launch(
                 recipe=recipe,
                 number=len(attempts),
                 launch_id=launch_id,
+                port=port,
                 timeout=timeout,
                 environment=environment or (lambda rank: {}),
                 during=during,
                 before=before,
                 ends_others_after=ends_others_after,
             )
-        )
+        attempts.append(attempt)
         if not any(attempts[-1].exit_statuses) or len(attempts) > restarts:
             return attempts
 
@@ -118,6 +119,7 @@ def _attempt(
     recipe: str,
     number: int,
     launch_id: str,
+    port: int,
     timeout: float,
     environment: Callable[[int], dict[str, str]],
     during: Callable[[list[int]], None] | None,
@@ -125,7 +127,7 @@ def _attempt(
     ends_others_after: float | None,
 ) -> Attempt:
     folder = setup.fresh_folder()
-    port, begin = free_port(), time.monotonic()
+    begin = time.monotonic()
     common = {
         **setup._environment(),
         "WORLD_SIZE": str(world_size),

@@ -9,7 +9,8 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ def end_of_ranks(
 ) -> list[Ended]:
     """The same where ranks may fail, hang or be killed: how each ended, by rank."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        port, begin = free_port(), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
+        begin = time.monotonic()
         processes = [
             context.Process(
                 target=_run,
@@ -85,11 +86,14 @@ def end_of_ranks(
         return ended
 
 
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port on which a process of ours can listen, and that the system gives to nobody else until the end."""
+    with socket.socket() as held:
+        # Bound and not listening: with this option on both, as torch's store sets it, another may listen there by its number.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield int(held.getsockname()[1])
 
 
 def _run(

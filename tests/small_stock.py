@@ -14,13 +14,13 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from small_ranks import end_of_ranks, free_port
+from small_ranks import end_of_ranks, reserved_port
 from small_run import LOG, OURS, Finished, SmallSetup
 from torchtune import training
 from torchtune.datasets import SFTDataset, instruct_dataset
@@ -62,9 +62,12 @@ def run_tasks(setup: SmallSetup, tasks: Sequence[Task], *, ranks: int, timeout: 
     """
     if not tasks:
         return []
-    ports = [free_port() for _ in tasks]
     printed = setup.fresh_folder()
-    ended = end_of_ranks(_run_tasks, ranks, setup, tuple(tasks), ports, printed, timeout=timeout, begins_group=False)
+    with ExitStack() as held:
+        ports = [held.enter_context(reserved_port()) for _ in tasks]
+        ended = end_of_ranks(
+            _run_tasks, ranks, setup, tuple(tasks), ports, printed, timeout=timeout, begins_group=False
+        )
     if any(one.exit_status != 0 for one in ended):
         said = [
             f"rank {rank} ended with {one.exit_status}:\n{_end_of(printed, rank)}" for rank, one in enumerate(ended)

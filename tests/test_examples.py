@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from small_examples import both_outputs, commanded_sizes
-from small_ranks import end_of_ranks, free_port
+from small_ranks import end_of_ranks, reserved_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -50,7 +50,8 @@ def numbers(output: str, name: str) -> list[float]:
 def outputs(request) -> SimpleNamespace:
     example = request.param
     if ranks := RANKS.get(example.stem):
-        ended = end_of_ranks(on_rank, ranks, example, free_port(), begins_group=False)
+        with reserved_port() as port:
+            ended = end_of_ranks(on_rank, ranks, example, port, begins_group=False)
         assert [one.error for one in ended] == [None] * ranks
         adaptive, plain = ended[0].result
     else:

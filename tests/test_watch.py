@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from small_ranks import end_of_ranks, free_port, run_on_ranks
+from small_ranks import end_of_ranks, reserved_port, run_on_ranks
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.watch import End, Watch
@@ -209,8 +209,14 @@ def test_where_the_environment_names_no_store_there_is_no_watch(monkeypatch):
     assert Watch.connect() is None
 
 
-def test_one_rank_alone_is_watched_too_and_a_beat_costs_nothing(monkeypatch):
-    for name, value in zip(ENVIRONMENT, ("0", "1", "127.0.0.1", str(free_port())), strict=True):
+@pytest.fixture
+def port():
+    with reserved_port() as port:
+        yield port
+
+
+def test_one_rank_alone_is_watched_too_and_a_beat_costs_nothing(monkeypatch, port):
+    for name, value in zip(ENVIRONMENT, ("0", "1", "127.0.0.1", str(port)), strict=True):
         monkeypatch.setenv(name, value)
     threads = threading.active_count()
     watch = Watch.connect(stall_seconds=60)
