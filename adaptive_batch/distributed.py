@@ -9,25 +9,31 @@ from __future__ import annotations
 import os
 import pickle
 import platform
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 if dist.is_available():
-    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore, Store
     from torch.distributed.rendezvous import rendezvous
 
 Result = TypeVar("Result")
 
 # What rank zero does for all may take long: reading a checkpoint, writing one, counting the tokens of a dataset.
 _PATIENCE = timedelta(hours=12)
+_CONNECT = timedelta(minutes=5)
 _patient_group: Any = None
 # With tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows.
 _ranks_of_a_model = 1
+# What this process calls its attempt, by where the ranks meet.
+_attempts: dict[tuple[str, ...], str] = {}
 
 
 def is_launched() -> bool:
@@ -35,15 +41,59 @@ def is_launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
 
-def restart_count() -> int:
-    """Returns how often torchrun has started all ranks again; 0 at first, and without torchrun."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
 def launch_name() -> str | None:
     """Returns a name for what torchrun was told to start, the same after each restart; None without torchrun."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" is torchrun's own word where nobody gave another
-    return None if run is None else f"{run}/{platform.node()}/{os.getppid()}"
+    return None if run is None else f"{run}/{platform.node()}/{os.getppid()}/{_began(os.getppid())}"
+
+
+def _began(process: int) -> str:
+    """When a process began, in ticks since the machine did: in containers, each launch may have the same number."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def meet() -> tuple[Store, int, int]:
+    """Meets the other ranks in the store that torchrun's environment names; a collective, that needs no process group.
+
+    torchrun's store outlives a restart, and what an earlier attempt has left there must not be heard again. Its count of
+    restarts does not tell them apart: a node whose ranks were well when another's failed starts them again uncounted.
+
+    Returns:
+        A connection of its own to what this attempt keeps in the store, this rank, and the number of ranks.
+
+    Raises:
+        torch.distributed.DistStoreError, torch.distributed.DistNetworkError: the others did not come within 5 minutes.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=_CONNECT))
+    place = tuple(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    if place not in _attempts:
+        _attempts[place] = _attempt(PrefixStore("adaptive_batch/attempts", store), rank, size)
+    return PrefixStore(f"adaptive_batch/{_attempts[place]}", store), rank, size
+
+
+def _attempt(store: Store, rank: int, size: int) -> str:
+    """A name that rank zero makes and gives to whoever asks until all ranks of its own attempt have heard it.
+
+    The ranks of an attempt have all ended before those of the next one start, so that nobody hears an earlier name.
+    """
+    if rank:
+        number = store.add("asked", 1)
+        name = store.get(f"answer/{number}").decode()
+        store.add(f"{name}/heard", 1)
+        return name
+    name, until = uuid.uuid4().hex, time.monotonic() + _CONNECT.total_seconds()
+    while (heard := store.add(f"{name}/heard", 0)) < size - 1:
+        asked, answered = store.add("asked", 0), store.add("answered", 0)
+        for number in range(answered + 1, asked + 1):
+            store.set(f"answer/{number}", name)
+        store.add("answered", asked - answered)
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"{heard + 1} of {size} ranks have come within {_CONNECT.seconds // 60} minutes")
+        time.sleep(0.01)
+    return name
 
 
 def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
@@ -54,10 +104,8 @@ def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
         ranks_of_a_model: of tensor parallelism; divides the world size.
     """
     global _ranks_of_a_model, _patient_group
-    # torchrun's store outlives a restart, and ranks would call on those of the attempt before.
-    store, rank, size = next(rendezvous("env://"))
-    store = PrefixStore(f"adaptive_batch/group/{restart_count()}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    store, rank, size = meet()
+    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size)
     _ranks_of_a_model = ranks_of_a_model
     _patient_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 

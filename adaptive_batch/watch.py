@@ -29,16 +29,15 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from adaptive_batch import distributed
 from adaptive_batch.errors import AdaptiveBatchError
 
 if dist.is_available():
     from torch.distributed.distributed_c10d import PrefixStore, Store
-    from torch.distributed.rendezvous import rendezvous
 
 # Nothing is asked of the store until something happens. A wait that runs out has torch warn of it on stderr, and a longer
 # one would not fit into the milliseconds of poll(2).
 _WITHOUT_END = timedelta(days=20)
-_CONNECT = timedelta(minutes=5)
 _WRITTEN_SECONDS = 5.0
 _LEFT_SECONDS = 2.0
 # torchrun looks every 0.1 s, ends all and names the first: time for the rank that failed to go first.
@@ -82,15 +81,15 @@ class Watch:
             anywhere. The rank that failed waits for it no longer than 5 s. It can be set later, too.
 
     Raises:
-        torch.distributed.DistNetworkError: the store did not answer for 5 minutes.
+        torch.distributed.DistNetworkError, torch.distributed.DistStoreError: the store did not answer for 5 minutes, or other
+            ranks have not come.
     """
 
     def __init__(self, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None) -> None:
         self.on_end = on_end
-        (store, rank, world_size), (waiting, _, _) = (next(rendezvous("env://", timeout=_CONNECT)) for _ in range(2))
-        # The store outlives both a restart by torchrun and this object: what was said there before is not heard again.
-        attempt = f"adaptive_batch/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        prefix = f"{attempt}/{store.add(f'{attempt}/started/{rank}', 1)}"
+        (store, rank, world_size), (waiting, _, _) = distributed.meet(), distributed.meet()
+        # The store outlives this object: what was said there before is not heard again.
+        prefix = f"watch/{store.add(f'watch/started/{rank}', 1)}"
         self._store: Store = PrefixStore(prefix, store)
         self._waiting: Store = PrefixStore(prefix, waiting)  # blocked by the thread that watches
         self._has_store = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,8 +49,8 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
     assert watch is not None
     watch.start()
     try:
-        _begin_group(cfg, ranks_of_a_model=check_parallel(cfg))
         _check_same(cfg)
+        _begin_group(cfg, ranks_of_a_model=check_parallel(cfg))
         yield watch
     except SystemExit as ended:
         if ended.code not in (None, 0, EXIT_STATUS):
@@ -129,33 +129,33 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
 
 
 def _check_same(cfg: DictConfig) -> None:
-    """Refuse ranks that were started with different configurations or versions."""
+    """Refuse ranks that were started with different configurations or versions.
+
+    They are compared in the store: the process group itself depends on the configuration, and one that ranks begin
+    differently is waited for.
+    """
     plain = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(plain, dict)
     mine = {str(key): json.dumps(value, sort_keys=True, default=str) for key, value in plain.items()}
-    same_on_all_ranks(mine | {"torch": torch.__version__}, _say_setting)
+    mine |= {"torch": torch.__version__}
+    store, rank, _ = distributed.meet()
+    if rank == 0:
+        store.set("configuration", json.dumps(mine))
+        return
+    for key, value, first in differences(mine, json.loads(store.get("configuration"))):
+        whose = f"rank {rank} was started with this, and rank 0 with {first}"
+        raise SettingError(key, value, f"{whose}; start all ranks with the same configuration")
 
 
-def _say_setting(key: str, value: str, rank: int, others: str) -> Exception:
-    return SettingError(
-        key,
-        value,
-        f"rank {rank} was started with this, and rank 0 with {others}; start all ranks with the same configuration",
-    )
+def differences(mine: Mapping[str, str], first: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """What differs between two ranks, by name.
 
-
-def same_on_all_ranks(mine: Mapping[str, str], refuse: Callable[[str, str, int, str], Exception]) -> None:
-    """Refuse what differs between ranks, on all of them.
-
-    Args:
-        mine: what this rank has, by name.
-        refuse: makes the error of a name, from a rank's value, that rank, and the value of rank zero.
+    Yields:
+        The name, and the value of each.
     """
-    first, *others = distributed.gather(dict(mine))
-    for rank, other in enumerate(others, start=1):
-        for name in sorted(first.keys() | other.keys()):
-            if first.get(name) != other.get(name):
-                raise refuse(name, other.get(name, _ABSENT), rank, first.get(name, _ABSENT))
+    for name in sorted(first.keys() | mine.keys()):
+        if first.get(name) != mine.get(name):
+            yield name, mine.get(name, _ABSENT), first.get(name, _ABSENT)
 
 
 def same_answers(answers: Mapping[str, int]) -> None:
@@ -167,14 +167,13 @@ def same_answers(answers: Mapping[str, int]) -> None:
     Raises:
         GrowthFunctionError: naming the rank.
     """
-
-    def refuse(name: str, value: str, rank: int, others: str) -> Exception:
-        return GrowthFunctionError(
-            f"{name} answers {value} on rank {rank} and {others} on rank 0; it must be the same function of the same arguments "
-            "on all ranks"
-        )
-
-    same_on_all_ranks({asked: str(answer) for asked, answer in answers.items()}, refuse)
+    first, *others = distributed.gather({asked: str(answer) for asked, answer in answers.items()})
+    for rank, mine in enumerate(others, start=1):
+        for name, value, of_first in differences(mine, first):
+            raise GrowthFunctionError(
+                f"{name} answers {value} on rank {rank} and {of_first} on rank 0; it must be the same function of the same "
+                "arguments on all ranks"
+            )
 
 
 def check_fewer_ranks(settings: Settings, *, began_on: int) -> None:

@@ -1,5 +1,7 @@
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,61 @@ def test_one_rank_sees_the_error_itself():
     with pytest.raises(HoldsALambda) as caught:
         distributed.from_rank_zero(lambda: failing(error))
     assert caught.value is error
+
+
+# ranks that meet in a store which outlives them
+
+
+class RankEnded(Exception):
+    pass
+
+
+class Dying:
+    """A store whose rank ends at a call of `method`."""
+
+    def __init__(self, store, method):
+        self._store, self._method = store, method
+
+    def __getattr__(self, name):
+        if name == self._method:
+            raise RankEnded
+        return getattr(self._store, name)
+
+
+def names_of(attempt, store, size):
+    """What the ranks of an attempt call it; those that are given a method end when they call it on the store."""
+
+    def named(rank):
+        ends_at = attempt.get(rank)
+        try:
+            return distributed._attempt(Dying(store, ends_at) if ends_at else store, rank, size)
+        except RankEnded:
+            return None
+        except RuntimeError:
+            return "waited in vain"
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(named, range(size)))
+
+
+def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypatch):
+    monkeypatch.setattr(distributed, "_CONNECT", timedelta(seconds=0.3))
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    first, second = names_of({}, store, 4), names_of({}, store, 4)
+    assert len({*first}) == len({*second}) == 1
+    # ranks that had asked when rank zero ended, one that ended before it asked, and one that has heard nothing
+    assert names_of({0: "set"}, store, 4) == [None, *["waited in vain"] * 3]
+    assert names_of({2: "add"}, store, 4)[2] is None
+    names_of({1: "get"}, store, 4)
+    (third,) = {*names_of({}, store, 4)}
+    assert third not in {None, "waited in vain", first[0], second[0]}
+
+
+def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
+    monkeypatch.setattr(distributed, "_CONNECT", timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError, match="1 of 2 ranks have come"):
+        distributed._attempt(dist.HashStore(), 0, 2)
 
 
 # two ranks: each starts once and writes what every function gave it; the facts below read that

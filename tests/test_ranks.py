@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torchtune
-from adaptive_ranks import check_fewer_ranks, check_parallel, describe_ranks, same_answers, same_on_all_ranks
+from adaptive_ranks import check_fewer_ranks, check_parallel, describe_ranks, differences, same_answers
 from omegaconf import OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
@@ -88,13 +88,9 @@ def test_one_process_ignores_what_is_for_many():
     assert check_parallel(OmegaConf.create(OPTIMIZER | {"tensor_parallel_dim": 1, "fsdp_cpu_offload": True})) == 1
 
 
-def test_what_differs_is_refused_with_the_rank(monkeypatch):
-    monkeypatch.setattr(distributed, "gather", lambda mine: [mine, mine, mine | {"batch_size": "3"}])
-    with pytest.raises(SettingError, match=r"^batch_size='3': rank 2 and 0 have 4"):
-        same_on_all_ranks(
-            {"batch_size": "4"},
-            lambda key, value, rank, others: SettingError(key, value, f"rank {rank} and 0 have {others}"),
-        )
+def test_what_differs_is_named_with_both_values():
+    mine, first = {"batch_size": "3", "seed": "1"}, {"seed": "1", "batch_size": "4", "epochs": "2"}
+    assert list(differences(mine, first)) == [("batch_size", "3", "4"), ("epochs", "nothing", "2")]
 
 
 def test_a_function_that_answers_differently_is_refused_with_the_rank(monkeypatch):

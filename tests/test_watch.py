@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -255,7 +256,10 @@ def test_a_rank_whose_store_has_gone_ends(tmp_path, capfd):
     )
 
 
-def torchrun(folder: Path, program: str, *arguments: str) -> subprocess.Popen:
+ON_ONE_NODE = ("--standalone", "--nproc-per-node", "2")
+
+
+def torchrun(folder: Path, program: str, *arguments: str, nodes: Sequence[str] = ON_ONE_NODE) -> subprocess.Popen:
     script = folder / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -272,11 +276,11 @@ def torchrun(folder: Path, program: str, *arguments: str) -> subprocess.Popen:
         )
         + textwrap.dedent(program)
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *nodes]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment["OMP_NUM_THREADS"] = "1"
-    with open(folder / "said", "w") as said:
+    with open(folder / "said", "a") as said:
         return subprocess.Popen([*command, *arguments, str(script)], env=environment, stdout=said, stderr=said)
 
 
@@ -300,6 +304,32 @@ def test_under_torchrun_a_restart_does_not_hear_why_the_attempt_before_ended(tmp
     assert said.splitlines().count("rank 1: this attempt is lost") == 1
     assert all(said.count(f"<rank {rank} ended well>") == 1 for rank in (0, 1))
     assert written(tmp_path) == End(1, "error", "this attempt is lost", {"attempt": 0})
+
+
+def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
+    program = """
+        from adaptive_batch import distributed
+
+        is_first = not (folder / f"started{rank}").exists()
+        (folder / f"started{rank}").touch()
+        if is_first and rank == 1:
+            while not (folder / "started0").exists():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)  # without a word; its node alone counts that
+        if is_first:
+            time.sleep(100)
+        distributed.begin("gloo")
+        counts = distributed.gather(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if rank == 0:
+            print(f"<met with {'+'.join(sorted(counts))}>", flush=True)
+        watch.stop()
+        distributed.end()
+    """
+    endpoint = f"localhost:{port}"
+    nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    both = [torchrun(tmp_path, program, "--max-restarts", "1", nodes=nodes) for _ in range(2)]
+    assert [process.wait(90) for process in both] == [0, 0], (tmp_path / "said").read_text()
+    assert "<met with 0+1>" in (tmp_path / "said").read_text()
 
 
 def test_the_summary_of_torchrun_names_the_rank_that_failed_and_why(tmp_path):
