@@ -174,6 +174,7 @@ class Accumulator:
             nonlocal num_micro_batches
             if distributed.world_size() == 1:
                 return self._attempt(rows)
+            self.sharding.reset()  # a forward of another's, as in its own validation, leaves parameters gathered
             known, num_micro_batches = num_micro_batches, None  # with less capacity there are more
             return self._attempt_together(rows, known)
 
@@ -396,7 +397,9 @@ class Accumulator:
             sums.label_tokens = sums.label_tokens + count
         if not self._scale_gradients:  # each parameter is stepped as soon as its gradient is there
             sums.add_up()
-            token_loss = token_loss * (distributed.world_size() / sums.label_tokens.clamp(min=1))
+            if not sums.label_tokens:
+                return  # on no rank is there anything to step by
+            token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
         token_loss.backward()  # type: ignore[no-untyped-call]
 
     def _finish_together(
@@ -409,10 +412,10 @@ class Accumulator:
             if sums.failed:
                 raise OutOfMemoryElsewhereError
         has_labels = bool(sums.label_tokens)
-        if self._scale_gradients and has_labels:  # FSDP has taken the mean over the ranks
-            self._multiply_gradients_by(distributed.world_size() / sums.label_tokens)
-        elif self._scale_gradients:
+        if not has_labels:
             self._drop_gradients()
+        elif self._scale_gradients:  # FSDP has taken the mean over the ranks
+            self._multiply_gradients_by(distributed.world_size() / sums.label_tokens)
         copies = distributed.world_size() // distributed.data_parallel_size()  # of each row, with tensor parallelism
         noise = None
         if small and has_labels and 0 < small[0] < sums.label_tokens:

@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import distributed
 
 
+_EVALUATION = "evaluation"
+
+
 @dataclass(frozen=True)
 class _Call:
     """One collective of a micro-batch, as it can be run again with other buffers."""
@@ -82,10 +85,9 @@ class Sharding:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Inside, one micro-batch runs forward alone."""
-        with self._pass("evaluation"):
+        with self._pass(_EVALUATION):
             yield
-        for module in self._modules:  # there is no backward that would do it
-            module.reshard()
+        self.reset()  # there is no backward that would do it
 
     @contextmanager
     def _pass(self, kind: str) -> Iterator[None]:
@@ -93,7 +95,7 @@ class Sharding:
         self._is_running, self._is_inside = True, False
         yield
         self._is_running = False
-        self._known.setdefault(kind, self._calls)
+        self._known.setdefault(kind, list(self._calls))
 
     # --- after a failure --------------------------------------------------------------------------------------------
 
@@ -111,6 +113,11 @@ class Sharding:
     def knows(self, *, is_last: bool) -> bool:
         """Whether :meth:`stand_in` can: a micro-batch of that kind has been run."""
         return not self.is_sharded or _training(is_last or self._syncs_every) in self._known
+
+    @property
+    def knows_evaluation(self) -> bool:
+        """Whether :meth:`stand_in_for_evaluation` can."""
+        return not self.is_sharded or _EVALUATION in self._known
 
     def finish(self) -> None:
         """Run what is left of the collectives of a micro-batch that has failed, if any is; :meth:`reset` comes first."""
