@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ Result = TypeVar("Result")
 
 MANIFEST, STATE = "resume.json", "state.pt"
 FORMAT, FORMAT_VERSION = "adaptive_batch resume point", 1
+_SEEN_SECONDS = 10.0  # in which a file that another node has written is to be seen
 _CHUNK_BYTES = 4 * 2**20  # large enough that reading, not Python, takes the time
 
 
@@ -199,7 +201,8 @@ def write_point(
 
     Raises:
         OSError, RuntimeError, CheckpointException: writing failed on one rank at least; raised on every rank.
-        CheckpointError: the state could not be read again with ``weights_only=True``.
+        CheckpointError: the state could not be read again with ``weights_only=True``, or rank zero does not see the files of
+            another rank.
     """
     written = write_tensors(folder, tensors, ranks)
     files = [
@@ -222,6 +225,14 @@ def write_point(
             file.write(_manifest(point).encode())
             _flush(file)
         flush_folder(folder)
+        until = time.monotonic() + _SEEN_SECONDS
+        while isinstance(seen := examine(folder), PassedOver):
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"rank zero does not see all that was saved ({seen.reason}); output_dir must be of a file system that all "
+                    "ranks share"
+                )
+            time.sleep(0.1)
 
     ranks.from_rank_zero(vouch)
 

@@ -36,11 +36,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Agre
         OSError, RuntimeError, CheckpointException: writing failed on one rank at least; raised on every rank.
     """
     _silence_single_process()
-    # Copying ahead makes a CUDA context, on device 0 in a thread of its own, also where nothing lies there.
-    ahead = {"per_thread_copy_ahead": 0} if all(tensor.device.type == "cpu" for tensor in tensors.values()) else {}
+    writer = _Writer(folder, overwrite=False)
+    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+        # Copying ahead makes a CUDA context, in a thread of its own on device 0, also where nothing lies on a device.
+        writer.per_thread_copy_ahead = 0
     state_dict_saver.save(
         dict(tensors),
-        storage_writer=_Writer(folder, overwrite=False, **ahead),
+        storage_writer=writer,
         process_group=ranks.process_group,
         no_dist=ranks.process_group is None,
     )

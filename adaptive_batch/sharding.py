@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import distributed
 
-
 _EVALUATION = "evaluation"
 
 

@@ -22,7 +22,7 @@ from adaptive_batch import distributed
 from adaptive_batch.counting import storage_bytes
 from adaptive_batch.curve import MemoryCurve
 from adaptive_batch.curve_cache import CachedCurve
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.fingerprint import file_signature, fingerprint
 from adaptive_batch.lengths import longest_rows
 from adaptive_batch.memory import GIB, DeviceMemory, device_memory
@@ -70,7 +70,9 @@ class BoundSearch:
 
     Attributes:
         watch: over this rank, of several; keeps the time of trials.
-        indeterminate: rows of a trial that ended all ranks before, without saying whether they fit; fewer are tried. None for none.
+        indeterminate: rows of a trial that ended all ranks before, without saying whether they fit; up to half of them are tried.
+            None for none.
+        indeterminate_val: the same of a trial of validation.
     """
 
     def __init__(self, parts: TrainingParts) -> None:
@@ -79,6 +81,7 @@ class BoundSearch:
         self._trials: dict[int | str, tuple[Rows, int]] = {}
         self.watch: Watch | None = None
         self.indeterminate: int | None = None
+        self.indeterminate_val: int | None = None
 
     def check(self) -> None:
         """Choose the rows of trials, and refuse what the model's size or length, or the rows of an epoch, do not allow.
@@ -130,7 +133,7 @@ class BoundSearch:
             of_use = min(rows, settings.step_rows)
         else:
             of_use = rows if settings.batch_tokens else max(1, rows // settings.gradient_accumulation_steps)
-        return max(1, min(settings.probe.maximum, of_use, (self.indeterminate or settings.probe.maximum + 1) - 1))
+        return max(1, min(settings.probe.maximum, of_use, _half(self.indeterminate) or of_use))
 
     def _why_most(self) -> str:
         if self.most_rows == self._settings.probe.maximum:
@@ -227,7 +230,8 @@ class BoundSearch:
             made.extend(parts.dataset_val[row] for row in order[len(made) : size])
             return made[:size]
 
-        maximum = min(len(order), self._settings.probe.maximum)
+        most = min(len(order), self._settings.probe.maximum)
+        maximum = min(most, _half(self.indeterminate_val) or most)
         result = self._find(rows, tokens, maximum=maximum, accumulates=False, evaluates=True)
         if result.max_batch_size == 0:
             raise DoesNotFitError(
@@ -310,9 +314,13 @@ class BoundSearch:
             with self.limit(f"a trial of {size} rows of {tokens} tokens"):
                 if not evaluates:
                     return rehearsal(size)
-                return rehearsal.evaluation(
-                    lambda _: parts.accumulator.evaluate(parts.collate_val(tried), rehearsing=True), size
-                )
+                try:
+                    return rehearsal.evaluation(
+                        lambda _: parts.accumulator.evaluate(parts.collate_val(tried), rehearsing=True), size
+                    )
+                except RankLostError as lost:
+                    lost.facts["trial_rows_val"] = size
+                    raise
 
         is_cached = path is not None and probe.cache
         known = distributed.from_rank_zero(lambda: load_result(path, fingerprint=depends_on) if is_cached else None)
@@ -321,6 +329,8 @@ class BoundSearch:
                 with self.limit("the first step of the probe"):
                     stack.enter_context(rehearsal)
                 resident_bytes = distributed.maximum(rehearsal.resident_bytes)
+                if evaluates and not parts.accumulator.sharding.knows_evaluation:
+                    run_trial(1)  # from which a rank that fails knows what the others wait for
                 result = known and try_again(known, run_trial)
                 if result is None:
                     curve = CachedCurve(self._curve_name(rows(1), tokens, accumulates, evaluates), on=probe.cache)
@@ -370,6 +380,11 @@ class BoundSearch:
             # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
             round(math.log(max(1, budget_bytes), 1.01)),
         )
+
+    @property
+    def trials_name(self) -> str:
+        """A name for what whether a trial fits depends on, as far as it is configured."""
+        return self._settings_name(0)
 
     def _settings_name(self, tokens: int) -> str:
         """A name for the part of it that is the same wherever it is run."""
@@ -477,6 +492,10 @@ class BoundSearch:
             return made[:count]
 
         return rows, target
+
+
+def _half(rows: int | None) -> int | None:
+    return rows and max(1, rows // 2)
 
 
 def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:

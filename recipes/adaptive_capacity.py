@@ -46,6 +46,7 @@ class TrainingCapacity:
         self._run = run
         self._lost = Path(parts.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._lowered: Capacity | None = None
+        self._kept: dict[str, Any] = {}  # what is to be known when training is started again
         self.bound: int | None = None
         self.tried_length = 0
         self.num_out_of_memory = 0
@@ -67,12 +68,9 @@ class TrainingCapacity:
         """
         self.num_out_of_memory = saved.get("oom_count", 0)
         self._warn_of_batch_norm()
-        lost = distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved)))
+        self._kept = lost = distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved)))
+        self._try_fewer(lost)
         if self._settings.needs_bound:
-            if rows := lost.get("trial_rows"):
-                self._bounds.indeterminate = rows
-                message = f"a trial of {rows} rows ended all ranks, so whether they fit is not known; fewer are tried"
-                self._record.decision("indeterminate", message, rows=rows)
             result = self._search(batch_size, goes_on=goes_on)
             self.bound, self.tried_length = result.max_batch_size, result.sequence_length
             if goes_on:
@@ -96,6 +94,16 @@ class TrainingCapacity:
             if int(self._parts.lengths[longest]) > self.tried_length:
                 self.try_longer([self._parts.read(longest)], batch_size=batch_size)
         return batch_size
+
+    def _try_fewer(self, lost: Mapping[str, Any]) -> None:
+        """Have no size tried again of which a trial ended all ranks with the same settings."""
+        if lost.get("trial_settings") != self._bounds.trials_name:
+            return
+        self._bounds.indeterminate, self._bounds.indeterminate_val = lost.get("trial_rows"), lost.get("trial_rows_val")
+        for of, rows in (("", lost.get("trial_rows")), ("of validation ", lost.get("trial_rows_val"))):
+            if rows:
+                message = f"a trial {of}of {rows} rows ended all ranks, so whether they fit is not known; up to half are tried"
+                self._record.decision("indeterminate", message, rows=rows)
 
     def of(self, batch_size: int) -> Capacity:
         """What a micro-batch may hold now, at a batch size."""
@@ -191,11 +199,15 @@ class TrainingCapacity:
 
     def write_down_loss(self, facts: Mapping[str, Any]) -> None:
         """Keep, as the ranks end, what is to be known when training is started again: what a micro-batch may hold, or a trial."""
-        kept = {key: facts[key] for key in ("capacity", "unit", "trial_rows") if key in facts}
-        if kept and self._settings.on_out_of_memory == "shrink":
-            lost = {"run": self._run, "launch": distributed.launch_name(), **kept, **self._conditions()}
+        kept = {key: facts[key] for key in ("trial_rows", "trial_rows_val") if key in facts}
+        if kept:
+            kept["trial_settings"] = self._bounds.trials_name
+        if "capacity" in facts and self._settings.on_out_of_memory == "shrink":
+            kept |= {"capacity": facts["capacity"], "unit": facts["unit"], **self._conditions()}
+        if kept:  # beside what an earlier attempt has kept
+            self._kept |= {"run": self._run, "launch": distributed.launch_name(), **kept}
             aside = self._lost.with_suffix(".tmp")
-            aside.write_text(json.dumps(lost))
+            aside.write_text(json.dumps(self._kept))
             os.replace(aside, self._lost)
 
     def _read_loss(self, *, goes_on: bool) -> dict[str, Any]:

@@ -48,14 +48,19 @@ def clipping_in_the_first_step_on_rank_one() -> None:
         _fail(Accumulator, "clip", from_call=1)
 
 
-def a_trial_of_more_than_two_rows_on_rank_one() -> None:
-    """Rank one runs out of memory within a collective of a trial of more than two rows, in the first attempt."""
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
+    """Rank one runs out of memory within a collective of a trial of more than two rows, in every attempt, and in clipping in the second."""
+    if os.environ["RANK"] == "1":
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+            _fail(Accumulator, "clip", from_call=4)  # the one of the probe's first step is another
         whole_trial, whole_call, rows = Rehearsal.__call__, _Recorded.__call__, [0]
 
         def trial(self: Rehearsal, batch_size: int) -> Any:
             rows[0] = batch_size
-            return whole_trial(self, batch_size)
+            try:
+                return whole_trial(self, batch_size)
+            finally:
+                rows[0] = 0
 
         def call(self: Any, *arguments: Any, **options: Any) -> Any:
             if rows[0] > 2:

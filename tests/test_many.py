@@ -178,24 +178,38 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
     assert audit(folder).holds
 
 
-def test_a_trial_that_says_nothing_is_not_tried_again(setup):
+@pytest.mark.parametrize("on_out_of_memory", ["shrink", "raise"])
+def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_known_beside_it(
+    setup, on_out_of_memory
+):
     keys = (
         "use_maximum_batch_size=True",
-        "probe.search=binary",
+        "probe.search=halve",
         "probe.maximum=4",
         "epochs=1",
-        "probe.round_to_power_of_two=False",
+        "clip_grad_norm=1.0",
+        f"on_out_of_memory={on_out_of_memory}",
     )
-    first, second = launch(
-        setup, 2, *keys, restarts=1, before="small_many_faults.a_trial_of_more_than_two_rows_on_rank_one"
-    )
-    assert first.exit_statuses == [1, 1], first.output[-5000:]
-    assert first.output.count("RankLostError") == 1
-    assert second.exit_statuses == [0, 0], second.output[-5000:]
-    (said,) = decisions(second.output_dir, "indeterminate")
-    assert said["rows"] in (3, 4)
-    (bound,) = decisions(second.output_dir, "bound")
-    assert bound["max_batch_size"] == said["rows"] - 1
+    before = "small_many_faults.a_trial_of_more_than_two_rows_and_clipping_on_rank_one"
+    *failed, last = launch(setup, 2, *keys, restarts=2, before=before)
+    for attempt in failed:
+        assert attempt.exit_statuses == [1, 1], attempt.output[-5000:]
+    assert failed[0].output.count("RankLostError") == 1
+    assert last.exit_statuses == [0, 0], last.output[-5000:]
+    first, second = decisions(last.output_dir, "indeterminate")
+    assert first["rows"] == second["rows"] == 4
+    assert [bound["max_batch_size"] for bound in decisions(last.output_dir, "bound")] == [2, 2]
+    in_two = 2 if on_out_of_memory == "shrink" else 1
+    assert steps(last.output_dir)[-1]["micro_batches"] == in_two
+
+
+@pytest.mark.parametrize("search", ["halve", "binary"])
+def test_a_first_trial_of_validation_that_does_not_fit_is_one_that_does_not_fit(setup, search):
+    keys = ("epochs=1", "batch_size=2", "dataset_val=${dataset}", "run_val_every_n_steps=3", "batch_size_val=auto")
+    attempt = finished(setup, *keys, f"probe.search={search}", "probe.device_memory=3MiB")
+    (bound,) = decisions(attempt.output_dir, "validation_bound")
+    assert bound["max_batch_size"] >= 1
+    assert bound["out_of_memory"] >= 1
 
 
 def test_a_restart_before_anything_was_saved_begins_again(setup):

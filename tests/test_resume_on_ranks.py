@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from adaptive_batch import resume_point
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.named_state import load_named_optimizer_state, named_optimizer_state
 from adaptive_batch.resume import ResumePoints, newest_whole
@@ -197,6 +198,8 @@ def two_ranks(folder):
         lambda: loaded(folder / "eight bits of one", group, Wide, optimizer=torchao.optim.AdamW8bit)
     )
     facts["another model"] = message_of(lambda: loaded(folder / "one", group, Wide))
+    resume_point._SEEN_SECONDS = 0.2
+    facts["not shared"] = message_of(lambda: saved(folder / f"on machine {group.rank()}", group))
     facts["failures"] = failures(folder / "failures", group)
     facts["goes on"] = goes_on(folder / "two", group)
     return facts
@@ -524,6 +527,14 @@ def test_a_save_in_the_background_that_fails_on_one_rank_is_told_on_all_and_the_
         (told,) = facts["failures"]["told"]
         assert "step_3 failed (rank 1: [Errno 27] File too large)" in told
         assert facts["failures"]["at last"] == ["step_4"]
+
+
+def test_a_point_that_rank_zero_does_not_see_whole_is_not_saved(folder, two):
+    for facts in two:
+        assert "rank zero does not see all that was saved" in facts["not shared"]
+        assert "__1_0.distcp is missing" in facts["not shared"]
+        assert "output_dir must be of a file system that all ranks share" in facts["not shared"]
+    assert newest_whole(folder / "on machine 0")[0] is None
 
 
 def test_a_point_of_another_model_is_refused_on_all_ranks(two):
