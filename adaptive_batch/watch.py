@@ -4,12 +4,14 @@ A rank that fails leaves the others in a collective, which ends at the process g
 Neither a monitored barrier nor aborting the group frees them. So a thread of each rank waits, with a connection of its
 own, for a word in the store that torchrun's environment names. The rank that fails first claims the end, says why, has
 rank zero write it down, gives all others the word, and each process ends where it stands. A second thread ends a run that
-has stopped without failing. Signals play no part: Python handles them in the main thread, which is the one that hangs.
+has stopped without failing, or in which a rank of the same machine was killed: gloo tells its peers of that, NCCL does not.
+Signals play no part: Python handles them in the main thread, which is the one that hangs.
 
     claim          the first rank to fail: its `End`
     word/RANK      what that rank is waiting for: an `End`, or that it may stop waiting
     written        rank zero has written the end down, or has left and never will
     left/RANK      that rank has heard, or has left
+    process/RANK   the process of that rank
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch.distributed as dist
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import AdaptiveBatchError
+from adaptive_batch.processes import Processes, name_of_this_process
 
 if dist.is_available():
     from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -96,6 +99,10 @@ class Watch:
         self._hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._rank, self._node = rank, int(os.environ.get("GROUP_RANK", "0"))
         self._others = [other for other in range(world_size) if other != rank]
+        first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+        of_node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._unseen = [other for other in self._others if other in of_node]
+        self._neighbours = Processes()
         self._limit = stall_seconds
         self._last_beat = (time.monotonic(), "it started")
         self._main = threading.get_ident()
@@ -119,6 +126,7 @@ class Watch:
         """Begins to watch over the thread that calls it."""
         self._main = threading.get_ident()
         self.beat()
+        self._store.set(f"process/{self._rank}", name_of_this_process())
         for target in (self._watch, self._keep_time):
             self._threads.append(threading.Thread(target=target, name=f"adaptive_batch{target.__name__}", daemon=True))
             self._threads[-1].start()
@@ -139,6 +147,7 @@ class Watch:
                 self._outlive(self._store, self._others)
         for thread in self._threads:
             thread.join(_LEFT_SECONDS)
+        self._neighbours.close()
 
     def beat(self, doing: str = "") -> None:
         """Says that the run goes on: at each step, micro-batch or trial.
@@ -177,10 +186,7 @@ class Watch:
         text = f"rank {self._rank}: {message}"
         if kind == "error" and isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)):
             kind = "lost_peer"
-            message = (
-                f"another rank has gone without a word, perhaps killed for want of memory ({_gist(error)}); --max-restarts, or "
-                "resume_from_checkpoint=True, goes on from what was saved last"
-            )
+            message = _lost_peer(_gist(error))
             text = f"rank {self._rank}: {message}"
         elif isinstance(error, AdaptiveBatchError) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
             text = message
@@ -260,6 +266,8 @@ class Watch:
 
     def _keep_time(self) -> None:
         while not self._stopped.wait(_TICK_SECONDS):
+            with contextlib.suppress(RuntimeError):  # of a store that has gone the other thread hears
+                self._look_after_neighbours()
             (since, doing), seconds = self._last_beat, self._limit
             if seconds is not None and time.monotonic() - since > seconds:
                 message = f"no progress for {seconds:g} s, since {doing}"
@@ -267,6 +275,17 @@ class Watch:
                 facts = {"seconds": seconds, "doing": doing}
                 end = End(self._rank, "stalled", message, facts, self._node)
                 self._end(end, f"rank {self._rank}: {message}; it stands at\n{stack}")
+
+    def _look_after_neighbours(self) -> None:
+        if not self._has_store:
+            return
+        for other in [other for other in self._unseen if self._store.check([f"process/{other}"])]:
+            self._unseen.remove(other)
+            self._neighbours.look_after(other, self._store.get(f"process/{other}").decode())
+        for other in self._neighbours.ended():
+            if not self._store.check([f"left/{other}"]):
+                message = _lost_peer(f"rank {other} is no longer there")
+                self._end(End(self._rank, "lost_peer", message, {}, self._node), f"rank {self._rank}: {message}")
 
     def _write_down(self, end: End) -> None:
         try:
@@ -292,6 +311,13 @@ class Watch:
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # no thread is to be had
             timer.start()
+
+
+def _lost_peer(said: str) -> str:
+    return (
+        f"another rank has gone without a word, perhaps killed for want of memory ({said}); --max-restarts, or "
+        "resume_from_checkpoint=True, goes on from what was saved last"
+    )
 
 
 def _await(store: Store, keys: list[str], seconds: float) -> None:

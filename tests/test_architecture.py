@@ -22,6 +22,7 @@ FLOORS = (
         "full_batch_loss",
         "agreement",
         "cuda_difference",
+        "processes",
     },
     {
         "counting",
@@ -138,7 +139,10 @@ def test_the_core_imports_torch_and_the_standard_library_only(path):
     ("seam", "words"),
     [
         ("memory", r"empty_cache|mem_get_info|\.memory_stats"),
-        ("distributed", r"all_reduce|all_gather_object|broadcast_object|new_group|rendezvous\(|dist\.init_process_group\("),
+        (
+            "distributed",
+            r"all_reduce|all_gather_object|broadcast_object|new_group|rendezvous\(|dist\.init_process_group\(",
+        ),
         ("watch", r"os\._exit"),
         ("sharding", r"FSDPModule|_get_fsdp_state"),
     ],

@@ -130,6 +130,24 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path, capfd):
     assert written(tmp_path).kind == "lost_peer"
 
 
+def one_is_killed_while_the_others_do_not_notice(folder: Path) -> None:
+    started(folder)
+    if os.environ["RANK"] == "2":
+        time.sleep(1.2)  # the others look after it
+        note_failure(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)  # as in a collective of NCCL, where nobody hears that another has gone
+
+
+def test_a_rank_that_is_killed_ends_those_of_its_machine_that_do_not_notice(tmp_path, capfd):
+    ended = end_of_ranks(one_is_killed_while_the_others_do_not_notice, 3, tmp_path, timeout=60, begins_group=False)
+    assert how(ended) == [(1, None), (1, None), (-signal.SIGKILL, None)]
+    assert seconds_since(tmp_path) < 4
+    said = capfd.readouterr().err
+    assert said.count("another rank has gone without a word") == said.count("(rank 2 is no longer there)") == 1
+    assert written(tmp_path).kind == "lost_peer"
+
+
 # one rank hangs
 
 

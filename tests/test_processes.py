@@ -1,0 +1,69 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from adaptive_batch.processes import Processes, name_of_this_process
+
+
+@pytest.fixture
+def sleeping():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def name_of(process):
+    return f"{name_of_this_process().rpartition('/')[0]}/{process.pid}"
+
+
+def until_one_has_ended(processes):
+    while not (ended := processes.ended()):
+        pass
+    return ended
+
+
+def test_a_process_that_is_killed_has_ended_before_its_parent_asks_and_is_named_once(sleeping):
+    processes = Processes()
+    processes.look_after(3, name_of(sleeping))
+    processes.look_after(4, name_of_this_process())
+    assert processes.ended() == []
+    os.kill(sleeping.pid, signal.SIGKILL)
+    assert until_one_has_ended(processes) == [3]
+    assert processes.ended() == []
+
+
+def test_one_that_had_ended_before_has_ended(sleeping):
+    sleeping.kill()
+    sleeping.wait()
+    processes = Processes()
+    processes.look_after(3, name_of(sleeping))
+    assert processes.ended() == [3]
+
+
+def test_one_of_another_machine_or_of_nobody_knows_where_is_not_looked_after(sleeping, monkeypatch):
+    processes = Processes()
+    for where in ("00000000-0000-0000-0000-000000000000/pid:[4026531836]", "unknown"):
+        processes.look_after(3, f"{where}/{sleeping.pid}")
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    processes.look_after(3, name_of(sleeping))
+    sleeping.kill()
+    sleeping.wait()
+    assert processes.ended() == []
+
+
+def forbidden(number):
+    raise PermissionError(f"process {number} is not to be looked after")
+
+
+def test_none_is_looked_after_any_more_once_it_is_closed(sleeping):
+    before = len(os.listdir("/proc/self/fd"))
+    processes = Processes()
+    processes.look_after(3, name_of(sleeping))
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    processes.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert processes.ended() == []
