@@ -288,7 +288,7 @@ def part_store(*, ranks: Sequence[int], quick: bool) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     before = connections_to(port)
-    named = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    named = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with environment(**named, TORCHELASTIC_USE_AGENT_STORE="True"):
         watch = Watch.connect()
         assert watch is not None
