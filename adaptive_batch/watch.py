@@ -145,8 +145,8 @@ class Watch:
                 for other in self._others if self._hosts_store else ():
                     self._store.compare_set(f"word/{other}", "", _HOST_LEAVES)
                 self._outlive(self._store, self._others)
-        for thread in self._threads:
-            thread.join(_LEFT_SECONDS)
+        for thread in self._threads:  # one that still waits in the store when Python ends would abort the process
+            thread.join(_LAST_RESORT_SECONDS)
         self._neighbours.close()
 
     def beat(self, doing: str = "") -> None:
