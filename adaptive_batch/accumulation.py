@@ -20,6 +20,7 @@ from torch import nn
 
 from . import distributed
 from .batching import Capacity, MicroBatch, Shapes, micro_batches
+from .errors import MEMORY_REMEDIES
 from .memory import DeviceMemory, device_memory, is_out_of_memory, recover
 from .noise_scale import NoiseSample, squared_norm
 from .replay import CapacityChange, OutOfMemoryElsewhereError, Replay, lengthened
@@ -83,6 +84,7 @@ class Accumulator:
         row_length: tokens of a row; None for those of its ``tokens``.
         num_labels: labels of a batch, on the host and on the device, that `mean_loss` is the mean over; `filler` then gives a
             row that has one. None for label tokens after the shift.
+        remedies: the end of the sentence that says that one row does not fit.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Accumulator:
         filler: Callable[[], Row] | None = None,
         row_length: Callable[[Row], int] | None = None,
         num_labels: Callable[[Batch], torch.Tensor] | None = None,
+        remedies: str = MEMORY_REMEDIES,
     ) -> None:
         self._model = model
         self._collate_rows = collate
@@ -132,7 +135,7 @@ class Accumulator:
         self._least_length = 2 if num_labels is None else 1
         # Ranks agree on how many there are before they run: the same rows are not cut twice.
         self._cut = lru_cache(maxsize=1)(lambda lengths, capacity: micro_batches(lengths, capacity, self._shapes))
-        self._replay = Replay(capacity, memory=self._memory, on_change=on_change)
+        self._replay = Replay(capacity, memory=self._memory, on_change=on_change, remedies=remedies)
         self._running_statistics = _running_statistics(model)
 
     @property

@@ -1,4 +1,4 @@
-"""Rows and batches that another's code makes: their lengths, their labels, the longest of them, and their way to the device."""
+"""Rows and batches that another's code makes: lengths, labels, the longest rows, the way to the device, and what comes out."""
 
 from __future__ import annotations
 
@@ -61,6 +61,10 @@ class AnyRows(Dataset[Any]):
             return self._row_length
         return max(1, int((self._row_length or _tokens)(row)))
 
+    def describe(self, row: Any) -> str:
+        """What an error calls a row, its length included unless all are alike."""
+        return "one row" if isinstance(self._row_length, int) else f"one row of {self.length(row)} tokens"
+
     @property
     def lengths(self) -> torch.Tensor:
         """Tokens of each row: int64, `[rows]`; measured once, by rank zero, unless all are alike."""
@@ -103,7 +107,8 @@ def label_tokens(batch: Any) -> torch.Tensor:
     """The number of labels of a batch that has ``labels``, where -100 is none.
 
     Of `[batch, sequence]` they are counted after the shift, as causal language models do, where position `i` predicts the label
-    at `i + 1`; of `[batch]` all are counted.
+    at `i + 1`; of `[batch]` all are counted. The labels of an encoder or of an encoder-decoder (T5, BART, Whisper) are not shifted:
+    there `num_labels` has to be ``lambda batch: (batch["labels"] != -100).sum()``.
 
     Raises:
         SettingError: the batch is no mapping with such labels.
@@ -112,9 +117,34 @@ def label_tokens(batch: Any) -> torch.Tensor:
     remedy = "give a function of a batch, such as lambda batch: len(batch[0])"
     if isinstance(labels, torch.Tensor) and labels.is_floating_point():
         raise SettingError("num_labels", None, f"`labels` of {list(labels.shape)} are no labels of tokens; {remedy}")
-    if not isinstance(labels, torch.Tensor) or not 1 <= labels.dim() <= 2:
+    if not isinstance(labels, torch.Tensor):
         raise SettingError("num_labels", None, f"a batch is a {type(batch).__name__} without `labels`; {remedy}")
+    if not 1 <= labels.dim() <= 2:
+        shape = f"`labels` have the shape {list(labels.shape)}, which is neither [batch] nor [batch, sequence]"
+        remedy = 'give a function of a batch, such as lambda batch: (batch["labels"] != -100).sum()'
+        raise SettingError("num_labels", None, f"{shape}; {remedy}")
     return ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum()
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """What a user's `mean_loss` has returned, as one number of 32 bits or more: in 16, sums over many micro-batches drift.
+
+    Raises:
+        SettingError: it is no tensor of one number, or nothing can learn from it.
+    """
+    remedy = "return the mean over the labels alone, a tensor of one number"
+    if not isinstance(loss, torch.Tensor):
+        raise SettingError("mean_loss", type(loss).__name__, f"that is what it returned; {remedy}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        kind = f"{str(loss.dtype).removeprefix('torch.')} of the shape {list(loss.shape)}"
+        raise SettingError("mean_loss", kind, f"that is what it returned; {remedy}")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        why = "its result depends on no parameter that needs gradients"
+        raise SettingError(
+            "mean_loss", float(loss), f"{why}; compute it without detach(), item() or no_grad(), of a model that trains"
+        )
+    single: torch.Tensor = loss.reshape(()) if loss.dim() else loss
+    return single.float() if single.dtype.itemsize < 4 else single
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -226,7 +226,8 @@ class ModuleNames:
 
     def _enter(self, name: str) -> None:
         inside = self._stack[-1] if self._stack else ""
-        if inside and not name.startswith(f"{inside}."):  # a module that several share has the name of the first
+        # A module that several share has the name of the first; one that is wrapped, as to be recomputed, that of its wrapper.
+        if inside and name != inside and not name.startswith(f"{inside}."):
             name = f"{inside}.{name.rpartition('.')[2]}"
         self._stack.append(name)
 

@@ -204,7 +204,8 @@ def device_capacity(name_or_size: object, *, key: str = "probe.plan_for") -> Pla
         else:
             remedy = f'no such device is known; {_near(str(name_or_size))}; or give a size such as "80GiB"'
         raise SettingError(key, name_or_size, remedy) from None
-    return PlannedDevice(f"{total_bytes / GIB:.6g} GiB", total_bytes, source="")
+    unit, name = (GIB, "GiB") if total_bytes >= GIB else (MIB, "MiB")
+    return PlannedDevice(f"{total_bytes / unit:.6g} {name}", total_bytes, source="")
 
 
 def planned_devices(value: object, *, key: str = "probe.plan_for") -> tuple[PlannedDevice, ...]:

@@ -15,11 +15,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# The end of a sentence that says that something does not fit.
+# The end of a sentence that says that something does not fit, in keys of the configuration.
 MEMORY_REMEDIES = (
     "shorten the rows (tokenizer.max_seq_len), set enable_activation_checkpointing=True or optimizer_in_bwd=True, "
     "use an 8-bit optimizer or a chunked loss, or allow more memory"
 )
+
+
+def sized(num_bytes: int) -> str:
+    """Memory as an error says it: in GiB, and where two decimals of that would say nothing in MiB or bytes."""
+    if num_bytes >= 0.1 * 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.2f} MiB" if num_bytes >= 0.1 * 2**20 else f"{num_bytes} bytes"
 
 
 class AdaptiveBatchError(Exception):

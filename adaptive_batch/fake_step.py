@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -78,11 +78,11 @@ class FakeDevice:
                 module._parameters[name] = owner._parameters[own_name]
 
     def batch(self, batch: dict[str, Any]) -> None:
-        """Put a batch here, in place; anything but tensors stays as it is."""
+        """Put a batch here, in place; anything but tensors stays as it is, and those that are fake already are counted alone."""
         batch.update(tree_map_only(torch.Tensor, self._fake, dict(batch)))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = self.mode.from_tensor(tensor, static_shapes=True)
+        fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor, static_shapes=True)
         if self._counter:
             self._counter.see(fake)
         return fake

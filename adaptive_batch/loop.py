@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -25,22 +26,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from . import distributed
 from .accumulation import Accumulator, StepResult, has_batch_norm
-from .any_rows import IGNORE_INDEX, AnyRows, RowLength, label_tokens, moved
+from .any_rows import IGNORE_INDEX, AnyRows, RowLength, checked_loss, label_tokens, moved
 from .batching import Capacity
 from .clock import schedule_clock
 from .counting import storage_bytes
 from .epoch_plan import EpochPlan
-from .errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
+from .errors import DoesNotFitError, SettingError, sized
 from .keys import check_bool, check_whole
 from .learning_rate import RULES, LearningRate, Reference, describe_unscaled, parse_reference
-from .memory import GIB, DeviceMemory, device_memory
+from .memory import DeviceMemory, device_memory
 from .probe import ProbeResult, find_max_batch_size
 from .probe_settings import ProbeSettings
 from .progress import Progress
 from .replay import CapacityChange
 from .schedule_rule import Schedule
 from .search import Predictive, Trial
-from .sharding import Sharding
+from .sharding import Sharding, reshard
 from .snapshot import RandomState, optimizer_state_tensors
 from .step_rows import HandedOut, StepRows
 from .trial import Rehearsal
@@ -48,6 +49,12 @@ from .trial import Rehearsal
 log = logging.getLogger("adaptive_batch")
 
 __all__ = ["AdaptiveLoop", "label_tokens"]
+
+_MEMORY_REMEDIES = (
+    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less state or a chunked loss, "
+    "or allow more memory"
+)
+_NAMED = 3  # parameters that a message names, of however many
 
 
 class AdaptiveLoop:
@@ -61,10 +68,11 @@ class AdaptiveLoop:
 
     Args:
         model: on its device.
-        optimizer: of its parameters.
+        optimizer: of its parameters; the state of another that steps the rest is in no trial.
         dataset: map-style.
         collate: makes one padded batch of a list of rows, on the host.
-        mean_loss: the loss of a batch on the device, averaged over its labels.
+        mean_loss: the loss of a batch on the device: a tensor of one number, averaged over its labels, each of which counts
+            the same, whatever other rows are there.
         batch_size: rows of a step on one device, before a rule changes it.
         num_labels: how many labels a batch has that `mean_loss` averages over, asked on the host and on the device; None for
             :func:`label_tokens`.
@@ -124,6 +132,9 @@ class AdaptiveLoop:
     ) -> None:
         check_whole("batch_size", batch_size)
         check_bool("grow_beyond_maximum", grow_beyond_maximum)
+        for key, value in (("collate", collate), ("mean_loss", mean_loss)):
+            if not callable(value):
+                raise SettingError(key, value, "give a function")
         _check_parameters(model, optimizer)
         if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
             raise SettingError("max_grad_norm", max_grad_norm, "give a number above 0, or None to clip nothing")
@@ -140,6 +151,11 @@ class AdaptiveLoop:
         if distributed.world_size() > 1 and not (self._sharding.is_sharded and _is_divided_by_rows(model)):
             needed = "several ranks need one that torch's fully_shard, and nothing else, has divided over all of them"
             raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
+        if distributed.world_size() > 1 and (whole := _undivided(model)):
+            needed = f"{_some(whole)} are not divided by fully_shard, so each rank would train its own"
+            raise SettingError(
+                "model", type(model).__name__, f"{needed}; call fully_shard on the whole model too, after its parts"
+            )
         if has_batch_norm(model):
             log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
         self._rows = AnyRows(dataset, row_length)
@@ -162,7 +178,7 @@ class AdaptiveLoop:
             # A step may be run again: a collate function that takes from its rows takes from copies.
             collate=lambda rows: {"batch": collate([dict(row) if type(row) is dict else row for row in rows])},
             to_device=lambda batch: batch.update(batch=move(batch["batch"])),
-            mean_loss=lambda batch: mean_loss(batch.pop("batch")),
+            mean_loss=lambda batch: checked_loss(mean_loss(batch.pop("batch"))),
             num_real_tokens=self._rows.length,
             ignore_index=IGNORE_INDEX,
             capacity=Capacity(batch_size),
@@ -174,6 +190,7 @@ class AdaptiveLoop:
             filler=lambda: self._labelled_row,
             row_length=self._rows.length,
             num_labels=lambda batch: _whole(self._num_labels(batch["batch"])),
+            remedies=_MEMORY_REMEDIES,
         )
         self._keeps_gradients = distributed.world_size() > 1 and not sync_gradients_every_micro_batch
         self._learns_collectives = distributed.world_size() > 1 and shrinks and not _is_compiled(model)
@@ -188,6 +205,7 @@ class AdaptiveLoop:
         self._begin_rate()
         self.progress = Progress(rows_per_epoch=len(self._rows))
         self.bound: int | None = None
+        self._bound_accumulates = False  # it was tried with the gradients of earlier micro-batches there
         self.num_out_of_memory = 0
         self._lowered: Capacity | None = None
         self._said_unlabelled = False
@@ -204,6 +222,9 @@ class AdaptiveLoop:
     ) -> ProbeResult:
         """Find the most of the longest rows whose whole training step fits; training is left as it was, bit for bit.
 
+        Steps of more rows run as micro-batches, beside whose gradients fewer rows fit: the bound is of the batch as it is now.
+        Call it after :meth:`load_state_dict` and after `batch_size` was set above what fits.
+
         Args:
             device_memory: what a trial may use: a size such as ``"12GiB"``, a share such as 0.9, or None for what is available.
             headroom: share of that which is left free.
@@ -215,36 +236,36 @@ class AdaptiveLoop:
             SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
         """
         self._memory.check_it_can_be_measured()
-        settings = ProbeSettings.from_config(
-            {
-                "device_memory": device_memory,
-                "headroom": headroom,
-                "maximum": maximum,
-                "round_to_power_of_two": round_to_power_of_two,
-            }
-        )
+        with _as_arguments():
+            settings = ProbeSettings.from_config(
+                {
+                    "device_memory": device_memory,
+                    "headroom": headroom,
+                    "maximum": maximum,
+                    "round_to_power_of_two": round_to_power_of_two,
+                }
+            )
+        reshard(self._model)
         random_state = RandomState(self._device)  # reading a row of some datasets draws from it
         try:
+            # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
             splits = self._grow_beyond_maximum or self._micro_batch_size is not None
+            splits = splits or self._steps.ranks > distributed.data_parallel_size()
             found = self._search(settings, accumulates=splits)
-            if self.batch_size > found.max_batch_size and not splits:
-                found = self._search(settings, accumulates=True)
+            if self._rows_at_most(self.batch_size) > found.max_batch_size and not splits:
+                splits = True
+                found = self._search(settings, accumulates=splits)
         finally:
             self._rows.forget()
             random_state.restore()
             if _is_compiled(self._model):
                 torch.compiler.reset()  # the sizes of trials must not use up the compiler's limit of variants
         bound, given = found.max_batch_size, self._micro_batch_size
-        if bound == 0:
-            allowed = f"{found.budget_bytes / GIB:.2f} GiB"
-            raise DoesNotFitError(
-                f"one row of {found.sequence_length} tokens does not fit in {allowed}; {MEMORY_REMEDIES}"
-            )
         if given is not None and given > bound:
             raise SettingError("micro_batch_size", given, f"{bound} rows fit; give {bound} or less, or None")
         if bound != self.bound:
             self._lowered = None
-        self.bound = bound
+        self.bound, self._bound_accumulates = bound, splits
         self._steps.maximum = None if self._grow_beyond_maximum else bound
         return found
 
@@ -254,7 +275,8 @@ class AdaptiveLoop:
         available = memory.available_bytes(resident)
         if self._device.type == "cpu":  # the probe's own copies lie in the same memory
             available = max(1, available - storage_bytes(resident))
-        budget = settings.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
+        with _as_arguments():
+            budget = settings.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
         budgets = distributed.gather(budget)
         (longest,) = rows.longest(1)
         keeps = accumulates and self._keeps_gradients
@@ -268,9 +290,10 @@ class AdaptiveLoop:
             accumulates=accumulates,
             memory=memory,
             budget_bytes=budget,
-            row=f"one row of {rows.length(longest)} tokens",
+            row=rows.describe(longest),
             sharding=self._sharding,
             keep_gradients=(lambda: self._accumulator.rehearse([longest], is_last=False)) if keeps else None,
+            remedies=_MEMORY_REMEDIES,
         )
 
         def run_trial(size: int) -> Trial:
@@ -283,7 +306,7 @@ class AdaptiveLoop:
                 run_trial,
                 search=Predictive(
                     budget_bytes=min(budgets),
-                    maximum=min(settings.maximum, max(1, len(rows) // self._steps.ranks)),
+                    maximum=min(settings.maximum, max(1, len(rows) // distributed.data_parallel_size())),
                     resident_bytes=resident_bytes,
                     granularity_bytes=memory.granularity_bytes,
                 ),
@@ -292,6 +315,9 @@ class AdaptiveLoop:
                 resident_bytes=resident_bytes,
                 budget_bytes=min(budgets),
             )
+        if not found.max_batch_size:
+            allowed = sized(found.budget_bytes)
+            raise DoesNotFitError(f"{rows.describe(longest)} does not fit in {allowed}; {_MEMORY_REMEDIES}")
         return replace(found, budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else ())
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -332,13 +358,13 @@ class AdaptiveLoop:
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told; end the process, so that they end too.
+            SettingError: the step has more rows than the bound, which was tried for steps of one micro-batch; or the loss or
+                its labels are none.
             ValueError: other rows than were handed out, or gradients are there.
         """
         step, accumulator = self._steps.next_of(rows), self._accumulator
-        if any(bool(self._sharding.of_this_rank(p.grad).any()) for p in self._model.parameters() if p.grad is not None):
-            raise ValueError(
-                "gradients are there before a step: call optimizer.step() and optimizer.zero_grad() after each run"
-            )
+        reshard(self._model)
+        self._check_gradients_are_clear()
         self._learn_collectives()
         accumulator.capacity = self._capacity_for(step)
         most, thrashes = distributed.maxima([accumulator.num_micro_batches(rows), int(accumulator.thrashes)])
@@ -358,6 +384,25 @@ class AdaptiveLoop:
         self.progress = progress if progress.epoch_rows < len(self._rows) else progress.after_epoch()
         return result
 
+    def _check_gradients_are_clear(self) -> None:
+        dirty = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None and bool(self._sharding.of_this_rank(parameter.grad).any())
+        }
+        if not dirty:
+            return
+        stepped = _stepped_by(self._optimizer)
+        others = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
+        if len(others) < len(dirty):
+            remedy = "call optimizer.step() and optimizer.zero_grad() after each run"
+        else:
+            remedy = (
+                f"{_some(others)} are not the optimizer's, so its zero_grad() leaves theirs; freeze them with requires_grad_(False), "
+                "or call model.zero_grad() after each step"
+            )
+        raise ValueError(f"gradients are there before a step: {remedy}")
+
     def _learn_collectives(self) -> None:
         """Once, so that even the first micro-batch can fail on one rank and be brought to its end."""
         if self._learns_collectives:
@@ -365,9 +410,20 @@ class AdaptiveLoop:
             self._learns_collectives = False
 
     def _capacity_for(self, step: HandedOut) -> Capacity:
-        asked = -(-step.asked * self._steps.ranks // distributed.data_parallel_size())
-        capacity = Capacity(self._micro_batch_size or self.bound or asked)
+        rows = self._rows_at_most(step.asked)
+        if self.bound is not None and rows > self.bound and not (self._bound_accumulates or self._micro_batch_size):
+            tried = f"{self.bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
+            raise SettingError(
+                "batch_size",
+                rows,
+                f"{tried}; call find_bound again, which sees this batch, or give {self.bound} or less",
+            )
+        capacity = Capacity(self._micro_batch_size or self.bound or rows)
         return self._lowered if self._lowered and self._lowered.amount < capacity.amount else capacity
+
+    def _rows_at_most(self, batch_size: int) -> int:
+        """Of a step, on the rank that has most: there may be other ranks than training began with."""
+        return -(-batch_size * self._steps.ranks // distributed.data_parallel_size())
 
     def _lower(self, change: CapacityChange) -> None:
         self._lowered = change.after
@@ -387,16 +443,18 @@ class AdaptiveLoop:
             "steps": self._steps.state_dict(),
             "built_with": self._built_with,
             "bound": self.bound,
+            "bound_accumulates": self._bound_accumulates,
             "lowered": asdict(self._lowered) if self._lowered else None,
             "num_out_of_memory": self.num_out_of_memory,
             "learning_rate": self._rate.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, in a loop that was built as the saved one was, before or after :meth:`find_bound`.
+        """Go on from a saved state, in a loop that was built as the saved one was, before :meth:`find_bound` or without it.
 
-        A bound that was found before is kept; otherwise it is the saved one. On another number of ranks a step has as many
-        rows as before.
+        A bound that was found before is kept; otherwise it is the saved one. Either may have been tried for smaller steps than
+        the state brings: :meth:`run` then refuses, and asks for :meth:`find_bound`. On another number of ranks a step has as
+        many rows as before.
 
         Raises:
             SettingError: rows would come in another order, or the rate would follow another batch.
@@ -408,7 +466,7 @@ class AdaptiveLoop:
         self.progress = Progress(**state["progress"])
         self.num_out_of_memory = state["num_out_of_memory"]
         if self.bound is None and state["bound"] is not None:
-            self.bound = state["bound"]
+            self.bound, self._bound_accumulates = state["bound"], state.get("bound_accumulates", False)
             self._steps.maximum = None if self._grow_beyond_maximum else self.bound
         self._lowered = Capacity(**state["lowered"]) if state["lowered"] and self.bound == state["bound"] else None
         self._begin_rate()
@@ -444,8 +502,14 @@ class AdaptiveLoop:
         raise SettingError("dataset", type(self._rows).__name__, "no row has a label")
 
 
-def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not know."""
+def _check_parameters(model: object, optimizer: object) -> None:
+    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not know; say what it leaves out."""
+    if not isinstance(model, nn.Module):
+        raise SettingError("model", type(model).__name__, "give an nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        remedy = "give one torch.optim.Optimizer; where several step the model, that with most state"
+        raise SettingError("optimizer", type(optimizer).__name__, remedy)
+    reshard(model)
     known = {id(parameter) for parameter in model.parameters()}
     if not known:
         raise SettingError("model", type(model).__name__, "it has no parameters")
@@ -455,6 +519,33 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             f"{others} tensors of the optimizer are no parameters of it; put all that is trained into one nn.Module"
         )
         raise SettingError("model", type(model).__name__, remedy)
+    stepped = _stepped_by(optimizer)
+    left = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in stepped]
+    if left and distributed.is_rank_zero():
+        log.warning(
+            "%s need gradients and are not the optimizer's: freeze them with requires_grad_(False), or, where another optimizer steps "
+            "them, clear their gradients after each step too, and note that its state is in no trial of find_bound",
+            _some(left),
+        )
+
+
+def _stepped_by(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)} parameters ({', '.join(names[:_NAMED])}{more})"
+
+
+@contextmanager
+def _as_arguments() -> Iterator[None]:
+    """Inside, the keys of the `probe` block are called what :meth:`AdaptiveLoop.find_bound` calls them."""
+    try:
+        yield
+    except SettingError as error:
+        remedy = error.remedy.replace("null", "None")
+        raise SettingError(error.key.removeprefix("probe."), error.value, remedy) from None
 
 
 def _is_number(value: object) -> bool:
@@ -496,6 +587,12 @@ def _is_replicated(model: nn.Module) -> bool:
 
 def _divided(model: nn.Module) -> list[Any]:
     return [parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
+
+
+def _undivided(model: nn.Module) -> list[str]:
+    """The parameters that train and of which each rank holds a whole one."""
+    divided = {id(one) for one in _divided(model) if not all(place.is_replicate() for place in one.placements)}
+    return [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in divided]
 
 
 def _is_compiled(model: nn.Module) -> bool:

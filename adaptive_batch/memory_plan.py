@@ -11,6 +11,8 @@ from typing import Any
 
 from .attribution import Held
 from .curve import Line, MemoryCurve
+from .devices import MIB
+from .errors import sized
 from .fake_step import Resident
 from .memory import GIB
 
@@ -111,12 +113,17 @@ class LengthPlan:
         ):
             needed += size
             if needed > budget_bytes:
-                return f"{name} ({size / GIB:.2f} GiB, {needed / GIB:.2f} GiB with what comes before)"
+                return f"{name} ({sized(size)}, {sized(needed)} with what comes before)"
         if (self.optimizer_peak_bytes or 0) > budget_bytes:
-            return f"the optimizer's step ({(self.optimizer_peak_bytes or 0) / GIB:.2f} GiB at its peak)"
+            return f"the optimizer's step ({sized(self.optimizer_peak_bytes or 0)} at its peak)"
         if self.one_row_bytes > budget_bytes:
-            return f"forward and backward of one row ({self.one_row_bytes / GIB:.2f} GiB at their peak)"
+            return f"forward and backward of one row ({sized(self.one_row_bytes)} at their peak)"
         return None
+
+    def why_no_row(self, budget_bytes: int) -> str | None:
+        """The same as a sentence."""
+        what = self.first_too_large(budget_bytes)
+        return what and f"{what} {'does' if what.startswith('the optimizer') else 'do'} not fit"
 
     def composition(self, rows: int) -> dict[str, float]:
         """Bytes by kind where that many rows hold most."""
@@ -207,13 +214,13 @@ class MemoryPlan:
                     f"{peak / GIB:>9.2f} {float(row):>10.4f} {free:>9}"
                 )
         for target in self.targets:
-            taken = "".join(f", {size / GIB:.2f} for {name}" for name, size in target.taken)
-            lines.append(
-                f"{target.name}: {target.budget_bytes / GIB:.2f} GiB may be used of {target.total_bytes / GIB:.2f}{taken}"
-            )
+            unit, unit_name = (GIB, "GiB") if target.total_bytes >= GIB else (MIB, "MiB")
+            taken = "".join(f", {size / unit:.2f} for {name}" for name, size in target.taken)
+            may_use, of_all = target.budget_bytes / unit, target.total_bytes / unit
+            lines.append(f"{target.name}: {may_use:.2f} {unit_name} may be used of {of_all:.2f}{taken}")
             for length in self.lengths:
-                if what := length.first_too_large(target.budget_bytes):
-                    lines.append(f"  {length.sequence_length} tokens: {what} does not fit")
+                if why := length.why_no_row(target.budget_bytes):
+                    lines.append(f"  {length.sequence_length} tokens: {why}")
         resident = self.lengths[0].resident
         of_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         gradients = f", gradients that stay {resident.gradients / GIB:.2f}" if resident.gradients else ""

@@ -69,6 +69,28 @@ def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int 
     return found
 
 
+def without_effect_on_probe(probe: ProbeSettings, *, ranks: int = 1) -> list[tuple[str, str]]:
+    """The keys of the `probe` block that are set and do nothing in ``adaptive_probe``, each with the reason.
+
+    Args:
+        probe: the block.
+        ranks: that probe.
+    """
+    reasons = {"assumed_maximum": "it is for plan_only"}
+    if probe.sequence_lengths:
+        reasons["sequence_length"] = "probe.sequence_lengths says which"
+    if probe.plan_for is None:
+        reasons["plan_changes"] = "it is for probe.plan_for, which is not set"
+    else:
+        reasons["device_memory"] = "probe.plan_for says what the devices have"
+        tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
+        reasons |= dict.fromkeys(tries, "a plan tries nothing, and says all that fits")
+    if ranks == 1:
+        reasons.setdefault("trial_timeout", "it is for several ranks, and this is one")
+    default = ProbeSettings()
+    return [(f"probe.{key}", reason) for key, reason in reasons.items() if getattr(probe, key) != getattr(default, key)]
+
+
 def _why_no_noise(settings: Settings) -> str:
     """Why steps give no sample of the gradient noise scale; empty where they do."""
     if settings.micro_batch_tokens is not None:

@@ -71,6 +71,8 @@ class ProbeSettings:
                 raise SettingError(
                     "probe.sequence_lengths", lengths, "give a list of lengths, such as [512, 1024, 2048]"
                 )
+            if twice := next((length for number, length in enumerate(lengths) if length in lengths[:number]), None):
+                raise SettingError("probe.sequence_lengths", lengths, f"{twice} is there twice; leave one out")
             values["sequence_lengths"] = tuple(lengths)
         settings = cls(**values)
         settings._check()

@@ -70,6 +70,7 @@ class Replay:
         capacity: what one micro-batch may hold.
         memory: of the device.
         on_change: is told of every lowered capacity, before anything is run with it.
+        remedies: the end of the sentence that says that one row does not fit.
 
     Attributes:
         capacity: what one micro-batch may hold now.
@@ -78,13 +79,19 @@ class Replay:
     """
 
     def __init__(
-        self, capacity: Capacity, *, memory: DeviceMemory, on_change: Callable[[CapacityChange], object] | None = None
+        self,
+        capacity: Capacity,
+        *,
+        memory: DeviceMemory,
+        on_change: Callable[[CapacityChange], object] | None = None,
+        remedies: str = MEMORY_REMEDIES,
     ) -> None:
         self.capacity = capacity
         self.current = MicroBatch([], 0)
         self.thrashes = False
         self._memory = memory
         self._on_change = on_change or (lambda change: log.warning("%s", change.describe()))
+        self._remedies = remedies
         self._has_thrashed = False
 
     def run(self, attempt: Callable[[], Result], *, undo: Callable[[], object]) -> Result:
@@ -135,7 +142,7 @@ class Replay:
         facts: dict[str, Any] = {"rows": rows, "length": length, "before": self.capacity.amount, "error": said}
         if after is not None and of_training:
             facts |= {"capacity": after.amount, "unit": after.unit}
-        what_next = f"{after} would be less" if after is not None else MEMORY_REMEDIES
+        what_next = f"{after} would be less" if after is not None else self._remedies
         return RankLostError(
             f"{device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: {said.splitlines()[0]}; the other ranks "
             f"wait there and cannot be told, so all end; {what_next}",
@@ -157,7 +164,7 @@ class Replay:
                 where = f"rank {rank}" if distributed.world_size() > 1 else str(self._memory.device)
                 raise DoesNotFitError(
                     f"one row of {one.length} tokens ran out of memory on {where}, alone in its micro-batch: {one.said}; "
-                    f"{MEMORY_REMEDIES}"
+                    f"{self._remedies}"
                 )
         self._take(asked)
 

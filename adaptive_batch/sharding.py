@@ -7,6 +7,7 @@ compute nonsense to the end of the step and then learn, where all ranks count th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,25 +49,23 @@ class Sharding:
         syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded ones until the last.
 
     Attributes:
-        is_sharded: the model has FSDP modules.
+        is_sharded: the model has FSDP modules, and several ranks share it.
     """
 
     def __init__(self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True) -> None:
         self._root: Any = model
-        self._modules: list[Any] = []
-        if distributed.world_size() > 1:  # without ranks, importing FSDP would only take time
-            from torch.distributed.fsdp import FSDPModule
-
-            self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._modules = _fsdp_modules(
+            model
+        )  # on one rank too, where a forward that failed also leaves them in its midst
         self._syncs_every = syncs_every_micro_batch
         self._finishes = finishes
-        self.is_sharded = bool(self._modules)
+        self.is_sharded = bool(self._modules) and distributed.world_size() > 1
         self._known: dict[str, list[_Call]] = {}
         self._kind = ""
         self._calls: list[_Call] = []
         self._is_running = False
         self._is_inside = False
-        for group in self._param_groups():
+        for group in self._param_groups() if self.is_sharded else ():
             group._all_gather_comm = _Recorded(group._all_gather_comm, self)
             group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
 
@@ -138,7 +137,7 @@ class Sharding:
     def reset(self) -> None:
         """Bring FSDP's modules back to where they are between two steps, gradients that are kept unsharded dropped."""
         # FSDP sets itself up when it first runs.
-        if not self.is_sharded or self._modules[0]._get_fsdp_state()._is_root is None:
+        if not self._modules or self._modules[0]._get_fsdp_state()._is_root is None:
             return
         if hasattr(self._root, "reset_iter_state"):  # since torch 2.12
             self._root.reset_iter_state()
@@ -179,6 +178,15 @@ class Sharding:
     def _end_call(self, call: _Call) -> None:
         self._is_inside = False
         self._calls.append(call)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give a model its shards back where a forward without a backward, as of a validation, has left whole parameters.
+
+    Whole ones are no parameters that an optimizer knows, and their memory is freed under whoever holds them.
+    """
+    for module in _fsdp_modules(model):
+        module.reshard()
 
 
 @contextmanager
@@ -238,6 +246,11 @@ class _Recorded:
 def _training(syncs: bool) -> str:
     """A kind of micro-batch, by whether its gradients are reduced."""
     return "training" if syncs else "training, gradients kept"
+
+
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it there are none
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)] if fsdp else []
 
 
 def _groups(module: Any) -> list[Any]:

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import distributed
 from .counting import plain_tensors, storage_bytes
-from .errors import DoesNotFitError
-from .memory import GIB, host_available_bytes
+from .errors import DoesNotFitError, sized
+from .memory import host_available_bytes
+from .sharding import reshard
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -151,13 +152,14 @@ class TrainingSnapshot:
     def __init__(
         self, model: nn.Module, optimizers: Iterable[Optimizer], *, device: torch.device, parameters_change: bool = True
     ) -> None:
+        reshard(model)
         optimizers = list(optimizers)
         saved = [*model.buffers(), *(model.parameters() if parameters_change else ())]
         needed = storage_bytes([*saved, *(t for o in optimizers for t in _tensors_in(o.state.values()))])
         if needed > (available := host_available_bytes() // distributed.local_world_size()):
             raise DoesNotFitError(
-                f"the probe copies {needed / GIB:.2f} GiB of weights and optimizer state to the host so that it leaves no trace, "
-                f"and the host has {available / GIB:.2f} GiB available; free host memory, or set batch_size without a probe"
+                f"the probe copies {sized(needed)} of weights and optimizer state to the host so that it leaves no trace, "
+                f"and the host has {sized(available)} available; free host memory, or set batch_size without a probe"
             )
         self._tensors = TensorSnapshot(saved)
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]

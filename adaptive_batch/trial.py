@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import distributed
-from .errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, RankLostError
+from .errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, RankLostError, sized
 from .in_backward import OptimizerInBackward
-from .memory import GIB, DeviceMemory, Usage, is_out_of_memory, recover
+from .memory import DeviceMemory, Usage, is_out_of_memory, recover
 from .search import Trial
 from .sharding import Sharding
 from .snapshot import TrainingSnapshot, optimizer_state_tensors
@@ -29,7 +29,7 @@ class Rehearsal:
     it is in training, and so that the optimizer's own phase, which does not grow with the batch, is measured once.
 
     Args:
-        model: in training mode, weights loaded.
+        model: weights loaded; put into training mode unless it is in it, where modules that are frozen in evaluation mode stay so.
         optimizer: the optimizer, or the optimizers in backward.
         forward_backward: run this many of the longest rows through the code that training runs, ``backward`` included.
         step: what training does once gradients are there: clipping and ``optimizer.step()``; unused with the optimizer in
@@ -41,6 +41,7 @@ class Rehearsal:
         sharding: of the model; needed where there are several ranks.
         keep_gradients: run a micro-batch of one row that leaves its gradients unsharded, where training does so between the
             micro-batches of a step; they are there during a trial. None where it does not.
+        remedies: the end of the sentence that says that one row does not fit.
 
     Attributes:
         resident_bytes: alive before a trial; known after entering.
@@ -64,6 +65,7 @@ class Rehearsal:
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
+        remedies: str = MEMORY_REMEDIES,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
@@ -78,6 +80,7 @@ class Rehearsal:
         self._row = row
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = keep_gradients if accumulates else None
+        self._remedies = remedies
         self._exit = ExitStack()
 
     def __enter__(self) -> Rehearsal:
@@ -90,7 +93,8 @@ class Rehearsal:
             stack.callback(self._drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.rehearsal())
-            self._model.train()
+            if not self._model.training:
+                self._model.train()
             self._rehearse_one_step(snapshot)
             self._exit = stack.pop_all()
         return self
@@ -124,6 +128,7 @@ class Rehearsal:
     def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
         """Try to evaluate `batch_size` rows: in evaluation mode, beside what training has between two of its steps."""
         self._drop_gradients()
+        modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
             usage = self._measure(
@@ -133,7 +138,8 @@ class Rehearsal:
                 prepare=False,
             )
         finally:
-            self._model.train()
+            for module, training in modes:
+                module.training = training
         if usage is None:
             return Trial(batch_size, False)
         return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
@@ -147,7 +153,7 @@ class Rehearsal:
                 pass
             self.resident_bytes = usage.resident_bytes
             return
-        needs = f"more than {self.budget_bytes / GIB:.2f} GiB"
+        needs = f"more than {sized(self.budget_bytes)}"
         snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
         available = self._memory.available_bytes(self._resident())
         if not distributed.any_rank(
@@ -155,14 +161,12 @@ class Rehearsal:
         ):  # where the device has more than the budget allows, it can be measured
             again, peaks = self._whole_step(available)
             if again is None and peaks:
-                needs = f"{max(peaks) / GIB:.2f} GiB"
+                needs = sized(max(peaks))
         raise self._does_not_fit(failed, needs)
 
     def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
         where = f"rank {distributed.rank()}" if distributed.world_size() > 1 else str(self._memory.device)
-        return DoesNotFitError(
-            f"{what} needs {needs}, {where} allows {self.budget_bytes / GIB:.2f} GiB; {MEMORY_REMEDIES}"
-        )
+        return DoesNotFitError(f"{what} needs {needs}, {where} allows {sized(self.budget_bytes)}; {self._remedies}")
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
         """Forward and backward of one row, the optimizer's step, and the former again beside the state that the latter made.
@@ -211,7 +215,7 @@ class Rehearsal:
             said = str(error) or type(error).__name__
         if not (has_run or (is_prepared and self._sharding.can_finish)):
             if run == self._one_row:  # the first of all, before which there was none to learn from
-                raise self._does_not_fit(what, f"more than {budget_bytes / GIB:.2f} GiB")
+                raise self._does_not_fit(what, f"more than {sized(budget_bytes)}")
             raise self._lost(what, said, budget_bytes)
         try:
             if not fits:
@@ -232,7 +236,7 @@ class Rehearsal:
 
     def _lost(self, what: str, said: str, budget_bytes: int) -> RankLostError:
         return RankLostError(
-            f"{what} ran out of memory on {self._memory.device} within {budget_bytes / GIB:.2f} GiB, where the other ranks wait and "
+            f"{what} ran out of memory on {self._memory.device} within {sized(budget_bytes)}, where the other ranks wait and "
             f"cannot be told: {(said.splitlines() or ['no word'])[0]}",
             {"doing": what, "error": said},
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from adaptive_bound import BoundSearch
+from adaptive_needs import complete
 from adaptive_planned import FEW, MORE, PlannedParts, Rows, fake_step, rehearsed
 from adaptive_ranks import check_parallel
 from omegaconf import DictConfig, OmegaConf
@@ -33,6 +34,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.fake_step import FakeDevice
 from adaptive_batch.keys import check_whole
 from adaptive_batch.memory_plan import Change, Kinds, LengthPlan, MemoryPlan, Target, ranked
+from adaptive_batch.no_effect import without_effect_on_probe
 from adaptive_batch.settings import Settings
 
 log = logging.getLogger("adaptive_batch")
@@ -63,11 +65,14 @@ def plan_memory(
         SettingError: a setting cannot be used, or a component cannot be planned.
     """
     start = time.perf_counter()
+    complete(cfg, needs=PlannedParts.needs)
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     if distributed.is_launched():
         raise SettingError(
             "probe.plan_for", settings.probe.plan_for, "plan in one process; give ranks by probe.plan_world_size"
         )
+    for key, reason in without_effect_on_probe(settings.probe):
+        say(f"{key} has no effect: {reason}")
     devices = planned_devices(settings.probe.plan_for)
     planner = _Planner(cfg, settings, devices)
     lengths, left_out = planner.lengths()
@@ -137,8 +142,8 @@ class _Planner:
         if self._on_accelerator:
             overhead = cuda_difference.fixed_overhead_bytes(device.architecture)
             taken.append(("the driver's context and cuBLAS", overhead))
-            free -= overhead
-        budget = int(max(0, free) * (1 - headroom))
+            free = max(0, free - overhead)
+        budget = int(free * (1 - headroom))
         if headroom:
             taken.append((f"headroom ({headroom:.0%})", free - budget))
         return Target(device.describe(), device.total_bytes, budget, tuple(taken), device.source)
@@ -173,8 +178,14 @@ class _Planner:
 
     def _resolved(self, length: int | str) -> int | str:
         """A length as a number where the configuration alone tells it."""
-        limit = self._cfg.tokenizer.get("max_seq_len", None)
-        return check_whole("tokenizer.max_seq_len", limit) if length == "max_seq_len" and limit is not None else length
+        if length != "max_seq_len":
+            return length
+        if (limit := self._cfg.tokenizer.get("max_seq_len", None)) is None:
+            probe = self._settings.probe
+            key = "probe.sequence_lengths" if probe.sequence_lengths else "probe.sequence_length"
+            value = list(probe.sequence_lengths) or length
+            raise SettingError(key, value, "tokenizer.max_seq_len is not set; set it, or give a number of tokens")
+        return check_whole("tokenizer.max_seq_len", limit)
 
     def changes(self, length: LengthPlan) -> Iterator[Change]:
         """Each single change, planned at a length."""
@@ -324,8 +335,8 @@ class _PlannedStep:
         checked, held = None, ()
         if checks:
             fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
-            # batches are collated for real: their tokens, and of packed rows a mask of tokens x tokens each, take time and memory
-            most = COLLATED // (tokens * tokens if self.parts.packed else 128 * tokens)
+            # the tokens of a batch are collated for real, which takes time and memory
+            most = COLLATED // (128 * tokens)
             size = max(CHECK, min(max(fitting), self.parts.settings.probe.maximum, most))
             third = self._step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
             checked = size, max(third.trace.live_bytes), curve.peak_bytes(size)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from adaptive_sharded import Weights, apply_checkpointing, build_sharded, load_sharded
+from adaptive_needs import TO_TRAIN, check_all_is_trained, check_file, check_loss, complete, plainly, told
+from adaptive_sharded import Weights, apply_checkpointing, build_sharded, check_names, load_sharded
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import config, training, utils
+from torchtune.config._errors import InstantiationError
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
@@ -26,7 +28,7 @@ from adaptive_batch import distributed
 from adaptive_batch.accumulation import Accumulator
 from adaptive_batch.batching import Capacity, Shapes
 from adaptive_batch.components import load_function
-from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, SettingError
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.fingerprint import described_with_files, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.lengths import cache_directory, row_lengths
@@ -50,13 +52,14 @@ def use_shipped_config(arguments: list[str]) -> None:
     """Replace the name of a shipped config after ``--config`` by its path, in place.
 
     Raises:
-        SettingError: it is neither a file nor a shipped config.
+        SettingError: it is neither a file nor a shipped config, or a file that is no configuration.
     """
     if "--config" not in arguments[:-1]:
         return
     index = arguments.index("--config") + 1
     name = arguments[index]
     if Path(name).is_file():
+        check_file(name)
         return
     path = config_path(name)
     if path is None:
@@ -76,8 +79,8 @@ def set_up_terminal() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if "ADAPTIVE_BATCH_TRACEBACK" in os.environ:
             usual(kind, error, trace)
-        elif isinstance(error, AdaptiveBatchError):
-            print(f"\n{kind.__name__}: {error}", file=sys.stderr)
+        elif (plain := plainly(error)) is not None:
+            print(f"\n{type(plain).__name__}: {plain}", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print(
                 "\ninterrupted; resume_from_checkpoint=True goes on from what was saved last",
@@ -102,17 +105,28 @@ class TrainingParts:
         ranks: that a batch is counted on, as many as saw different rows when the run began.
 
     Raises:
-        SettingError: a device, dtype or offloading setting cannot be used.
+        SettingError: a key is missing or another recipe's, or a device, dtype or offloading setting cannot be used.
     """
 
+    needs: ClassVar[Sequence[str]] = TO_TRAIN
+
     def __init__(self, cfg: DictConfig, settings: Settings) -> None:
+        complete(cfg, needs=self.needs)
+        check_names(cfg)
         self.cfg = cfg
         self.settings = settings
         self.ranks = distributed.data_parallel_size()
-        self.device = utils.get_device(device=cfg.device)
+        try:
+            self.device = utils.get_device(device=cfg.device)
+        except RuntimeError as error:
+            raise SettingError("device", cfg.device, f"{told(error)}; give cuda or cpu") from error
         if str(cfg.dtype) in ("fp16", "float16"):
             raise SettingError("dtype", cfg.dtype, "there is no gradient scaling for fp16; use bf16 or fp32")
-        self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+        try:
+            self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            why = f"{told(error).rstrip('.')}; " if isinstance(error, RuntimeError) else ""
+            raise SettingError("dtype", cfg.dtype, f"{why}give bf16 or fp32") from error
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._checkpointing = bool(cfg.get("enable_activation_checkpointing", False))
         if self._offloading and self.device.type != "cuda":
@@ -140,9 +154,11 @@ class TrainingParts:
         """Tokenizer, loss, dataset and collate function, with every check that needs them.
 
         Raises:
-            SettingError: the dataset is empty, or has fewer rows than there are ranks.
+            SettingError: not all of the model is trained, the loss is none of next tokens, or the dataset is empty or has fewer
+                rows than there are ranks.
         """
         cfg = self.cfg
+        check_all_is_trained(self.skeleton, cfg)
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loss_fn = config.instantiate(cfg.loss)
         self.dataset, self.packed = self._dataset("dataset")
@@ -156,6 +172,7 @@ class TrainingParts:
         self._pack_filler: int = getattr(first, "padding_idx", self._pad_id)  # torchtune's builders leave it at 0
 
     def _choose_collate(self, *, pad_id: int) -> None:
+        check_loss(self.loss_fn, self.cfg)
         collate = load_function(self.cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
         self._pad_id = pad_id
         self._padded: Collate = partial(collate, padding_idx=pad_id, ignore_idx=self.loss_fn.ignore_index)
@@ -321,8 +338,11 @@ class TrainingParts:
     @cached_property
     def skeleton(self) -> torch.nn.Module:
         """The model without memory."""
-        with torch.device("meta"), training.set_default_dtype(self.dtype):
-            return config.instantiate(self.cfg.model)
+        try:
+            with torch.device("meta"), training.set_default_dtype(self.dtype):
+                return config.instantiate(self.cfg.model)
+        except InstantiationError as error:  # its module cannot be imported
+            raise SettingError("model", str(self.cfg.model._component_), told(error)) from error
 
     @cached_property
     def max_seq_len(self) -> int | None:

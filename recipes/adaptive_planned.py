@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from adaptive_needs import TO_PLAN, check_all_is_trained, told
 from adaptive_parts import TrainingParts
 from adaptive_sharded import Weights, apply_checkpointing, build_sharded, compute_rotary_buffers
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils._python_dispatch import _disable_current_modes
 from torchtune import config, training
+from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
 from adaptive_batch.cuda_difference import workspace_bytes
@@ -48,6 +50,8 @@ class PlannedParts(TrainingParts):
         SettingError: something is configured that a plan cannot count.
     """
 
+    needs: ClassVar[Sequence[str]] = TO_PLAN
+
     def __init__(self, cfg: DictConfig, settings: Settings, device: FakeDevice, *, reads_data: bool) -> None:
         self.fake = device
         self.left_out: list[str] = []
@@ -74,7 +78,7 @@ class PlannedParts(TrainingParts):
             self.left_out.append(
                 "enable_activation_offloading: what each layer keeps is counted on the device, so more fits than is said"
             )
-        if planned.compile:
+        if planned.get("compile", False):
             planned.compile = False
             self.left_out.append(
                 "compile: the eager program is counted, which holds more than a compiled one as a rule"
@@ -92,6 +96,7 @@ class PlannedParts(TrainingParts):
         if self.reads_data:
             self._read_what_is_at_hand()
         else:
+            check_all_is_trained(self.skeleton, self.cfg)
             self.loss_fn = config.instantiate(self.cfg.loss)
             blocks = self.cfg.dataset
             self.packed = any(
@@ -101,13 +106,23 @@ class PlannedParts(TrainingParts):
             self._choose_collate(pad_id=0)
             self._pack_filler = 0
             self.dataset = [self.made_up_row(8)]
+        if self.packed and self.on_accelerator:
+            self._leave_out("flex attention: packed rows are counted with a mask of tokens x tokens, and it needs less")
         real = self.collate
 
         def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-            with _disable_current_modes():  # packed rows are looked into
-                return real(rows)
+            with _disable_current_modes():
+                return self._collate_packed(rows) if self.packed else real(rows)
 
         self.collate = collate
+
+    def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What torchtune makes of packed rows: the mask, of tokens x tokens for each, is fake from the start, and takes no memory."""
+        batch = {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels", "input_pos")}
+        count, tokens = batch["tokens"].shape
+        with self.fake.mode:
+            batch["mask"] = torch.empty(count, tokens, tokens, dtype=torch.bool)
+        return batch
 
     def _read_what_is_at_hand(self) -> None:
         try:
@@ -116,13 +131,17 @@ class PlannedParts(TrainingParts):
         except AdaptiveBatchError:
             raise
         except Exception as error:  # the tokenizer's and the dataset's own libraries have many
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            remedy = "the rows that should tell their length are not at hand"
-            raise SettingError(
-                "probe.sequence_lengths",
-                None,
-                f"{remedy} ({type(error).__name__}: {said}); give lengths, such as [512,1024,2048], and no file is read",
-            ) from error
+            probe, collate = self.settings.probe, self.cfg.get("collate_fn", None)
+            lengths = probe.sequence_lengths or (probe.sequence_length,)
+            why = f"not at hand ({type(error).__name__}: {told(error)})"
+            if collate is not None and not any(isinstance(length, str) for length in lengths):
+                remedy = f"it is called on rows of the dataset, which are {why}; remove it to plan rows of text alone"
+                raise SettingError("collate_fn", collate, remedy) from error
+            key, value = "probe.sequence_length", probe.sequence_length
+            if probe.sequence_lengths:
+                key, value = "probe.sequence_lengths", list(lengths)
+            remedy = f"the rows that should tell their length are {why}; give lengths, such as probe.sequence_lengths=[512,1024,2048]"
+            raise SettingError(key, value, remedy + ("" if collate else ", and no file is read")) from error
 
     def made_up_row(self, tokens: int) -> dict[str, Any]:
         """A row of text of that many tokens, each with a label."""
@@ -150,6 +169,10 @@ class PlannedParts(TrainingParts):
             apply_checkpointing(model, self.cfg)
         compute_rotary_buffers(model, dtype=self.dtype, device=self.device)  # some look at their values
         self.fake.move(model)
+        if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+            self._leave_out(
+                "recurrent layers: their fused kernels keep what fake tensors do not show, so a step needs more"
+            )
         if self.on_accelerator:  # its kernels keep no weights of attention for dropout, and a CPU's would
             for module in model.modules():
                 if isinstance(getattr(module, "attn_dropout", None), float):
@@ -222,6 +245,8 @@ def expected_curve(cfg: DictConfig, settings: Settings, rows: Rows, *, accumulat
     workspace = partial(workspace_bytes, compute_capability=capability)
     parts = PlannedParts(cfg, settings, FakeDevice(workspace=workspace), reads_data=False)
     parts.build_data()
+    if parts.packed and _SUPPORTS_FLEX_ATTENTION:
+        raise SettingError("dataset.packed", True, "flex attention, which packed rows have here, cannot be planned")
     step = fake_step(parts, rows, accumulates=accumulates)
     few, more = (step.trace(size) for size in (FEW, MORE))
     return MemoryCurve.from_traces((FEW, few.trace), (MORE, more.trace))

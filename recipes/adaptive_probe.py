@@ -12,7 +12,9 @@ from pathlib import Path
 
 from adaptive_bound import BoundSearch
 from adaptive_memory import plan_memory
+from adaptive_needs import complete
 from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
+from adaptive_planned import PlannedParts
 from adaptive_ranks import all_ranks
 from adaptive_resume import Checkpoints
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +24,7 @@ from adaptive_batch import distributed
 from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.memory_plan import MemoryPlan
+from adaptive_batch.no_effect import without_effect_on_probe
 from adaptive_batch.page import write_plan_picture
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.settings import Settings
@@ -60,6 +63,8 @@ def probe(cfg: DictConfig, watch: Watch | None = None) -> list[ProbeResult]:
         if distributed.is_rank_zero():
             print(text)
 
+    for key, reason in without_effect_on_probe(settings.probe, ranks=distributed.world_size()):
+        say(f"{key} has no effect: {reason}")
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             path = Path(cfg.output_dir) / "adaptive_batch" / "probe.json"
@@ -95,6 +100,7 @@ def plan(cfg: DictConfig) -> MemoryPlan:
     Raises:
         SettingError: a setting cannot be used, or a component cannot be planned.
     """
+    complete(cfg, needs=(*PlannedParts.needs, "output_dir"))
     path = Path(cfg.output_dir) / "adaptive_batch" / "plan.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

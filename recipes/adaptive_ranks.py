@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from adaptive_needs import plainly
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training, utils
 
@@ -61,7 +62,8 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
         watch.fail("interrupted; resume_from_checkpoint=True goes on from what was saved last")
     except BaseException as error:
         facts = error.facts if isinstance(error, RankLostError) else {}
-        watch.fail(error, kind="out_of_memory" if "capacity" in facts else "error", facts=facts)
+        kind = "out_of_memory" if "capacity" in facts else "error"
+        watch.fail(plainly(error) or error, kind=kind, facts=facts)
     watch.stop()
     distributed.end()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -16,6 +18,7 @@ from torchtune import config, modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
+from adaptive_batch.errors import SettingError
 
 
 class Weights(Protocol):
@@ -41,6 +44,9 @@ def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) 
         cfg: the recipe's configuration.
         dtype: of its parameters.
         device: where it will be.
+
+    Raises:
+        SettingError: it cannot be divided as configured.
     """
     with training.set_default_dtype(dtype), torch.device("meta"):
         model: torch.nn.Module = config.instantiate(cfg.model)
@@ -50,11 +56,19 @@ def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) 
     mesh = init_device_mesh(
         device.type, mesh_shape=(ranks, distributed.world_size() // ranks), mesh_dim_names=("dp", "tp")
     )
+    tied = tied_modules(model)
     if distributed.world_size() > ranks:
+        plan = config.instantiate(cfg.tensor_parallel_plan)
+        _check_tensor_parallel(model, plan, tied, dim=distributed.world_size() // ranks)
         model = training.prepare_mha_for_tp(model, mesh["tp"])
-        parallelize_module(model, mesh["tp"], parallelize_plan=config.instantiate(cfg.tensor_parallel_plan))
+        parallelize_module(model, mesh["tp"], parallelize_plan=plan)
     apply_checkpointing(model, cfg)
     if ranks > 1:
+        if apart := [name for name in cfg.get("custom_sharded_layers", None) or () if name in tied]:
+            remedy = (
+                f"the output layer is tied to {apart[0]}, and needs its weights where it is not called; leave it out"
+            )
+            raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
         training.shard_model(
             model=model,
             shard_conditions=[partial(training.get_shard_conditions, names_to_match=cfg.get("custom_sharded_layers"))],
@@ -63,6 +77,49 @@ def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) 
             dp_mesh=mesh["dp"],
         )
     return model
+
+
+def check_names(cfg: DictConfig) -> None:
+    """Refuse layers to shard separately that are no list of names.
+
+    Raises:
+        SettingError: naming the key.
+    """
+    names = cfg.get("custom_sharded_layers", None)
+    if names is not None and not (isinstance(names, ListConfig) and all(isinstance(name, str) for name in names)):
+        value = OmegaConf.to_container(names) if OmegaConf.is_config(names) else names
+        raise SettingError(
+            "custom_sharded_layers", value, "give a list of names, such as [tok_embeddings,output], or null"
+        )
+
+
+def tied_modules(model: torch.nn.Module) -> set[str]:
+    """The names of modules whose weights an output layer takes as its own."""
+    tied = {
+        id(attribute.tied_module)
+        for module in model.modules()
+        for attribute in vars(module).values()
+        if isinstance(attribute, modules.TiedLinear)
+    }
+    return {name for name, module in model.named_modules() if id(module) in tied}
+
+
+def _check_tensor_parallel(model: torch.nn.Module, plan: Any, tied: set[str], *, dim: int) -> None:
+    """Refuse a model that cannot be divided among so many ranks."""
+    for module in getattr(model, "decoder", model).modules():
+        if isinstance(module, modules.MultiHeadAttention):
+            heads, key_heads = module.num_heads, module.num_kv_heads
+            if heads % dim or key_heads % dim:
+                both = math.gcd(heads, key_heads)
+                divisors = ", ".join(str(n) for n in range(1, both + 1) if both % n == 0)
+                remedy = f"it must divide the model's {heads} heads and {key_heads} key heads; give one of {divisors}"
+                raise SettingError("tensor_parallel_dim", dim, remedy)
+    for pattern in plan if isinstance(plan, Mapping) else ():
+        if any(fnmatch(name, pattern) for name in tied):
+            remedy = f"the model's output layer is tied to {pattern}, whose weights its plan divides, and cannot take a part of them"
+            raise SettingError(
+                "tensor_parallel_dim", dim, f"{remedy}; give 1, and ranks divide the model by FSDP alone"
+            )
 
 
 def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:

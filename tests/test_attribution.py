@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_fake_step import LENGTH, WIDTH, WORDS, Decoder, fake_step
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
 from adaptive_batch.attribution import AttributedBytes, ModuleNames, Where
@@ -167,6 +168,23 @@ def test_names_are_followed_through_checkpoint_wrappers_and_after_an_error():
     assert names.current() == ""
     with names.following():
         assert names.current() == ""
+
+
+def test_a_layer_that_is_wrapped_to_be_recomputed_has_one_name_in_forward_and_backward():
+    """Else what it holds is split over two names, and neither is the model's."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8))
+    known = {name for name, _ in model.named_modules()}
+    model[1] = checkpoint_wrapper(model[1])
+    model[2] = checkpoint_wrapper(model[2])
+    names = ModuleNames(model)
+    counter = AttributedBytes(explain=range(1000), names=names)
+    counter.add(model.parameters())
+    with names.following(), counter:
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    wheres = {held.where for held in counter.step_trace(model).explained.values()}
+    assert {where.module for where in wheres} <= known
+    for module in ("1.0", "1.1", "2"):
+        assert {where.backward for where in wheres if where.module == module} == {False, True}
 
 
 def test_hooks_are_gone_afterwards():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from small_ranks_model import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -188,6 +190,83 @@ def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro
     assert splits.loop.capacity.amount == fits[40, False]
 
 
+def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches():
+    """Beside the gradients of earlier micro-batches fewer rows fit."""
+    reference = training()
+    train(reference, until=1)
+    budget = {"device_memory": peak_by_hand(reference, 10, accumulates=False), "headroom": 0.0}
+    larger = training()
+    larger.loop.batch_size = 24
+    saved = larger.loop.state_dict()
+
+    def searched(one: SimpleNamespace) -> SimpleNamespace:
+        assert one.loop.find_bound(**budget).max_batch_size == 10
+        return one
+
+    def is_set() -> SimpleNamespace:
+        one = searched(training())
+        one.loop.batch_size = 24
+        return one
+
+    def is_loaded() -> SimpleNamespace:
+        one = searched(training())
+        one.loop.load_state_dict(saved)
+        return one
+
+    def bound_is_loaded() -> SimpleNamespace:
+        """Which the saved loop tried for steps of 4 rows."""
+        one, other = training(), searched(training())
+        other.loop.batch_size = 24
+        one.loop.load_state_dict(other.loop.state_dict())
+        assert one.loop.bound == 10
+        return one
+
+    def grows_beyond() -> SimpleNamespace:
+        one = training(grow_beyond_maximum=True, batch_increase_function=at_epochs({0: 20}))
+        one.loop.load_state_dict(searched(training()).loop.state_dict())
+        return one
+
+    def begun_on_six_ranks() -> SimpleNamespace:
+        one, state = searched(training()), training().loop.state_dict()
+        one.loop.load_state_dict(state | {"steps": state["steps"] | {"ranks": 6}})
+        return one
+
+    for begin in (is_set, is_loaded, bound_is_loaded, grows_beyond, begun_on_six_ranks):
+        one = begin()
+        rows = next(iter(one.loop))
+        with pytest.raises(
+            SettingError, match=r"batch_size=24: 10 rows fit at once where no gradients.*find_bound again"
+        ):
+            one.loop.run(rows)
+        beside_gradients = one.loop.find_bound(**budget).max_batch_size
+        assert 0 < beside_gradients < 10
+        result = one.loop.run(rows)  # the same rows
+        assert (result.rows, result.micro_batches) == (24, -(-24 // beside_gradients))
+        other = training()
+        other.loop.load_state_dict(one.loop.state_dict())  # what was tried with gradients is known to have been
+        assert other.loop.run(next(iter(other.loop))).micro_batches > 1
+    one = training()
+    one.loop.load_state_dict(saved)
+    assert one.loop.find_bound(**budget).max_batch_size == 9
+
+
+def test_modules_that_are_frozen_in_evaluation_mode_are_so_in_a_trial_and_after_it():
+    options, rows = classes("tuples")
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    net[1].eval()
+    modes = []
+    net[1].register_forward_hook(lambda module, *_: modes.append((net.training, module.training)))
+    one = training(
+        model=net, rows=rows, mean_loss=lambda batch: cross_entropy(net(batch[0]), batch[1]), row_length=1, **options
+    )
+    found = one.loop.find_bound(
+        device_memory="1GiB"
+    )  # in training mode one row has no statistics, and torch refuses it
+    assert found.max_batch_size == 32
+    assert set(modes) == {(True, False)}
+    assert [module.training for module in net.modules()] == [True, True, False, True]
+
+
 def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
     class Draws(list):
         def __getitem__(self, number: int) -> Any:
@@ -201,8 +280,13 @@ def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
 
 
 def test_one_row_that_does_not_fit_is_said_with_numbers():
-    with pytest.raises(DoesNotFitError, match=r"one row of 15 tokens needs 0\.00 GiB, cpu allows 0\.00 GiB"):
-        training().loop.find_bound(device_memory="40KiB")
+    with pytest.raises(DoesNotFitError) as caught:
+        training().loop.find_bound(device_memory="40KiB", headroom=0.0)
+    said, remedies = str(caught.value).split("; ")
+    assert re.fullmatch(r"one row of 15 tokens needs 0\.\d\d MiB, cpu allows 40960 bytes", said)
+    assert not re.search("tokenizer|optimizer_in_bwd|enable_", remedies)  # which nobody has here
+    with pytest.raises(DoesNotFitError, match=r"^one row needs \d"):
+        training(row_length=1).loop.find_bound(device_memory="40KiB")
 
 
 def test_the_power_of_two_below_the_bound_is_tried_too():
@@ -321,6 +405,32 @@ def test_gradients_are_those_of_the_mean_over_the_label_tokens_of_a_step(micro_b
     assert result.micro_batches == {None: 1, 1: 7, 3: 3}[micro_batch_size]
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 4, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_batches(dtype, micro_batch_size):
+    net = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64)).to(dtype)
+    rows = make_rows([30] * 256)
+    seen = []
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        loss = token_losses(net, batch, "mean")
+        seen.append((float(loss), int((batch["tokens"] != 0).sum())))
+        return loss
+
+    one = training(
+        model=net,
+        rows=rows,
+        mean_loss=mean_loss,
+        num_labels=lambda batch: batch["labels"].numel(),
+        batch_size=256,
+        micro_batch_size=micro_batch_size,
+    )
+    result = one.loop.run(next(iter(one.loop)))
+    assert result.micro_batches == 256 // (micro_batch_size or 256)
+    assert result.loss == pytest.approx(sum(loss for loss, _ in seen) / len(seen), rel=1e-6)
+    assert {parameter.grad.dtype for parameter in net.parameters()} == {dtype}
+
+
 @pytest.mark.parametrize("most", [4, 2])
 @pytest.mark.parametrize("goes_well", [0, 2], ids="after {} steps".format)
 def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_less_capacity(most, goes_well):
@@ -346,8 +456,9 @@ def test_an_out_of_memory_error_is_let_through_where_that_is_asked_for():
         train(one)
     model = Decoder()
     one = training(model=model, mean_loss=RunsOut(model, most=0))
-    with pytest.raises(DoesNotFitError, match=r"one row of \d+ tokens ran out of memory"):
+    with pytest.raises(DoesNotFitError, match=r"one row of \d+ tokens ran out of memory") as caught:
         train(one)
+    assert not re.search("tokenizer|optimizer_in_bwd|enable_", str(caught.value))  # which nobody has here
 
 
 # --- the rate ---------------------------------------------------------------------------------------------------------
@@ -528,6 +639,9 @@ def test_batches_go_to_the_device_as_they_are_nested():
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size=0: "),
+        ({"mean_loss": 5}, "mean_loss=5: give a function"),
+        ({"collate": None}, "collate=None: give a function"),
+        ({"optimizer": lambda parameters, lr: [torch.optim.SGD(parameters)]}, "optimizer='list': give one torch.optim"),
         ({"micro_batch_size": 2.5}, "micro_batch_size=2.5: "),
         ({"rows": []}, "dataset='list': it has no rows"),
         ({"lr_scaling": "square"}, "lr_scaling='square': give one of none, linear, sqrt"),
@@ -557,8 +671,11 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
     one = training(micro_batch_size=12)
     with pytest.raises(SettingError, match="micro_batch_size=12: 7 rows fit; give 7 or less, or None"):
         one.loop.find_bound(device_memory="1GiB", maximum=7)
-    with pytest.raises(SettingError, match=r"probe\.headroom=2"):
-        one.loop.find_bound(headroom=2)
+    for option, value in {"headroom": 2, "device_memory": "lots", "maximum": 0}.items():
+        with pytest.raises(SettingError, match=f"^{option}={value!r}: "):
+            one.loop.find_bound(**{option: value})
+    with pytest.raises(SettingError, match=r"^device_memory='999TiB': .* or None for what is available"):
+        one.loop.find_bound(device_memory="999TiB")
     one = training(batch_increase_function=lambda epoch, batch_size: -1)
     with pytest.raises(GrowthFunctionError, match=r"epoch=0, batch_size=4\) returned -1"):
         next(iter(one.loop))
@@ -634,10 +751,62 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
             training(model=model)
         except SettingError as error:
             found[f"refused, {name}"] = str(error)
+    partly = Decoder()
+    for layer in partly.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        training(model=partly)
+    except SettingError as error:
+        found["refused, partly"] = str(error)
+    found["after a validation"] = after_a_validation()
     both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     one = training(model=divided(Decoder(), mesh=both), rows=UNLABELLED)
     found["replicated"] = [step.loss for step in train(one)]
     return found
+
+
+def after_a_validation() -> dict[str, Any]:
+    """Of a model whose root a forward without a backward has left with whole parameters, as FSDP2 does by default."""
+    mesh = init_device_mesh("cpu", (distributed.world_size(),))
+    model = Decoder()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+
+    def validate() -> bool:
+        with torch.no_grad():
+            model(torch.ones(2, 4, dtype=torch.int64))
+        return all(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+    stays_divided = [validate()]
+    one = SimpleNamespace(
+        model=model,
+        optimizer=optimizer,
+        loop=AdaptiveLoop(
+            model,
+            optimizer,
+            ROWS,
+            collate=collate,
+            mean_loss=lambda batch: token_losses(model, batch, "mean"),
+            batch_size=4,
+        ),
+    )
+    before = whole_parameters(model)
+    stays_divided.append(validate())
+    bound = one.loop.find_bound(device_memory="1GiB", maximum=3).max_batch_size
+    after = whole_parameters(model)
+    one.loop.run(next(iter(one.loop)))
+    stays_divided.append(validate())
+    try:
+        one.loop.run(next(iter(one.loop)))
+    except ValueError as error:
+        said = str(error)
+    return {
+        "stays divided": stays_divided,
+        "bound": bound,
+        "changed": [name for name, tensor in before.items() if not torch.equal(tensor, after[name])],
+        "said": said,
+    }
 
 
 def tensor_parallel(model: Decoder, mesh: Any) -> Decoder:
@@ -693,6 +862,66 @@ def test_a_model_that_is_not_divided_by_rows_alone_is_refused_on_several_ranks(t
     assert "fully_shard, and nothing else, has divided over all of them" in two_ranks[0][f"refused, {name}"]
 
 
+def test_a_model_of_which_a_part_was_not_divided_is_refused_by_the_names_of_its_parameters(two_ranks):
+    for rank in two_ranks:
+        said = rank["refused, partly"]
+        assert (
+            "1 parameters (embed.weight) are not divided by fully_shard" in said
+        )  # and one that is frozen need not be
+        assert said.endswith("call fully_shard on the whole model too, after its parts")
+
+
+def on_one_rank() -> dict[str, Any]:
+    """Of a model that FSDP2 divides over a single rank, and that runs out of memory in its midst."""
+    found = {"after a validation": after_a_validation()}
+    for phase in ("forward", "backward"):
+        weights = []
+        for fails in (False, True):
+            model = Decoder()
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+            one = training(model=model, micro_batch_size=2)
+            calls: list[int] = []
+
+            def runs_out(calls: list[int] = calls, at: int = 3 if fails else -1) -> None:
+                calls.append(1)
+                if len(calls) == at:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+            model.burden[phase] = runs_out
+            train(one, until=3)
+            assert one.loop.num_out_of_memory == fails
+            before = whole_parameters(model)
+            model.burden.clear()
+            one = training(model=model, mean_loss=RunsOut(model, most=2), grow_beyond_maximum=True)
+            assert one.loop.find_bound(device_memory="1GiB").max_batch_size == 2
+            after = whole_parameters(model)
+            found[f"{phase}, {fails}"] = [name for name in before if not torch.equal(before[name], after[name])]
+            weights.append(after)
+        found[phase] = relative_error(weights[1], weights[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Any]:
+    return run_on_ranks(on_one_rank, 1)[0]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_model_that_is_divided_over_one_rank_goes_on_after_running_out_of_memory(one_rank, phase):
+    assert one_rank[phase] < 1e-12
+    assert one_rank[f"{phase}, False"] == one_rank[f"{phase}, True"] == []  # what a search has changed
+
+
+def test_a_loop_goes_well_after_a_forward_of_the_user(two_ranks, one_rank):
+    alone = one_rank["after a validation"]
+    for found in (alone, *(rank["after a validation"] for rank in two_ranks)):
+        assert found["stays divided"] == [False, False, False]  # else there is nothing to hold
+        assert found["bound"] == 3
+        assert found["changed"] == []
+        assert "call optimizer.step() and optimizer.zero_grad()" in found["said"]
+
+
 def test_a_model_that_is_replicated_and_divided_trains(two_ranks):
     one = training(rows=UNLABELLED, batch_size=8)
     assert two_ranks[0]["replicated"] == pytest.approx([step.loss for step in train(one)], rel=1e-6)
@@ -730,6 +959,38 @@ def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
     with pytest.raises(SettingError, match=r"model='Decoder': 2 tensors of the optimizer are no parameters of it"):
         AdaptiveLoop(body, optimizer, ROWS, collate=collate, mean_loss=lambda batch: batch, batch_size=4)
+
+
+def test_what_the_optimizer_leaves_out_is_said_and_its_gradients_too(caplog) -> None:
+    options, rows = classes("tuples")
+    net = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    options |= {"mean_loss": lambda batch: cross_entropy(net(batch[0]), batch[1]), "row_length": 1, "batch_size": 8}
+    head = torch.optim.SGD(net[2].parameters(), lr=RATE)
+
+    def leaves_out() -> list[str]:
+        caplog.clear()
+        AdaptiveLoop(net, head, rows, **options)
+        return [record.getMessage() for record in caplog.records]
+
+    (warning,) = leaves_out()
+    assert warning.startswith(
+        "4 parameters (0.weight, 0.bias, 1.weight and 1 more) need gradients and are not the optimizer's"
+    )
+    loop = AdaptiveLoop(net, head, rows, **options)
+    steps_of_loop = iter(loop)
+    loop.run(next(steps_of_loop))
+    second = next(steps_of_loop)
+    with pytest.raises(ValueError, match=r"there before a step: call optimizer\.step\(\)"):
+        loop.run(second)
+    head.step()
+    head.zero_grad()
+    expected = r"there before a step: 4 parameters \(0\.weight, .*\) are not the optimizer's.*requires_grad_\(False\)"
+    with pytest.raises(ValueError, match=expected):
+        loop.run(second)
+    net.zero_grad()
+    assert loop.run(second).rows == 8
+    net[:2].requires_grad_(False)
+    assert leaves_out() == []
 
 
 def test_gradients_that_are_there_are_not_added_to() -> None:

@@ -48,6 +48,11 @@ def plan(*targets, **options):
     )
 
 
+def test_what_a_small_device_has_is_said_in_mib():
+    small = Target("12 MiB", 12 * 2**20, 11 * 2**20, (("headroom (8%)", 2**20),))
+    assert "12 MiB: 11.00 MiB may be used of 12.00, 1.00 for headroom (8%)" in plan(small).table().splitlines()
+
+
 def test_the_bound_is_what_the_curve_allows_below_the_maximum():
     assert [plan().bound(LENGTH, target) for target in (BIG, SMALL)] == [68, 4]
     assert plan(maximum=16).bound(LENGTH, BIG) == 16
@@ -74,22 +79,22 @@ def test_one_row_that_fits_is_a_bound_of_one_even_where_the_curve_says_less():
 
 
 @pytest.mark.parametrize(
-    ("gib", "what"),
+    ("gib", "what", "fails"),
     [
-        (1, "the parameters (2.00 GiB, 2.00 GiB with what comes before)"),
-        (2.1, "the buffers (0.25 GiB, 2.25 GiB with what comes before)"),
-        (6, "the optimizer's state (4.00 GiB, 6.25 GiB with what comes before)"),
-        (7, "the optimizer's step (8.00 GiB at its peak)"),
-        (9, "forward and backward of one row (10.00 GiB at their peak)"),
-        (10, None),
+        (1, "the parameters (2.00 GiB, 2.00 GiB with what comes before)", "do"),
+        (2.1, "the buffers (0.25 GiB, 2.25 GiB with what comes before)", "do"),
+        (6, "the optimizer's state (4.00 GiB, 6.25 GiB with what comes before)", "does"),
+        (7, "the optimizer's step (8.00 GiB at its peak)", "does"),
+        (9, "forward and backward of one row (10.00 GiB at their peak)", "do"),
+        (10, None, ""),
     ],
 )
-def test_the_first_thing_that_does_not_fit_is_named(gib, what):
+def test_the_first_thing_that_does_not_fit_is_named(gib, what, fails):
     assert LENGTH.first_too_large(int(gib * GIB)) == what
     target = Target("it", 100 * GIB, int(gib * GIB))
     assert (plan(target).bound(LENGTH, target) == 0) == (what is not None)
     lines = plan(target).table().splitlines()
-    assert (f"  512 tokens: {what} does not fit" in lines) == (what is not None)
+    assert (f"  512 tokens: {what} {fails} not fit" in lines) == (what is not None)
     assert plan(target).as_json()["devices"][0]["lengths"][0]["first_too_large"] == what
 
 

@@ -55,6 +55,15 @@ def test_every_block_of_a_page_is_held_by_some_test(page):
     assert indented == [], "code that is indented says no language, and so nothing runs it: fence it"
 
 
+@pytest.mark.parametrize(
+    ("block", "command"), COMMANDS, ids=[f"{block.name}-{command[:50]}" for block, command in COMMANDS]
+)
+def test_what_a_shell_would_take_for_names_of_files_is_quoted(block, command):
+    """zsh refuses a command in which such a pattern matches nothing."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", command)
+    assert re.findall(r"\S*[\[\]{}*?]\S*", bare) == []
+
+
 def test_a_block_that_nothing_runs_is_found():
     page = "A\n```rust\nfn\n```\n```\nx\n```\nB\n\n    tune run it\n\n```bash\n# why\ntune cat x \\\n  y\ncurl z\n```\n\n```text\nz\n```\nC\n```text\nc\n```\n"
     found, indented = blocks_of("page.md", page)

@@ -16,14 +16,19 @@ import pytest
 import torch
 import torchtune
 from adaptive_memory import plan_memory
+from adaptive_planned import PlannedParts
 from omegaconf import OmegaConf
 from small_plans import MODELS, Combination, RealParts, peaks_on_ranks, tried
 from small_ranks import run_on_ranks
+from torch._subclasses.fake_tensor import FakeTensor
 from torchtune import config
+from torchtune.data import padded_collate_packed
 
 from adaptive_batch import cuda_difference
 from adaptive_batch.errors import SettingError
+from adaptive_batch.fake_step import FakeDevice
 from adaptive_batch.saved_plan import plan_of
+from adaptive_batch.settings import Settings
 from adaptive_batch.shipped import config_path, shipped_configs
 
 SMALL = Combination("qwen2", 32)
@@ -95,6 +100,23 @@ def test_packed_rows_are_within_a_thousandth():
         assert estimate == pytest.approx(trial.peak_bytes, rel=1e-3)
 
 
+def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
+    cfg = Combination("llama3_2", 64, packed=True).config()
+    parts = PlannedParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
+    parts.build_data()
+    rows = [parts.made_up_row(24)] * 3
+    ours, theirs = parts.collate(rows), padded_collate_packed(rows)
+    assert {key: (tensor.shape, tensor.dtype) for key, tensor in ours.items()} == {
+        key: (tensor.shape, tensor.dtype) for key, tensor in theirs.items()
+    }
+    huge = parts.collate([parts.made_up_row(2**17)] * 5)["mask"]  # 80 GiB
+    assert isinstance(huge, FakeTensor)
+    assert not any("flex" in sentence for sentence in parts.left_out)
+    on_cuda, _ = planned(cfg, device="cuda", probe={"sequence_lengths": [64]})
+    assert any(sentence.startswith("flex attention: packed rows") for sentence in on_cuda.left_out)
+    assert huge.numel() == 5 * 2**34
+
+
 def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
     own = (f"demo_dir={tmp_path}", "probe.device_memory=80MiB", "probe.plan_changes=False")
     plan_for = small.run_in_process("adaptive_probe", *own, "probe.plan_for=80MiB", config="demo_cpu").output_dir
@@ -134,6 +156,36 @@ def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
     for rows, peak in peaks.items():
         estimate = plan.one_row_bytes if rows == 1 else plan.curve.peak_bytes(rows)
         assert estimate == pytest.approx(peak, rel=0.05 if combination.reshards else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "keys", "says"),
+    [
+        (
+            "llama3",
+            4,
+            TENSOR_PARALLEL | {"tensor_parallel_dim": 4},
+            "tensor_parallel_dim=4: it must divide the model's 4 heads and 2 key heads; give one of 1, 2",
+        ),
+        (
+            "qwen2, tied",
+            2,
+            TENSOR_PARALLEL,
+            "tensor_parallel_dim=2: the model's output layer is tied to tok_embeddings",
+        ),
+        (
+            "qwen2, tied",
+            2,
+            {"custom_sharded_layers": ["tok_embeddings"]},
+            "custom_sharded_layers=['tok_embeddings']: the output layer is tied to tok_embeddings",
+        ),
+    ],
+    ids=["heads", "tied and divided", "tied and apart"],
+)
+def test_a_model_that_cannot_be_divided_so_is_refused_with_the_key(model, ranks, keys, says):
+    cfg = Combination(model, 32, "AdamW").config(sequence_lengths=[32], plan_world_size=ranks)
+    with pytest.raises(SettingError, match="^" + re.escape(says)):
+        planned(cfg, **keys)
 
 
 def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
@@ -200,8 +252,30 @@ def _plan_file(small, *overrides):
 )
 def test_where_the_data_are_not_at_hand_that_is_said_and_no_network_is_tried(small, absent):
     cfg = OmegaConf.merge(OmegaConf.load(small.config), absent)
-    with no_network(), pytest.raises(SettingError, match=r"probe\.sequence_lengths=.* not at hand .*give lengths"):
+    with (
+        no_network(),
+        pytest.raises(SettingError, match=r"probe\.sequence_length='longest': .* not at hand .*give lengths"),
+    ):
         planned(cfg)
+
+
+def test_where_a_collate_function_wants_rows_that_are_not_at_hand_it_is_named_with_the_cause():
+    with pytest.raises(SettingError) as refused:
+        small(collate_fn="torchtune.data.padded_collate_sft", tokenizer={"_component_": "nowhere.tokenizer"})
+    said = str(refused.value)
+    assert said.startswith("collate_fn='torchtune.data.padded_collate_sft': it is called on rows of the dataset, ")
+    assert "No module named 'nowhere'" in said
+    assert said.endswith("Are you sure that module 'nowhere' is installed?); remove it to plan rows of text alone")
+
+
+def test_max_seq_len_that_the_tokenizer_does_not_have_is_named():
+    says = r"probe\.sequence_length='max_seq_len': tokenizer\.max_seq_len is not set; set it, or give a number"
+    with pytest.raises(SettingError, match=says):
+        planned(SMALL.config(sequence_length="max_seq_len"))
+    with pytest.raises(
+        SettingError, match=r"probe\.sequence_lengths=\[32, 'max_seq_len'\]: tokenizer\.max_seq_len is not"
+    ):
+        planned(SMALL.config(sequence_lengths=[32, "max_seq_len"]))
 
 
 def _with_a_small_model(cfg):
@@ -367,6 +441,24 @@ def test_what_a_device_needs_beside_tensors_is_taken_off():
     assert on_cpu.targets[0].budget_bytes == int(80 * 2**30 * 0.9)
 
 
+def test_where_the_context_alone_takes_more_than_the_device_has_nothing_is_left_for_headroom():
+    cfg = Combination("qwen2", 32, device="cuda").config(sequence_lengths=[32])
+    plan, said = planned(cfg, probe={"plan_for": "0.5GiB", "headroom": 0.05})
+    assert plan.targets[0].budget_bytes == dict(plan.targets[0].taken)["headroom (5%)"] == 0
+    assert "512 MiB: 0.00 MiB may be used of 512.00, " in said
+    assert ", 0.00 for headroom (5%)" in said
+    assert "  32 tokens: the parameters (" in said
+    assert "do not fit" in said
+
+
+def test_what_a_plan_does_not_heed_is_said():
+    _, said = small(probe={"device_memory": "100MiB", "sequence_length": 32, "sequence_lengths": [64]})
+    assert said.startswith(
+        "probe.sequence_length has no effect: probe.sequence_lengths says which\n"
+        "probe.device_memory has no effect: probe.plan_for says what the devices have\n"
+    )
+
+
 # --- single changes -----------------------------------------------------------------------------------------------------
 
 
@@ -457,6 +549,28 @@ def test_dropout_in_attention_keeps_no_weights_on_an_accelerator():
     without, _ = planned(cfg, device="cuda")
     with_it, _ = planned(cfg, device="cuda", model={"attn_dropout": 0.1})
     assert with_it.lengths[0].peak_bytes(7) == without.lengths[0].peak_bytes(7)
+
+
+class Recurrent(torch.nn.Module):
+    """Predicts the next word by an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 16)
+        self.layer = torch.nn.LSTM(16, 16, batch_first=True)
+        self.output = torch.nn.Linear(16, 50)
+
+    def forward(self, tokens):
+        return self.output(self.layer(self.words(tokens))[0])
+
+
+def test_what_recurrent_layers_keep_besides_is_said_to_be_left_out():
+    sys.modules["models_of_this_test"] = sys.modules[__name__]
+    cfg = SMALL.config(sequence_lengths=[32])
+    cfg.model = {"_component_": "models_of_this_test.Recurrent"}
+    plan, _ = planned(cfg)
+    assert any(sentence.startswith("recurrent layers: ") for sentence in plan.left_out)
+    assert not any("recurrent" in sentence for sentence in small()[0].left_out)
 
 
 class InParts(torch.nn.Module):

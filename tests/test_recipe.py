@@ -192,7 +192,7 @@ def test_a_batch_above_the_bound_is_refused_and_weights_stay_unwritten(small):
 
 
 def test_one_row_that_does_not_fit_is_an_error_with_numbers_and_remedies(small):
-    with pytest.raises(DoesNotFitError, match=r"needs [\d.]+ GiB, cpu allows [\d.]+ GiB; .*max_seq_len.*8-bit"):
+    with pytest.raises(DoesNotFitError, match=r"needs [\d.]+ MiB, cpu allows [\d.]+ MiB; .*max_seq_len.*8-bit"):
         small.run_in_process(OURS, "use_maximum_batch_size=True", "probe.device_memory=3000KiB")
 
 
@@ -242,6 +242,14 @@ def test_a_probe_block_without_effect_is_said(small):
     assert [record["message"] for record in records(finished, "no_effect")] == [
         "probe has no effect: nothing that needs to know what fits is on"
     ]
+
+
+def test_what_the_search_alone_does_not_heed_is_said(small, capsys):
+    lengths = ("probe.sequence_length=16", "probe.sequence_lengths=[8]", "probe.plan_changes=False", "probe.maximum=2")
+    small.run_in_process("adaptive_probe", *lengths)
+    printed = capsys.readouterr().out
+    assert "probe.sequence_length has no effect: probe.sequence_lengths says which\n" in printed
+    assert "probe.plan_changes has no effect: it is for probe.plan_for, which is not set\n" in printed
 
 
 def test_what_differs_from_the_checkpoint_is_said(small, interrupted):

@@ -8,7 +8,7 @@ from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
 from adaptive_batch.keys import OURS
 from adaptive_batch.learning_rate import Reference
-from adaptive_batch.no_effect import without_effect
+from adaptive_batch.no_effect import without_effect, without_effect_on_probe
 from adaptive_batch.probe_settings import ProbeSettings
 from adaptive_batch.settings import Settings
 from adaptive_batch.validation_settings import ValidationSettings
@@ -47,6 +47,40 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
     assert said == {"sync_gradients_every_micro_batch", "fsdp_cpu_offload", "custom_sharded_layers"}
     assert without_effect(settings, config, ranks=2) == []
     assert without_effect(Settings.from_config(PLAIN), PLAIN) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "without"),
+    [
+        ({}, 1, set()),
+        ({"sequence_length": 32, "device_memory": "1GiB", "trial_timeout": 9, "search": "halve"}, 2, set()),
+        ({"sequence_length": 32, "sequence_lengths": [64]}, 1, {"sequence_length"}),
+        (
+            {"trial_timeout": 9, "plan_changes": False, "assumed_maximum": 4},
+            1,
+            {"trial_timeout", "plan_changes", "assumed_maximum"},
+        ),
+        (
+            {"plan_for": "1GiB", "device_memory": "1GiB", "search": "halve", "cache": False, "plan_changes": False},
+            1,
+            {"device_memory", "search", "cache"},
+        ),
+        (
+            {"plan_for": "1GiB", "round_to_power_of_two": False, "trial_timeout": 9, "headroom": 0.1, "maximum": 8},
+            1,
+            {"round_to_power_of_two", "trial_timeout"},
+        ),
+    ],
+    ids=["none", "a probe", "lengths", "a probe of one rank", "a plan", "a plan, of a search"],
+)
+def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
+    said = without_effect_on_probe(ProbeSettings.from_config(keys), ranks=ranks)
+    assert {key for key, _ in said} == {f"probe.{key}" for key in without}
+
+
+def test_a_length_that_is_there_twice_is_refused():
+    with pytest.raises(SettingError, match=r"probe\.sequence_lengths=\[64, 32, 64\]: 64 is there twice; leave one out"):
+        ProbeSettings.from_config({"sequence_lengths": [64, 32, 64]})
 
 
 def test_settings_cannot_be_changed():

@@ -190,7 +190,7 @@ class BigStep(torch.optim.SGD):
 
 def test_one_row_that_does_not_fit_is_told_with_numbers_and_remedies():
     message = refusal(Training(Case("AdamW")), 2**10)
-    needs = re.match(r"one row of 24 tokens needs (\d+\.\d\d) GiB, cpu allows 0\.00 GiB; ", message)
+    needs = re.match(r"one row of 24 tokens needs \d\.\d\d MiB, cpu allows 1024 bytes; ", message)
     assert needs, message
     for remedy in (
         "tokenizer.max_seq_len",
@@ -204,7 +204,7 @@ def test_one_row_that_does_not_fit_is_told_with_numbers_and_remedies():
 def test_an_optimizer_step_that_does_not_fit_is_told_so():
     training = Training(Case("big", resumed=True), optimizers={"big": lambda p: BigStep(p, lr=0.1, momentum=0.9)})
     message = refusal(training, 2**26)
-    assert re.match(r"the optimizer's step needs 0\.06 GiB, cpu allows 0\.06 GiB; ", message), message
+    assert re.match(r"the optimizer's step needs 64\.\d\d MiB, cpu allows 64\.00 MiB; ", message), message
 
 
 def test_a_row_that_fits_only_before_the_optimizer_has_state_does_not_fit():
@@ -328,6 +328,40 @@ def test_a_trial_of_evaluating_peaks_where_evaluating_between_two_steps_does(acc
         with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
             evaluate(training, rows)
         assert tried.peak_bytes == usage.peak_bytes
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (0, 1)], ids=str)
+def test_each_module_is_tried_in_the_mode_that_training_has_it_in_and_evaluated_in_that_of_evaluation(frozen):
+    """As where normalization with running statistics is kept as it was before."""
+    training = Training(Case("AdamW"))
+    modules = list(training.model.modules())
+    for number in frozen:
+        training.model.layers[number].eval()
+    before = [module.training for module in modules]
+    seen = []
+
+    def forward_backward(rows):
+        seen.append([module.training for module in modules])
+        training.forward_backward(rows)
+
+    def evaluates(rows):
+        evaluate(training, rows)
+        if rows == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with training.rehearsal(forward_backward=forward_backward) as trial:
+        assert trial(2).fits
+        for rows in (3, 5):
+            assert trial.evaluation(evaluates, rows).fits == (rows == 5)
+            assert trial(2).fits
+    assert [module.training for module in modules] == before
+    assert all(modes == before for modes in seen)
+    assert len(seen) == 5
+    training.model.eval()
+    with training.rehearsal(forward_backward=forward_backward) as trial:
+        trial(2)
+    assert seen[-1] == [True] * len(modules)
+    assert not any(module.training for module in modules)
 
 
 @pytest.mark.parametrize("accumulates", [False, True])

@@ -1,0 +1,24 @@
+"""An amount of memory in an error says something, however small it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptive_batch.errors import sized
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [
+        (80 * 2**30, "80.00 GiB"),
+        (2**30 + 2**29, "1.50 GiB"),
+        (103 * 2**20, "0.10 GiB"),
+        (102 * 2**20, "102.00 MiB"),
+        (3000 * 2**10, "2.93 MiB"),
+        (2**16, "65536 bytes"),
+        (11, "11 bytes"),
+        (0, "0 bytes"),
+    ],
+)
+def test_memory_is_said_in_the_unit_that_shows_it(num_bytes: int, said: str) -> None:
+    assert sized(num_bytes) == said
