@@ -53,7 +53,6 @@ class Sharding:
     """
 
     def __init__(self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True) -> None:
-        self._root: Any = model
         self._modules = _fsdp_modules(
             model
         )  # on one rank too, where a forward that failed also leaves them in its midst
@@ -76,7 +75,8 @@ class Sharding:
         """Inside, one micro-batch runs forward and backward; the gradients of the last are reduced in any case."""
         syncs = is_last or self._syncs_every
         if self.is_sharded and not self._syncs_every:
-            self._root.set_requires_gradient_sync(syncs)
+            for module in self._modules:
+                module.set_requires_gradient_sync(syncs, recurse=False)
         with self._pass(_training(syncs)):
             yield
 
@@ -136,13 +136,11 @@ class Sharding:
 
     def reset(self) -> None:
         """Bring FSDP's modules back to where they are between two steps, gradients that are kept unsharded dropped."""
-        # FSDP sets itself up when it first runs.
-        if not self._modules or self._modules[0]._get_fsdp_state()._is_root is None:
-            return
-        if hasattr(self._root, "reset_iter_state"):  # since torch 2.12
-            self._root.reset_iter_state()
-        else:
-            _reset(self._modules)
+        for root in self._roots():
+            if hasattr(root, "_reset_iter_state"):  # since torch 2.12
+                root._reset_iter_state()
+            else:
+                _reset(root)
         for parameter in self._fsdp_parameters():
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
@@ -164,13 +162,20 @@ class Sharding:
             elif hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None:
                 yield parameter._unsharded_param.grad
 
+    def _roots(self) -> list[Any]:
+        """The states of those modules that are the outermost of what has run; one may lie outside of this model."""
+        states = [module._get_fsdp_state() for module in self._modules]
+        # FSDP sets itself up when it first runs.
+        together = [one for state in states if state._is_root is not None for one in state._state_ctx.all_states]
+        return list({id(one): one for one in together if one._is_root}.values())
+
     def _fsdp_parameters(self) -> Iterator[Any]:
         for group in self._param_groups():
             yield from group.fsdp_params
 
     def _param_groups(self) -> Iterator[Any]:
         for module in self._modules:
-            yield from _groups(module)
+            yield from _groups(module._get_fsdp_state())
 
     def _begin_call(self) -> None:
         self._is_inside = True
@@ -253,18 +258,16 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)] if fsdp else []
 
 
-def _groups(module: Any) -> list[Any]:
+def _groups(state: Any) -> list[Any]:
     """The groups of parameters of an FSDP module, which are gathered together."""
-    state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # since torch 2.12
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def _reset(modules: list[Any]) -> None:
+def _reset(root: Any) -> None:
     """What ``FSDPModule.reset_iter_state`` does, for a torch that has none."""
-    for module in modules:
-        state = module._get_fsdp_state()
+    for state in root._state_ctx.all_states:
         idle = type(state._training_state).IDLE
         state._training_state = idle
         state._state_ctx.iter_forward_root = None
@@ -272,7 +275,8 @@ def _reset(modules: list[Any]) -> None:
         state._comm_ctx.all_gather_state = None
         state._comm_ctx.reduce_scatter_state = None
         state._comm_ctx.post_forward_order.clear()
-        for group in _groups(module):
+        state._modules_to_run_forward.clear()
+        for group in _groups(state):
             if group._all_gather_result is not None and group._all_gather_result.all_gather_work is not None:
                 group._all_gather_result.all_gather_work.wait()
             group._all_gather_result = None

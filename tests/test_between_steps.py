@@ -22,16 +22,21 @@ ROWS = (5, 6)
 
 
 class Apart(nn.Module):
-    """A model that has no parameters of its own: its parts are divided apart."""
+    """A model that has no parameters of its own: its parts are divided apart.
 
-    def __init__(self) -> None:
+    Args:
+        whole: the model is divided too; otherwise each part is by itself, and one of them never runs.
+    """
+
+    def __init__(self, *, whole: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(53, 16)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.head = nn.Linear(16, 53)
+        self.unused = nn.Linear(16, 16).requires_grad_(False)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for part in (self.embed, *self.layers, self.head, self):
+        for part in (self.unused, self.embed, *self.layers, self.head, *([self] if whole else [])):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -39,6 +44,14 @@ class Apart(nn.Module):
         for layer in self.layers:
             x = F.relu(layer(x))
         return self.head(x)
+
+
+def inside_another() -> nn.Module:
+    """A model that lies within one that is divided too, and which has run."""
+    outer = nn.Sequential(divided(Decoder()), nn.Linear(53, 3))
+    fully_shard(outer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    own_forward(outer)
+    return outer[0]
 
 
 def own_forward(model: nn.Module) -> None:
@@ -110,7 +123,12 @@ def everything() -> dict[str, Any]:
         return {
             "collectives": {
                 (kind, between): collectives_around(make(), between)
-                for kind, make in (("parts of its own", lambda: divided(Decoder())), ("none", Apart))
+                for kind, make in (
+                    ("parts of its own", lambda: divided(Decoder())),
+                    ("none", Apart),
+                    ("parts by themselves", lambda: Apart(whole=False)),
+                    ("a part of what is divided", inside_another),
+                )
                 for between in ("a validation", "a forward of its own")
             },
             "replayed": replayed_after_own_forward(),
