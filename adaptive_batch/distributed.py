@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from .errors import RankLostError
+
 if dist.is_available():
     from torch.distributed.distributed_c10d import PrefixStore, Store
     from torch.distributed.rendezvous import rendezvous
@@ -28,7 +30,7 @@ Result = TypeVar("Result")
 
 # What rank zero does for all may take long: reading a checkpoint, writing one, counting the tokens of a dataset.
 _PATIENCE = timedelta(hours=12)
-_CONNECT = timedelta(minutes=5)
+_CONNECT, _COME = timedelta(minutes=5), timedelta(minutes=10)
 _patient_group: Any = None
 # With tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows.
 _ranks_of_a_model = 1
@@ -65,7 +67,8 @@ def meet() -> tuple[Store, int, int]:
         A connection of its own to what this attempt keeps in the store, this rank, and the number of ranks.
 
     Raises:
-        torch.distributed.DistStoreError, torch.distributed.DistNetworkError: the others did not come within 5 minutes.
+        torch.distributed.DistNetworkError: the store did not answer for 5 minutes.
+        RankLostError: other ranks did not come within 10 minutes.
     """
     store, rank, size = next(rendezvous("env://", timeout=_CONNECT))
     place = tuple(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
@@ -81,17 +84,21 @@ def _attempt(store: Store, rank: int, size: int) -> str:
     """
     if rank:
         number = store.add("asked", 1)
+        try:
+            store.wait([f"answer/{number}"], _COME)
+        except dist.DistStoreError as error:
+            raise RankLostError(f"rank zero has not come within {_COME}", {}) from error
         name = store.get(f"answer/{number}").decode()
         store.add(f"{name}/heard", 1)
         return name
-    name, until = uuid.uuid4().hex, time.monotonic() + _CONNECT.total_seconds()
+    name, until = uuid.uuid4().hex, time.monotonic() + _COME.total_seconds()
     while (heard := store.add(f"{name}/heard", 0)) < size - 1:
         asked, answered = store.add("asked", 0), store.add("answered", 0)
         for number in range(answered + 1, asked + 1):
             store.set(f"answer/{number}", name)
         store.add("answered", asked - answered)
         if time.monotonic() > until:
-            raise dist.DistStoreError(f"{heard + 1} of {size} ranks have come within {_CONNECT.seconds // 60} minutes")
+            raise RankLostError(f"{heard + 1} of {size} ranks have come within {_COME}", {})
         time.sleep(0.01)
     return name
 

@@ -49,11 +49,15 @@ class Processes:
         """Those that have ended since they were looked after; each is named once."""
         if self._keys:
             poll = select.poll()
-            for descriptor in self._keys:
+            for descriptor in list(self._keys):
                 poll.register(descriptor, select.POLLIN)
-            for descriptor, _ in poll.poll(0):
-                self._gone.append(self._keys.pop(descriptor))
-                os.close(descriptor)
+            for descriptor, events in poll.poll(0):
+                key = self._keys.pop(descriptor, None)
+                if (
+                    events & select.POLLIN and key is not None
+                ):  # else another has closed it, and nothing is known any more
+                    self._gone.append(key)
+                    os.close(descriptor)
         gone, self._gone = self._gone, []
         return gone
 

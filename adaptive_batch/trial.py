@@ -138,6 +138,7 @@ class Rehearsal:
                 prepare=False,
             )
         finally:
+            self._model.train()  # a module may do more in it than note its mode
             for module, training in modes:
                 module.training = training
         if usage is None:

@@ -38,7 +38,7 @@ from adaptive_batch.processes import Processes, name_of_this_process
 if dist.is_available():
     from torch.distributed.distributed_c10d import PrefixStore, Store
 
-# Nothing is asked of the store until something happens. A wait that runs out has torch warn of it on stderr, and a longer
+# Once all are seen nothing is asked of the store until something happens. A wait that runs out has torch warn of it on stderr, and a longer
 # one would not fit into the milliseconds of poll(2).
 _WITHOUT_END = timedelta(days=20)
 _WRITTEN_SECONDS = 5.0
@@ -84,8 +84,7 @@ class Watch:
             anywhere. The rank that failed waits for it no longer than 5 s. It can be set later, too.
 
     Raises:
-        torch.distributed.DistNetworkError, torch.distributed.DistStoreError: the store did not answer for 5 minutes, or other
-            ranks have not come.
+        torch.distributed.DistNetworkError, RankLostError: as :func:`adaptive_batch.distributed.meet`.
     """
 
     def __init__(self, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None) -> None:
@@ -117,7 +116,8 @@ class Watch:
     ) -> Watch | None:
         """Returns a watch that has yet to start, or None where the environment names no store, as without torchrun.
 
-        Every rank calls it, before `init_process_group` or after. It holds two connections to the store.
+        A collective, that needs no process group: every rank calls it, all before or all after ``init_process_group``. It holds two
+        connections to the store.
         """
         named = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
         return cls(stall_seconds=stall_seconds, on_end=on_end) if named and dist.is_available() else None

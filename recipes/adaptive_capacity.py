@@ -68,7 +68,10 @@ class TrainingCapacity:
         """
         self.num_out_of_memory = saved.get("oom_count", 0)
         self._warn_of_batch_norm()
-        self._kept = lost = distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved)))
+        lost = distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved)))
+        if lost.get("trial_settings") != self._bounds.trials_name:  # whether it fits is another question now
+            lost = {key: value for key, value in lost.items() if not key.startswith("trial_")}
+        self._kept = dict(lost)
         self._try_fewer(lost)
         if self._settings.needs_bound:
             result = self._search(batch_size, goes_on=goes_on)
@@ -96,9 +99,7 @@ class TrainingCapacity:
         return batch_size
 
     def _try_fewer(self, lost: Mapping[str, Any]) -> None:
-        """Have no size tried again of which a trial ended all ranks with the same settings."""
-        if lost.get("trial_settings") != self._bounds.trials_name:
-            return
+        """Have no size tried again of which a trial ended all ranks."""
         self._bounds.indeterminate, self._bounds.indeterminate_val = lost.get("trial_rows"), lost.get("trial_rows_val")
         for of, rows in (("", lost.get("trial_rows")), ("of validation ", lost.get("trial_rows_val"))):
             if rows:

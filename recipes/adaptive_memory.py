@@ -5,6 +5,7 @@ tune run adaptive_probe --config NAME probe.plan_for=80GiB [probe.sequence_lengt
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 import warnings
@@ -28,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 
 from adaptive_batch import cuda_difference, distributed
 from adaptive_batch.attribution import StepTrace
+from adaptive_batch.components import load_function
 from adaptive_batch.curve import Line, MemoryCurve
 from adaptive_batch.devices import PlannedDevice, planned_devices
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
@@ -180,7 +182,14 @@ class _Planner:
         """A length as a number where the configuration alone tells it."""
         if length != "max_seq_len":
             return length
-        if (limit := self._cfg.tokenizer.get("max_seq_len", None)) is None:
+        block = self._cfg.tokenizer
+        limit = block.get("max_seq_len", None)
+        if "max_seq_len" not in block:
+            takes = inspect.signature(load_function(block._component_, key="tokenizer")).parameters
+            if "max_seq_len" not in takes:  # only the tokenizer itself can tell
+                return length
+            limit = takes["max_seq_len"].default
+        if limit is None:
             probe = self._settings.probe
             key = "probe.sequence_lengths" if probe.sequence_lengths else "probe.sequence_length"
             value = list(probe.sequence_lengths) or length

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from torchtune.config._errors import InstantiationError
 from torchtune.modules.peft import get_adapter_params
 
@@ -127,21 +126,34 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
     """An error that is about the configuration as one of ours; None for any other."""
     if isinstance(error, AdaptiveBatchError):
         return error
+    plain = None
     if isinstance(error, OmegaConfBaseException):
-        return _of_key(error)
-    if isinstance(error, InstantiationError):
+        plain = _of_key(error)
+    elif isinstance(error, InstantiationError):
         named = re.match("Error loading '([^']*)'", str(error))
-        return SettingError("_component_", named and named[1], told(error))
-    return None
+        plain = SettingError("_component_", named and named[1], told(error))
+    if plain is not None:
+        plain.__cause__ = error
+    return plain
 
 
 def _of_key(error: OmegaConfBaseException) -> SettingError:
     """What OmegaConf cannot give: a key that is missing, or that refers to one which is."""
     key = str(error.full_key or error.key or "config")
-    node = error.parent_node._get_node(key.rpartition(".")[2]) if isinstance(error.parent_node, DictConfig) else None
-    if node is None:
+    if isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
         return SettingError(key, None, f"it is missing; {_NEEDED.get(key, _BLOCK)}")
-    return SettingError(key, node._value(), f"{str(error).partition(chr(10))[0]}; give it a value of its own")
+    return SettingError(key, _as_written(error), f"{str(error).partition(chr(10))[0]}; give it a value of its own")
+
+
+def _as_written(error: OmegaConfBaseException) -> Any:
+    """The value that an error is about; None where it cannot be looked at."""
+    parent, key = error.parent_node, error.key
+    content = parent._content if isinstance(parent, DictConfig | ListConfig) else None
+    if isinstance(content, dict) and key in content:
+        return content[key]._value()
+    if isinstance(content, list) and isinstance(key, int) and key < len(content):
+        return content[key]._value()
+    return None
 
 
 def told(error: BaseException) -> str:
@@ -156,14 +168,16 @@ def check_file(path: str) -> None:
     Raises:
         SettingError: it cannot be read, is no YAML, or no block of keys.
     """
+    from yaml import YAMLError  # which comes with OmegaConf
+
     try:
         cfg = OmegaConf.load(path)
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         said = getattr(error, "problem", None) or told(error)
         raise SettingError("--config", path, f"it is no YAML: {said}{where}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OmegaConfBaseException) as error:
         raise SettingError("--config", path, f"it cannot be read: {told(error)}") from error
     if not isinstance(cfg, DictConfig):
         raise SettingError("--config", path, "it holds a list; give a block of keys, as in torchtune's configs")

@@ -28,7 +28,7 @@ from adaptive_batch import distributed
 from adaptive_batch.accumulation import Accumulator
 from adaptive_batch.batching import Capacity, Shapes
 from adaptive_batch.components import load_function
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
+from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.fingerprint import described_with_files, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
 from adaptive_batch.lengths import cache_directory, row_lengths
@@ -158,7 +158,7 @@ class TrainingParts:
                 rows than there are ranks.
         """
         cfg = self.cfg
-        check_all_is_trained(self.skeleton, cfg)
+        self.check_all_is_trained()
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loss_fn = config.instantiate(cfg.loss)
         self.dataset, self.packed = self._dataset("dataset")
@@ -170,6 +170,21 @@ class TrainingParts:
         self._choose_collate(pad_id=self.tokenizer.pad_id)
         first = self.dataset._datasets[0] if isinstance(self.dataset, ConcatDataset) else self.dataset
         self._pack_filler: int = getattr(first, "padding_idx", self._pad_id)  # torchtune's builders leave it at 0
+
+    def check_all_is_trained(self) -> None:
+        """Refuse a model with adapters before anything loads, where it can be built without memory; otherwise once it is there.
+
+        Raises:
+            SettingError: it has some.
+        """
+        try:
+            model = self.skeleton
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:
+            log.debug("the model cannot be built without memory: %s", error)
+            return
+        check_all_is_trained(model, self.cfg)
 
     def _choose_collate(self, *, pad_id: int) -> None:
         check_loss(self.loss_fn, self.cfg)
@@ -422,6 +437,7 @@ class TrainingParts:
         state = weights.load_weights()
         with training.set_default_dtype(self.dtype), self.device:
             model = config.instantiate(self.cfg.model)
+        check_all_is_trained(model, self.cfg)
         if self.cfg.compile:
             training.compile_model(model)
         apply_checkpointing(model, self.cfg)

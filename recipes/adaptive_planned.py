@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from adaptive_needs import TO_PLAN, check_all_is_trained, told
+from adaptive_needs import TO_PLAN, told
 from adaptive_parts import TrainingParts
 from adaptive_sharded import Weights, apply_checkpointing, build_sharded, compute_rotary_buffers
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -96,7 +96,7 @@ class PlannedParts(TrainingParts):
         if self.reads_data:
             self._read_what_is_at_hand()
         else:
-            check_all_is_trained(self.skeleton, self.cfg)
+            self.check_all_is_trained()
             self.loss_fn = config.instantiate(self.cfg.loss)
             blocks = self.cfg.dataset
             self.packed = any(

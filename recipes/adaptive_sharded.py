@@ -64,16 +64,17 @@ def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) 
         parallelize_module(model, mesh["tp"], parallelize_plan=plan)
     apply_checkpointing(model, cfg)
     if ranks > 1:
-        if apart := [name for name in cfg.get("custom_sharded_layers", None) or () if name in tied]:
-            remedy = (
-                f"the output layer is tied to {apart[0]}, and needs its weights where it is not called; leave it out"
-            )
+        reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
+        apart = [name for name in cfg.get("custom_sharded_layers", None) or () if name in tied]
+        if apart and reshards:
+            needs = f"the output layer is tied to {apart[0]}, and needs its weights after it was called"
+            remedy = f"{needs}; leave it out, or set fsdp_reshard_after_forward=False"
             raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
         training.shard_model(
             model=model,
             shard_conditions=[partial(training.get_shard_conditions, names_to_match=cfg.get("custom_sharded_layers"))],
             cpu_offload=bool(cfg.get("fsdp_cpu_offload", False)),
-            reshard_after_forward=bool(cfg.get("fsdp_reshard_after_forward", True)),
+            reshard_after_forward=reshards,
             dp_mesh=mesh["dp"],
         )
     return model

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from adaptive_batch import distributed
-from adaptive_batch.errors import SettingError
+from adaptive_batch.errors import RankLostError, SettingError
 
 
 class NeedsTwoArguments(Exception):
@@ -80,7 +80,7 @@ def names_of(attempt, store, size):
             return distributed._attempt(Dying(store, ends_at) if ends_at else store, rank, size)
         except RankEnded:
             return None
-        except RuntimeError:
+        except RankLostError:
             return "waited in vain"
 
     with ThreadPoolExecutor(size) as pool:
@@ -88,9 +88,8 @@ def names_of(attempt, store, size):
 
 
 def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypatch):
-    monkeypatch.setattr(distributed, "_CONNECT", timedelta(seconds=0.3))
+    monkeypatch.setattr(distributed, "_COME", timedelta(seconds=0.3))
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.3))
     first, second = names_of({}, store, 4), names_of({}, store, 4)
     assert len({*first}) == len({*second}) == 1
     # ranks that had asked when rank zero ended, one that ended before it asked, and one that has heard nothing
@@ -102,8 +101,8 @@ def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypat
 
 
 def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
-    monkeypatch.setattr(distributed, "_CONNECT", timedelta(seconds=0.1))
-    with pytest.raises(dist.DistStoreError, match="1 of 2 ranks have come"):
+    monkeypatch.setattr(distributed, "_COME", timedelta(seconds=0.1))
+    with pytest.raises(RankLostError, match=r"1 of 2 ranks have come within 0:00:00\.1"):
         distributed._attempt(dist.HashStore(), 0, 2)
 
 

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from small_plans import Combination
 from small_run import OURS
 from torchtune import config
+from torchtune.modules.peft import LoRALinear
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.settings import Settings
@@ -150,6 +151,7 @@ def test_a_key_that_is_missing_is_named(key):
         ({"loss": None}, "loss=None: give a block with _component_"),
         ({"dataset": [{"source": "json"}]}, r"dataset={'source': 'json'}: give a block with _component_"),
         ({"model": "${nowhere}"}, r"model='\${nowhere}': Interpolation key 'nowhere' not found"),
+        ({"mine": [1, "${nowhere}"]}, r"mine\[1\]='\${nowhere}': Interpolation key 'nowhere' not found"),
         ({"dtype": "fp8"}, "dtype='fp8': give bf16 or fp32"),
         ({"device": "gpu"}, "device='gpu': Expected one of cpu, cuda.* give cuda or cpu"),
         ({"clip_grad_norm": "lots"}, "clip_grad_norm='lots': give the largest norm"),
@@ -174,8 +176,9 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
         ("- 1\n", "it holds a list; give a block of keys"),
         ("a: [1,\n b: }\n", "it is no YAML: .* in line 2"),
         ("a: 1\na: 2\n", "it is no YAML: found duplicate key a in line 2"),
+        ("a: '${b'\n", "it cannot be read: no viable alternative at input"),
     ],
-    ids=["a list", "torn", "a key twice"],
+    ids=["a list", "torn", "a key twice", "a torn reference"],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, says):
     path = tmp_path / "mine.yaml"
@@ -183,6 +186,35 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, says):
     with pytest.raises(SettingError, match=says) as refused:
         use_shipped_config(["recipe", "--config", str(path)])
     assert refused.value.value == str(path)
+
+
+def test_an_error_about_the_configuration_keeps_where_it_came_from():
+    error = caught(lambda: OmegaConf.create("a: '${b'"))
+    assert plainly(error).__cause__ is error
+    assert plainly(ValueError("of another kind")) is None
+
+
+class LooksAtValues(torch.nn.Linear):
+    """A model that cannot be built without memory."""
+
+    def __init__(self, **ignored):
+        super().__init__(2, 2)
+        self.rates = [float(rate) for rate in torch.linspace(0, 1, 3)]
+        self.adapter = LoRALinear(2, 2, rank=1, alpha=1.0)
+
+
+def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_there():
+    cfg = SMALL.config()
+    cfg.model = {"_component_": f"{__name__}.LooksAtValues"}
+    parts = TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    parts.check_all_is_trained()
+    with pytest.raises(SettingError, match=r"^model='test_needs\.LooksAtValues': adapters are not trained here"):
+        parts._build(NoWeights())
+
+
+class NoWeights:
+    def load_weights(self):
+        return {}
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):

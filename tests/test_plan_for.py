@@ -188,6 +188,12 @@ def test_a_model_that_cannot_be_divided_so_is_refused_with_the_key(model, ranks,
         planned(cfg, **keys)
 
 
+def test_a_tied_embedding_can_be_apart_where_it_stays_gathered():
+    cfg = Combination("qwen2, tied", 32, "AdamW").config(sequence_lengths=[32], plan_world_size=2)
+    length = planned(cfg, custom_sharded_layers=["tok_embeddings"], fsdp_reshard_after_forward=False)[0].lengths[0]
+    assert length.checked[1] == length.checked[2]
+
+
 def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
     alone = Combination("llama3", 64, "AdamW").planned()
     cfg = Combination("llama3", 64, "AdamW").config(sequence_lengths=[64], plan_world_size=2)

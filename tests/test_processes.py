@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -21,8 +22,9 @@ def name_of(process):
 
 
 def until_one_has_ended(processes):
-    while not (ended := processes.ended()):
-        pass
+    until = time.monotonic() + 10
+    while not (ended := processes.ended()) and time.monotonic() < until:
+        time.sleep(0.01)
     return ended
 
 
@@ -60,10 +62,19 @@ def forbidden(number):
 
 
 def test_none_is_looked_after_any_more_once_it_is_closed(sleeping):
-    before = len(os.listdir("/proc/self/fd"))
     processes = Processes()
     processes.look_after(3, name_of(sleeping))
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    (descriptor,) = processes._keys
     processes.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
     assert processes.ended() == []
+
+
+def test_one_whose_descriptor_another_has_closed_is_not_taken_for_ended(sleeping):
+    processes = Processes()
+    processes.look_after(3, name_of(sleeping))
+    (descriptor,) = processes._keys
+    os.close(descriptor)
+    assert processes.ended() == []
+    processes.close()
