@@ -14,7 +14,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned model with the base
 	$(BIN)/python -m adaptive_demo
 
-test: $(INSTALLED)  ## everything that needs no GPU, in about eleven minutes
+test: $(INSTALLED)  ## everything that needs no GPU, in about thirteen minutes
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not readme and not browser"
 
 check: $(INSTALLED)  ## lint, format, types

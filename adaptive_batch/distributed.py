@@ -34,6 +34,8 @@ _CONNECT, _COME = timedelta(minutes=5), timedelta(minutes=10)
 _patient_group: Any = None
 # With tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows.
 _ranks_of_a_model = 1
+# In which gloo's threads let go of the last tensors: one that does so while Python ends aborts the process.
+_SETTLE_SECONDS = 0.1
 # What this process calls its attempt, by where the ranks meet.
 _attempts: dict[tuple[str, ...], str] = {}
 
@@ -145,6 +147,8 @@ def end() -> None:
     global _ranks_of_a_model, _patient_group
     if _has_group():
         dist.destroy_process_group()
+    if _patient_group is not None:
+        time.sleep(_SETTLE_SECONDS)
     _ranks_of_a_model, _patient_group = 1, None
 
 
