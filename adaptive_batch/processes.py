@@ -53,9 +53,8 @@ class Processes:
                 poll.register(descriptor, select.POLLIN)
             for descriptor, events in poll.poll(0):
                 key = self._keys.pop(descriptor, None)
-                if (
-                    events & select.POLLIN and key is not None
-                ):  # else another has closed it, and nothing is known any more
+                # Where another has closed the descriptor, nothing is known any more.
+                if key is not None and events & select.POLLIN:
                     self._gone.append(key)
                     os.close(descriptor)
         gone, self._gone = self._gone, []

@@ -53,9 +53,8 @@ class Sharding:
     """
 
     def __init__(self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True) -> None:
-        self._modules = _fsdp_modules(
-            model
-        )  # on one rank too, where a forward that failed also leaves them in its midst
+        # On one rank too: a forward that failed leaves them in its midst there as well.
+        self._modules = _fsdp_modules(model)
         self._syncs_every = syncs_every_micro_batch
         self._finishes = finishes
         self.is_sharded = bool(self._modules) and distributed.world_size() > 1

@@ -38,8 +38,8 @@ from adaptive_batch.processes import Processes, name_of_this_process
 if dist.is_available():
     from torch.distributed.distributed_c10d import PrefixStore, Store
 
-# Once all are seen nothing is asked of the store until something happens. A wait that runs out has torch warn of it on stderr, and a longer
-# one would not fit into the milliseconds of poll(2).
+# Once all neighbours are seen, nothing is asked of the store until something happens. A wait that runs out has torch warn
+# of it on stderr, and a longer one would not fit into the milliseconds of poll(2).
 _WITHOUT_END = timedelta(days=20)
 _WRITTEN_SECONDS = 5.0
 _LEFT_SECONDS = 2.0

@@ -204,9 +204,7 @@ class _Planner:
                 cfg = _changed(self._cfg, idea.overrides)
                 with self._step(cfg, [tokens], idea.world_size or self._settings.probe.plan_world_size) as step:
                     planned = step.plan(tokens, self.targets, checks=False)
-            except (
-                Exception
-            ) as error:  # components refuse each other in many ways, and the plan stands without a change
+            except Exception as error:  # components refuse each other in many ways; the plan stands without a change
                 said = (str(error).splitlines() or [""])[0]
                 said = said if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: {said}"
                 yield Change(idea.overrides, idea.cost, refused=said)
