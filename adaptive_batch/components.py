@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from ._util import nearest
 from .errors import SettingError
 from .growth import check_increment
 from .progress import Progress
@@ -85,9 +85,3 @@ def _load(value: object, *, key: str) -> Any:
                 f"for a function itself write {key}: {value['_component_']}",
             ) from error
     raise SettingError(key, value, "give the dotted path of a function, or a block with _component_ that builds one")
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """The end of a sentence that refuses a name: those near it, or all that there are."""
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"near it: {', '.join(close)}" if close else f"there are: {', '.join(names)}"

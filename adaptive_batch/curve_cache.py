@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import distributed
 from .curve import Line, MemoryCurve
-from .lengths import cache_directory
+from ._util import cache_directory
 from .search import Trial
 
 _FORMAT = 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._util import check_bool, check_whole
 from .errors import SettingError
 
 OURS = (
@@ -129,23 +129,3 @@ def auto_or_whole(config: Mapping[str, Any], key: str) -> int | str | None:
     if value == "auto":
         return "auto"
     return check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
-
-
-def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more") -> int:
-    """Refuse what is not a whole number, 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingError(key, value, remedy)
-    return value
-
-
-def check_bool(key: str, value: object) -> bool:
-    """Refuse what is neither True nor False."""
-    if not isinstance(value, bool):
-        raise SettingError(key, value, "give True or False")
-    return value
-
-
-def check_share(key: str, value: object) -> None:
-    """Refuse what is not a share in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1:
-        raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")

@@ -339,10 +339,3 @@ def _write(path: Path, lengths: list[int], *, fingerprint: str) -> None:
             aside.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be written (%s); the rows will be counted again next time", path, error)
-
-
-def cache_directory() -> Path:
-    """Where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache folder."""
-    if chosen := os.environ.get("ADAPTIVE_BATCH_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adaptive_batch"

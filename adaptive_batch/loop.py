@@ -14,9 +14,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,11 +31,10 @@ from .clock import schedule_clock
 from .counting import storage_bytes
 from .epoch_plan import EpochPlan
 from .errors import DoesNotFitError, SettingError, sized
-from .keys import check_bool, check_whole
+from ._util import check_bool, check_share, check_whole
 from .learning_rate import RULES, LearningRate, Reference, describe_unscaled, parse_reference
-from .memory import DeviceMemory, device_memory
+from .memory import DeviceMemory, budget_bytes, check_device_memory, device_memory
 from .probe import ProbeResult, find_max_batch_size
-from .probe_settings import ProbeSettings
 from .progress import Progress
 from .replay import CapacityChange
 from .schedule_rule import Schedule
@@ -236,25 +234,27 @@ class AdaptiveLoop:
             SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
         """
         self._memory.check_it_can_be_measured()
-        with _as_arguments():
-            settings = ProbeSettings.from_config(
-                {
-                    "device_memory": device_memory,
-                    "headroom": headroom,
-                    "maximum": maximum,
-                    "round_to_power_of_two": round_to_power_of_two,
-                }
-            )
+        check_device_memory("device_memory", device_memory)
+        check_share("headroom", headroom)
+        check_whole("maximum", maximum)
+        check_bool("round_to_power_of_two", round_to_power_of_two)
+        search = partial(
+            self._search,
+            device_memory=device_memory,
+            headroom=headroom,
+            maximum=maximum,
+            round_to_power_of_two=round_to_power_of_two,
+        )
         reshard(self._model)
         random_state = RandomState(self._device)  # reading a row of some datasets draws from it
         try:
             # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
             splits = self._grow_beyond_maximum or self._micro_batch_size is not None
             splits = splits or self._steps.ranks > distributed.data_parallel_size()
-            found = self._search(settings, accumulates=splits)
+            found = search(accumulates=splits)
             if self._rows_at_most(self.batch_size) > found.max_batch_size and not splits:
                 splits = True
-                found = self._search(settings, accumulates=splits)
+                found = search(accumulates=splits)
         finally:
             self._rows.forget()
             random_state.restore()
@@ -269,14 +269,27 @@ class AdaptiveLoop:
         self._steps.maximum = None if self._grow_beyond_maximum else bound
         return found
 
-    def _search(self, settings: ProbeSettings, *, accumulates: bool) -> ProbeResult:
+    def _search(
+        self,
+        *,
+        accumulates: bool,
+        device_memory: int | float | str | None,
+        headroom: float,
+        maximum: int,
+        round_to_power_of_two: bool,
+    ) -> ProbeResult:
         memory, rows = self._memory, self._rows
         resident = [*self._model.parameters(), *self._model.buffers(), *optimizer_state_tensors([self._optimizer])]
         available = memory.available_bytes(resident)
         if self._device.type == "cpu":  # the probe's own copies lie in the same memory
             available = max(1, available - storage_bytes(resident))
-        with _as_arguments():
-            budget = settings.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
+        budget = budget_bytes(
+            device_memory,
+            headroom=headroom,
+            total_bytes=memory.total_bytes(),
+            available_bytes=available,
+            key="device_memory",
+        )
         budgets = distributed.gather(budget)
         (longest,) = rows.longest(1)
         keeps = accumulates and self._keeps_gradients
@@ -306,11 +319,11 @@ class AdaptiveLoop:
                 run_trial,
                 search=Predictive(
                     budget_bytes=min(budgets),
-                    maximum=min(settings.maximum, max(1, len(rows) // distributed.data_parallel_size())),
+                    maximum=min(maximum, max(1, len(rows) // distributed.data_parallel_size())),
                     resident_bytes=resident_bytes,
                     granularity_bytes=memory.granularity_bytes,
                 ),
-                round_to_power_of_two=settings.round_to_power_of_two,
+                round_to_power_of_two=round_to_power_of_two,
                 sequence_length=rows.length(longest),
                 resident_bytes=resident_bytes,
                 budget_bytes=min(budgets),
@@ -536,16 +549,6 @@ def _stepped_by(optimizer: Optimizer) -> set[int]:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{len(names)} parameters ({', '.join(names[:_NAMED])}{more})"
-
-
-@contextmanager
-def _as_arguments() -> Iterator[None]:
-    """Inside, the keys of the `probe` block are called what :meth:`AdaptiveLoop.find_bound` calls them."""
-    try:
-        yield
-    except SettingError as error:
-        remedy = error.remedy.replace("null", "None")
-        raise SettingError(error.key.removeprefix("probe."), error.value, remedy) from None
 
 
 def _is_number(value: object) -> bool:

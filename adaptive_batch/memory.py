@@ -80,6 +80,50 @@ def parse_size(value: int | float | str, *, total_bytes: int) -> int:
     raise ValueError('give a size such as "12GiB" or "900MiB", a number of bytes, or a share of the device such as 0.9')
 
 
+def check_device_memory(key: str, value: int | float | str | None) -> None:
+    """Refuse what is neither None nor a size.
+
+    Raises:
+        SettingError: naming `key`.
+    """
+    if value is None:
+        return
+    try:
+        parse_size(value, total_bytes=GIB)
+    except ValueError as error:
+        raise SettingError(key, value, str(error)) from None
+
+
+def budget_bytes(
+    device_memory: int | float | str | None,
+    *,
+    headroom: float,
+    total_bytes: int,
+    available_bytes: int,
+    key: str = "probe.device_memory",
+) -> int:
+    """Return what a trial may use, in bytes: what is asked for, or what is available, less the headroom.
+
+    Args:
+        device_memory: a size as :func:`parse_size` reads it; None for what is available.
+        headroom: share of it that is left free, in [0, 1).
+        total_bytes: what the device has.
+        available_bytes: what can be had of it now.
+        key: the name that an error gives to `device_memory`.
+
+    Raises:
+        SettingError: more is asked for than the device has.
+    """
+    limit = available_bytes
+    if device_memory is not None:
+        limit = parse_size(device_memory, total_bytes=total_bytes)
+        if limit > total_bytes:
+            nothing = "null" if "." in key else "None"
+            has = f"the device has {total_bytes / GIB:.2f} GiB"
+            raise SettingError(key, device_memory, f"{has}; give that or less, or {nothing} for what is available")
+    return int(min(limit, available_bytes) * (1 - headroom))
+
+
 @dataclass
 class Usage:
     """What was seen while :meth:`DeviceMemory.measure` was open; filled in when it closes.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from .components import nearest
 from .devices import planned_devices
 from .errors import SettingError
-from .keys import check_bool, check_share, check_whole
-from .memory import GIB, parse_size
+from ._util import check_bool, check_share, check_whole, nearest
+from .memory import check_device_memory
 
 SEARCHES = ("predict", "binary", "halve")
 
@@ -81,11 +80,7 @@ class ProbeSettings:
     def _check(self) -> None:
         if self.search not in SEARCHES:
             raise SettingError("probe.search", self.search, f"give one of {', '.join(SEARCHES)}")
-        if self.device_memory is not None:
-            try:
-                parse_size(self.device_memory, total_bytes=GIB)
-            except ValueError as error:
-                raise SettingError("probe.device_memory", self.device_memory, str(error)) from None
+        check_device_memory("probe.device_memory", self.device_memory)
         check_share("probe.headroom", self.headroom)
         for length in (self.sequence_length, *self.sequence_lengths):
             key = (
@@ -111,20 +106,3 @@ class ProbeSettings:
             remedy = "it is for a plan; give probe.plan_for too, or start as many ranks (tune run --nproc_per_node)"
             raise SettingError("probe.plan_world_size", self.plan_world_size, remedy)
         check_bool("probe.plan_changes", self.plan_changes)
-
-    def budget_bytes(self, *, total_bytes: int, available_bytes: int) -> int:
-        """What a trial may use on a device that has `total_bytes`, of which `available_bytes` can be had.
-
-        Raises:
-            SettingError: more is asked for than the device has.
-        """
-        limit = available_bytes
-        if self.device_memory is not None:
-            limit = parse_size(self.device_memory, total_bytes=total_bytes)
-            if limit > total_bytes:
-                raise SettingError(
-                    "probe.device_memory",
-                    self.device_memory,
-                    f"the device has {total_bytes / GIB:.2f} GiB; give that or less, or null for what is available",
-                )
-        return int(min(limit, available_bytes) * (1 - self.headroom))

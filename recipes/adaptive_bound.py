@@ -23,9 +23,9 @@ from adaptive_batch.counting import storage_bytes
 from adaptive_batch.curve import MemoryCurve
 from adaptive_batch.curve_cache import CachedCurve
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
-from adaptive_batch.fingerprint import file_signature, fingerprint
+from adaptive_batch._util import file_signature, fingerprint
 from adaptive_batch.lengths import longest_rows
-from adaptive_batch.memory import GIB, DeviceMemory, device_memory
+from adaptive_batch.memory import GIB, DeviceMemory, budget_bytes, device_memory
 from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_latest, load_result, save_result, try_again
 from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
 from adaptive_batch.snapshot import RandomState, optimizer_state_tensors
@@ -112,7 +112,7 @@ class BoundSearch:
                 raise SettingError("batch_size_val", "auto", f"{remedy}; set tokenizer.max_seq_len={longest} or less")
         memory = self._memory()
         memory.check_it_can_be_measured()
-        budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=memory.available_bytes(()))
+        budget = self._budget(memory, memory.available_bytes(()))
         weights = sum(p.numel() * p.element_size() for p in parts.skeleton.parameters()) // distributed.world_size()
         of_each = " of each rank" if distributed.world_size() > 1 else ""
         on_host = distributed.world_size() > 1 and bool(parts.cfg.get("fsdp_cpu_offload", False))
@@ -123,6 +123,15 @@ class BoundSearch:
                 f"the model's weights alone need {weights / GIB:.2f} GiB{of_each}, and {budget / GIB:.2f} GiB may be used; "
                 "allow more memory or take a smaller model",
             )
+
+    def _budget(self, memory: DeviceMemory, available_bytes: int) -> int:
+        probe = self._settings.probe
+        return budget_bytes(
+            probe.device_memory,
+            headroom=probe.headroom,
+            total_bytes=memory.total_bytes(),
+            available_bytes=available_bytes,
+        )
 
     @property
     def most_rows(self) -> int:
@@ -282,7 +291,7 @@ class BoundSearch:
         available = memory.available_bytes(resident)
         if parts.device.type == "cpu":  # the probe's own copies lie in the same memory
             available = max(1, available - storage_bytes(resident))
-        budget = probe.budget_bytes(total_bytes=memory.total_bytes(), available_bytes=available)
+        budget = self._budget(memory, available)
         budgets = distributed.gather(budget)
         trained, trained_tokens = self._trials[probe.sequence_length] if evaluates else (rows, tokens)
         depends_on = self._fingerprint(rows(1), tokens, memory, min(budgets), maximum, accumulates, rounds)

@@ -14,7 +14,7 @@ from adaptive_rate import reference_batch
 from omegaconf import OmegaConf
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.fingerprint import fingerprint
+from adaptive_batch._util import fingerprint
 from adaptive_batch.report import RunRecord
 from adaptive_batch.snapshot import RandomState
 

@@ -34,7 +34,7 @@ from adaptive_batch.curve import Line, MemoryCurve
 from adaptive_batch.devices import PlannedDevice, planned_devices
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.fake_step import FakeDevice
-from adaptive_batch.keys import check_whole
+from adaptive_batch._util import check_whole
 from adaptive_batch.memory_plan import Change, Kinds, LengthPlan, MemoryPlan, Target, ranked
 from adaptive_batch.no_effect import without_effect_on_probe
 from adaptive_batch.settings import Settings

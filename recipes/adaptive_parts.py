@@ -29,9 +29,10 @@ from adaptive_batch.accumulation import Accumulator
 from adaptive_batch.batching import Capacity, Shapes
 from adaptive_batch.components import load_function
 from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, SettingError
-from adaptive_batch.fingerprint import described_with_files, fingerprint
+from adaptive_batch._util import described_with_files, fingerprint
 from adaptive_batch.in_backward import OptimizerInBackward
-from adaptive_batch.lengths import cache_directory, row_lengths
+from adaptive_batch._util import cache_directory
+from adaptive_batch.lengths import row_lengths
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.replay import CapacityChange, lengthened
 from adaptive_batch.settings import TOKEN_KEYS, Settings

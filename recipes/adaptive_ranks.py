@@ -16,7 +16,7 @@ from torchtune import training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, RankLostError, SettingError
-from adaptive_batch.keys import check_bool, check_whole
+from adaptive_batch._util import check_bool, check_whole
 from adaptive_batch.preemption import EXIT_STATUS
 from adaptive_batch.settings import Settings
 from adaptive_batch.watch import Watch

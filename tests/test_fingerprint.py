@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.fingerprint import described_with_files, file_signature, fingerprint
+from adaptive_batch._util import described_with_files, file_signature, fingerprint
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

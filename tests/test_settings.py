@@ -8,6 +8,7 @@ from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
 from adaptive_batch.keys import OURS
 from adaptive_batch.learning_rate import Reference
+from adaptive_batch.memory import budget_bytes
 from adaptive_batch.no_effect import without_effect, without_effect_on_probe
 from adaptive_batch.probe_settings import ProbeSettings
 from adaptive_batch.settings import Settings
@@ -138,8 +139,8 @@ def test_a_users_own_key_is_left_alone(key):
     ],
 )
 def test_the_budget_is_what_is_asked_for_and_can_be_had_less_headroom(device_memory, available, headroom, budget):
-    probe = ProbeSettings(device_memory=device_memory, headroom=headroom)
-    assert probe.budget_bytes(total_bytes=16 * GIB, available_bytes=available) == budget
+    given = {"headroom": headroom, "total_bytes": 16 * GIB, "available_bytes": available}
+    assert budget_bytes(device_memory, **given) == budget
 
 
 def test_a_function_may_lie_in_a_class_or_a_submodule():

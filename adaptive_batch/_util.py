@@ -1,15 +1,52 @@
-"""What a cached result depends on, as a short name: another name means that the result is of something else."""
+"""Small tools that every package may use: checks of values, the cache folder, fingerprints."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
+from .errors import SettingError
+
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
+
+
+def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more") -> int:
+    """Refuse what is not a whole number, 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingError(key, value, remedy)
+    return value
+
+
+def check_bool(key: str, value: object) -> bool:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise SettingError(key, value, "give True or False")
+    return value
+
+
+def check_share(key: str, value: object) -> None:
+    """Refuse what is not a share in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1:
+        raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """The end of a sentence that refuses a name: those near it, or all that there are."""
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"near it: {', '.join(close)}" if close else f"there are: {', '.join(names)}"
+
+
+def cache_directory() -> Path:
+    """Where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache folder."""
+    if chosen := os.environ.get("ADAPTIVE_BATCH_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adaptive_batch"
 
 
 def fingerprint(*parts: object) -> str:
