@@ -1,22 +1,69 @@
 """adaptive_batch: the batch size of a fine-tuning run, known instead of guessed.
 
-With torchtune, the recipes `adaptive_full_finetune` and `adaptive_probe` are all one needs. Without it, in any loop:
+With torchtune, the recipes `adaptive_full_finetune` and `adaptive_probe` are all one needs. In any other PyTorch loop,
+`AdaptiveLoop` does the same. The packages below this one, lowest first:
 
-    adaptive_batch.loop.AdaptiveLoop            all of it put together: bound, steps that grow, micro-batches, learning rate
+    schedules     what training has consumed, how the batch size and the learning rate follow it
+    distributed   ranks: collectives, FSDP2, the watchdog, preemption
+    data          lengths of rows, samplers, micro-batches, balance across ranks
+    memory        device memory, live bytes, the curve of the peak, snapshots of the training state
+    probe         the search for the maximum batch size
+    estimate      a training step on fake tensors: what a device that is not here would hold
+    checkpoint    resume points that are complete or absent
+    training      the loop: micro-batches, retry after running out of memory, evaluation
+    report        the run log, the audit, figures and the page
+    torchtune     what the recipes are made of
 
-or its parts:
-
-    adaptive_batch.probe.find_max_batch_size    the largest batch that fits, from trials and a search
-    adaptive_batch.trial.Rehearsal              trials of a training step that leave no trace
-    adaptive_batch.search                       Predictive, BinarySearch, Halving: which size to try next
-    adaptive_batch.growth                       the next batch size, from a function of the user's, capped
-    adaptive_batch.batching                     rows of a step into micro-batches; steps filled to a budget of tokens
-    adaptive_batch.stream, .accumulation        rows in, step batches out, run as micro-batches, replayed after an OOM
-    adaptive_batch.evaluation                   the loss of many rows, with a capacity of its own
-    adaptive_batch.learning_rate, .progress     the rate at a point of training; how far training has come
-    adaptive_batch.memory                       is_out_of_memory; what a device has and what ran
-
-Every room needs torch and the standard library alone; docs/architecture.md draws the house.
+Importing this package imports no torch: a name is imported when it is first used.
 """
 
+from typing import TYPE_CHECKING
+
+from ._util import lazy_names
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .errors import AdaptiveBatchError as AdaptiveBatchError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import DoesNotFitError as DoesNotFitError
+    from .errors import GrowthFunctionError as GrowthFunctionError
+    from .errors import RankLostError as RankLostError
+    from .errors import SettingError as SettingError
+    from .memory import is_out_of_memory as is_out_of_memory
+    from .probe import ProbeResult as ProbeResult
+    from .report import audit as audit
+    from .report import write_report as write_report
+    from .schedules import Progress as Progress
+    from .schedules import at_epochs as at_epochs
+    from .schedules import by_noise_scale as by_noise_scale
+    from .schedules import geometric as geometric
+    from .schedules import linear_ramp as linear_ramp
+    from .schedules import ramp_by_doubling as ramp_by_doubling
+    from .schedules import steps as steps
+    from .training import AdaptiveLoop as AdaptiveLoop
+    from .training import StepResult as StepResult
+
+_PACKAGE_OF = {
+    "AdaptiveBatchError": ".errors",
+    "CheckpointError": ".errors",
+    "DoesNotFitError": ".errors",
+    "GrowthFunctionError": ".errors",
+    "RankLostError": ".errors",
+    "SettingError": ".errors",
+    "is_out_of_memory": ".memory",
+    "ProbeResult": ".probe",
+    "audit": ".report",
+    "write_report": ".report",
+    "Progress": ".schedules",
+    "at_epochs": ".schedules",
+    "by_noise_scale": ".schedules",
+    "geometric": ".schedules",
+    "linear_ramp": ".schedules",
+    "ramp_by_doubling": ".schedules",
+    "steps": ".schedules",
+    "AdaptiveLoop": ".training",
+    "StepResult": ".training",
+}
+__all__ = [*_PACKAGE_OF]
+__getattr__ = lazy_names(__name__, _PACKAGE_OF)

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from .errors import AdaptiveBatchError, SettingError
-from .shipped import copy_config, shipped_configs
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.torchtune import copy_config, shipped_configs
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -44,7 +44,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _check(given: argparse.Namespace) -> int:
-    from .environment import check  # imports torch, which listing and copying need not wait for
+    from adaptive_batch.torchtune import check
 
     return 0 if check() else 1
 
@@ -78,7 +78,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _audit(given: argparse.Namespace) -> int:
-    from .audit import audit
+    from adaptive_batch.report import audit
 
     found = audit(given.output_dir)
     print("\n".join(found.lines))
@@ -95,7 +95,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _report(given: argparse.Namespace) -> int:
-    from .page import write_report  # torch and matplotlib, which the other commands need not wait for
+    from adaptive_batch.report import write_report
 
     try:
         for path in write_report(given.output_dir, output=given.output):

@@ -8,10 +8,11 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path, PurePath
 
-from .errors import SettingError
+from adaptive_batch.errors import SettingError
 
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
 
@@ -133,3 +134,19 @@ def _plain(part: object) -> object:
         return {json.dumps(_plain(key), sort_keys=True): _plain(value) for key, value in part.items()}
     remedy = "use None, bool, int, float, str, a path, or lists and mappings of these"
     raise TypeError(f"cannot fingerprint a {type(part).__name__}: {remedy}")
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a package's ``__getattr__`` that imports what it is asked for (PEP 562).
+
+    Args:
+        package: its ``__name__``.
+        modules: the module, relative to the package, that holds each public name.
+    """
+
+    def __getattr__(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(modules[name], package), name)
+
+    return __getattr__

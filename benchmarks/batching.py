@@ -30,11 +30,9 @@ import records
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from adaptive_batch.batching import split_by_tokens
-from adaptive_batch.lengths import row_lengths
-from adaptive_batch.order import row_order
-from adaptive_batch.shipped import config_path
-from adaptive_batch.token_batches import plan_batches
+from adaptive_batch.data import plan_batches, row_lengths, split_by_tokens
+from adaptive_batch.data.order import row_order
+from adaptive_batch.torchtune import config_path
 
 MAX_TOKENS = 16_384
 LONGEST_ROWS = 8  # of the longest rows, so many fill the budget: 16,384 / 2048; the demo's budget is made alike

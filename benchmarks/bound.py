@@ -32,14 +32,20 @@ from torchtune.models.qwen2_5 import qwen2_5_0_5b
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.utils import batch_to_device
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity
+from adaptive_batch.data import Capacity
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.in_backward import OptimizerInBackward
-from adaptive_batch.memory import GIB, device_memory, parse_size
-from adaptive_batch.probe import ProbeResult, find_max_batch_size
-from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
-from adaptive_batch.trial import Rehearsal
+from adaptive_batch.memory import GIB, OptimizerInBackward, device_memory, parse_size
+from adaptive_batch.probe import (
+    BinarySearch,
+    Halving,
+    Predictive,
+    ProbeResult,
+    Rehearsal,
+    Search,
+    Trial,
+    run_search,
+)
+from adaptive_batch.training import Accumulator
 
 MIB = 2**20
 PLENTY = 2**50
@@ -179,7 +185,7 @@ class Bench:
                 search = Predictive(budget_bytes=budget_bytes, maximum=maximum, resident_bytes=rehearsal.resident_bytes)
             else:
                 search = BinarySearch(maximum=maximum) if name == "binary" else Halving(start=maximum)
-            result = find_max_batch_size(rehearsal, search=search, resident_bytes=rehearsal.resident_bytes)
+            result = run_search(rehearsal, search=search, resident_bytes=rehearsal.resident_bytes)
         return result, time.perf_counter() - start
 
 

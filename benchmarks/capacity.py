@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 from turns import our_recipe, printing_into
 
-from adaptive_batch.shipped import config_path
+from adaptive_batch.torchtune import config_path
 
 STEP_ROWS = 64
 MICRO_BATCHES = (1, 8, 64)

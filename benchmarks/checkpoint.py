@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torchtune import config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adaptive_batch.shipped import config_path
+from adaptive_batch.torchtune import config_path
 
 
 @torch.inference_mode()

@@ -22,10 +22,8 @@ import records
 import torch
 from batching import lognormal
 
-from adaptive_batch.batching import Capacity, Shapes, micro_batches
-from adaptive_batch.dealing import deal_by_rows, deal_by_tokens
-from adaptive_batch.order import row_order
-from adaptive_batch.token_batches import plan_batches
+from adaptive_batch.data import Capacity, Shapes, deal_by_rows, deal_by_tokens, micro_batches, plan_batches
+from adaptive_batch.data.order import row_order
 
 RANKS = 8
 STEP_ROWS = 64

@@ -32,9 +32,9 @@ from torch import nn
 from tqdm import tqdm
 from turns import configuration, our_recipe, printing_into, resampled_interval
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity, micro_batches
-from adaptive_batch.noise_scale import NoiseScale
+from adaptive_batch.data import Capacity, micro_batches
+from adaptive_batch.schedules import NoiseScale
+from adaptive_batch.training import Accumulator
 
 TARGET = 1.03
 IGNORED = -100

@@ -32,18 +32,13 @@ from typing import Any
 import records
 import torch
 import torchtune
-from adaptive_bound import BoundSearch
-from adaptive_memory import plan_memory
-from adaptive_parts import set_up_terminal
 from omegaconf import OmegaConf
 
-from adaptive_batch import cuda_difference
-from adaptive_batch.devices import planned_devices
 from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.estimate import LengthPlan, cuda_difference, planned_devices
 from adaptive_batch.memory import GIB, device_memory, parse_size
-from adaptive_batch.memory_plan import LengthPlan
-from adaptive_batch.search import Trial
-from adaptive_batch.shipped import config_path, shipped_configs
+from adaptive_batch.probe import Trial
+from adaptive_batch.torchtune import BoundSearch, config_path, plan_memory, set_up_terminal, shipped_configs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from small_plans import BoundByEach, Combination, RealParts, found, peaks_on_ranks, tried

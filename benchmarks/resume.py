@@ -20,7 +20,7 @@ import records
 import torch
 from torch import nn
 
-from adaptive_batch.resume import ResumePoints, newest_whole
+from adaptive_batch.checkpoint import ResumePoints, newest_whole
 
 WIDTH = 1024  # a layer of 1024 x 1024 has 1.05M parameters
 STEPS_BETWEEN = 5

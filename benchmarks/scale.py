@@ -39,15 +39,12 @@ import torch
 import torch.distributed as dist
 from batching import lognormal
 
-from adaptive_batch.attribution import AttributedBytes
-from adaptive_batch.batching import Capacity, micro_batches
-from adaptive_batch.dealing import deal_by_rows, deal_by_tokens
+from adaptive_batch.data import Capacity, RowStream, deal_by_rows, deal_by_tokens, micro_batches, plan_batches
+from adaptive_batch.distributed import Watch
+from adaptive_batch.estimate.attribution import AttributedBytes
+from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunRecord
-from adaptive_batch.shipped import config_path
-from adaptive_batch.snapshot import RandomState
-from adaptive_batch.stream import RowStream
-from adaptive_batch.token_batches import plan_batches
-from adaptive_batch.watch import Watch
+from adaptive_batch.torchtune import config_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from small_ranks import run_on_ranks
@@ -365,8 +362,8 @@ def train_two_ways(pairs: int) -> dict[str, Any]:
     from torchtune import training
     from torchtune.models.qwen2 import qwen2
 
-    from adaptive_batch.accumulation import Accumulator
-    from adaptive_batch.sharding import Sharding
+    from adaptive_batch.distributed import Sharding
+    from adaptive_batch.training import Accumulator
 
     def accumulator(*, every: bool) -> Accumulator:
         torch.manual_seed(0)

@@ -34,9 +34,8 @@ from matplotlib.figure import Figure
 from torchtune import config
 from turns import Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval
 
-from adaptive_batch.audit import audit
-from adaptive_batch.figures.look import LIGHT
-from adaptive_batch.report import read_records
+from adaptive_batch.report import audit, read_records
+from adaptive_batch.report.figures.look import LIGHT
 
 SMALL, LARGE, AT_ONCE = 16, 64, 8  # rows of a step, and of a micro-batch
 EPOCHS = 2
@@ -75,8 +74,10 @@ class Way:
         return LARGE if self.name == CONSTANT_LARGE else SMALL
 
 
-RAMP = f"{{_component_: adaptive_batch.growth.ramp_by_doubling, start: {SMALL}, end: {LARGE}, over: {EPOCHS / 2:g}ep}}"
-BY_NOISE = f"{{_component_: adaptive_batch.growth.by_noise_scale, start: {SMALL}, maximum: {LARGE}}}"
+RAMP = (
+    f"{{_component_: adaptive_batch.schedules.ramp_by_doubling, start: {SMALL}, end: {LARGE}, over: {EPOCHS / 2:g}ep}}"
+)
+BY_NOISE = f"{{_component_: adaptive_batch.schedules.by_noise_scale, start: {SMALL}, maximum: {LARGE}}}"
 CONSTANT_SMALL, CONSTANT_LARGE = (f"constant {rows}" for rows in (SMALL, LARGE))
 RAMPED, NOISE_LED = f"ramp {SMALL} to {LARGE}", "by noise scale"
 BATCHES = {

@@ -34,10 +34,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from adaptive_batch.memory import CountedMemory
-from adaptive_batch.probe import find_max_batch_size
-from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
-from adaptive_batch.trial import Rehearsal
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import BinarySearch, Halving, Predictive, Rehearsal, Search, Trial, run_search
 
 BUDGET = 16 * 1024**3
 MAXIMUM = 4096  # the default of probe.maximum
@@ -311,7 +309,7 @@ def search_ours(make: Callable[[Rehearsal], Search], budget_bytes: int) -> Run:
         budget_bytes=budget_bytes,
     )
     with rehearsal:
-        result = find_max_batch_size(rehearsal, search=make(rehearsal))
+        result = run_search(rehearsal, search=make(rehearsal))
     return Run(result.max_batch_size, *zip(*((t.batch_size, t.fits) for t in result.trials), strict=True))
 
 

@@ -27,7 +27,6 @@ import records
 import torch
 import torchtune
 from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
-from adaptive_ranks import all_ranks
 from omegaconf import DictConfig, OmegaConf
 from step_time import ROUNDS, WARM_UP, Comparison, Seconds, Side, median_with_interval, ratios
 from torch.distributed.tensor import DTensor
@@ -35,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from turns import Enough, Relay, configuration, printing_into
 
 from adaptive_batch import distributed
-from adaptive_batch.watch import Watch
+from adaptive_batch.distributed import Watch
+from adaptive_batch.torchtune import all_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from small_ranks import end_of_ranks
@@ -125,7 +125,7 @@ class Way:
 
 IN_HALVES = ("batch_size=2", "gradient_accumulation_steps=2")
 GROWS = (
-    "batch_size_schedule._component_=adaptive_batch.growth.steps",
+    "batch_size_schedule._component_=adaptive_batch.schedules.steps",
     "batch_size_schedule.batch_sizes=[4,8]",
     "batch_size_schedule.thresholds=[3ba]",
     "grow_beyond_maximum=True",

@@ -34,7 +34,7 @@ from torch.utils.data import DistributedSampler
 from torchtune import config
 from turns import Enough, Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval, stock_recipe
 
-from adaptive_batch.lengths import row_lengths
+from adaptive_batch.data import row_lengths
 
 FIXED = (4, 16, 32)
 ROWS = FIXED[-1]  # of a step of ours, and of what it may run at once

@@ -21,7 +21,7 @@ from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
 from omegaconf import DictConfig, OmegaConf
 from torchtune.training.metric_logging import DiskLogger
 
-from adaptive_batch.shipped import config_path
+from adaptive_batch.torchtune import config_path
 
 NUM_RESAMPLES = 10_000
 

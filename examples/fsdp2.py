@@ -21,9 +21,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DistributedSampler
 
+from adaptive_batch import AdaptiveLoop
+
 # --- adaptive_batch
-from adaptive_batch.growth import geometric
-from adaptive_batch.loop import AdaptiveLoop
+from adaptive_batch.schedules import geometric
 
 # ---
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
 # --- adaptive_batch
-from adaptive_batch.loop import AdaptiveLoop
+from adaptive_batch import AdaptiveLoop
 
 # ---
 

@@ -418,7 +418,7 @@ def _resolved(settings: list[str]) -> DictConfig:
     """demo_cpu.yaml as the command's settings make it."""
     from omegaconf import OmegaConf
 
-    from adaptive_batch.shipped import config_path
+    from adaptive_batch.torchtune import config_path
 
     path = config_path("demo_cpu")
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"

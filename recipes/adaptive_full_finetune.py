@@ -19,18 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adaptive_batches import TrainingBatches
-from adaptive_bound import BoundSearch
-from adaptive_capacity import TrainingCapacity
-from adaptive_checkpoint import STATE_KEY
-from adaptive_conditions import compare, conditions
-from adaptive_log import TrainingLog, base_rate
-from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
-from adaptive_plan import TrainingPlan
-from adaptive_ranks import agree_on_step, all_ranks, check_fewer_ranks
-from adaptive_rate import TrainingRate, check_scheduler, reference_batch
-from adaptive_resume import Checkpoints
-from adaptive_validation import Validation
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
@@ -39,17 +27,35 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
-from adaptive_batch.accumulation import StepResult
+from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watch
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.full_batch_loss import FullBatchLoss
-from adaptive_batch.learning_rate import describe_unscaled
-from adaptive_batch.no_effect import without_effect
-from adaptive_batch.noise_scale import NoiseScale
-from adaptive_batch.preemption import EXIT_STATUS, Preemption
-from adaptive_batch.progress import Progress
-from adaptive_batch.settings import Settings
-from adaptive_batch.snapshot import RandomState
-from adaptive_batch.watch import End, Watch
+from adaptive_batch.memory import RandomState
+from adaptive_batch.schedules import NoiseScale, Progress, describe_unscaled
+from adaptive_batch.torchtune import (
+    STATE_KEY,
+    BoundSearch,
+    Checkpoints,
+    Settings,
+    TrainingBatches,
+    TrainingCapacity,
+    TrainingLog,
+    TrainingParts,
+    TrainingPlan,
+    TrainingRate,
+    Validation,
+    agree_on_step,
+    all_ranks,
+    base_rate,
+    check_fewer_ranks,
+    check_scheduler,
+    compare,
+    conditions,
+    reference_batch,
+    set_up_terminal,
+    use_shipped_config,
+    without_effect,
+)
+from adaptive_batch.training import FullBatchLoss, StepResult
 
 log = utils.get_logger("INFO")
 

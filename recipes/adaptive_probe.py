@@ -10,25 +10,29 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from adaptive_bound import BoundSearch
-from adaptive_memory import plan_memory
-from adaptive_needs import complete
-from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
-from adaptive_planned import PlannedParts
-from adaptive_ranks import all_ranks
-from adaptive_resume import Checkpoints
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
 from adaptive_batch import distributed
+from adaptive_batch.distributed import Watch
 from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
+from adaptive_batch.estimate import MemoryPlan
 from adaptive_batch.memory import GIB
-from adaptive_batch.memory_plan import MemoryPlan
-from adaptive_batch.no_effect import without_effect_on_probe
-from adaptive_batch.page import write_plan_picture
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.settings import Settings
-from adaptive_batch.watch import Watch
+from adaptive_batch.report import write_plan_picture
+from adaptive_batch.torchtune import (
+    BoundSearch,
+    Checkpoints,
+    PlannedParts,
+    Settings,
+    TrainingParts,
+    all_ranks,
+    complete,
+    plan_memory,
+    set_up_terminal,
+    use_shipped_config,
+    without_effect_on_probe,
+)
 
 
 def probe(cfg: DictConfig, watch: Watch | None = None) -> list[ProbeResult]:

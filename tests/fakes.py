@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from adaptive_batch.search import Trial
+from adaptive_batch.probe import Trial
 
 
 class IdealDevice:

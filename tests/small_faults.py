@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity
-from adaptive_batch.memory import CountedMemory
-from adaptive_batch.replay import CapacityChange
+from adaptive_batch.data import Capacity
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.training import Accumulator, CapacityChange
 
 IGNORED = -100
 PHASES = ("forward", "backward", "around them")

@@ -32,13 +32,13 @@ from small_ranks_model import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch import distributed
-from adaptive_batch.accumulation import Accumulator, StepResult
-from adaptive_batch.batching import Capacity
+from adaptive_batch.data import Capacity
+from adaptive_batch.distributed import Watch
 from adaptive_batch.errors import RankLostError
-from adaptive_batch.memory import CountedMemory
-from adaptive_batch.snapshot import RandomState, TensorSnapshot, optimizer_state_tensors
-from adaptive_batch.trial import Rehearsal
-from adaptive_batch.watch import Watch
+from adaptive_batch.memory import RandomState, TensorSnapshot, optimizer_state_tensors
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import Rehearsal
+from adaptive_batch.training import Accumulator, StepResult
 
 RANKS = 2
 START = Capacity(2)

@@ -28,8 +28,7 @@ import small_growth  # noqa: F401  # what the ways name
 import torchtune._cli.tune  # noqa: F401
 from small_run import OURS, SmallSetup, make_setup, same_weights, weights
 
-from adaptive_batch.audit import audit
-from adaptive_batch.report import read_records
+from adaptive_batch.report import audit, read_records
 
 SCHEDULE = (
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
@@ -50,7 +49,7 @@ WAYS: dict[str, tuple[str, ...]] = {
         *DROPOUT,
         *SCHEDULE,
         *VALIDATION,
-        "batch_size_schedule._component_=adaptive_batch.growth.linear_ramp",
+        "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
         "batch_size_schedule.start=1",
         "batch_size_schedule.end=8",
         "batch_size_schedule.over=2ep",
@@ -66,7 +65,7 @@ WAYS: dict[str, tuple[str, ...]] = {
         *VALIDATION,
         "probe.device_memory=64MiB",
         "batch_tokens=160",
-        "batch_size_schedule._component_=adaptive_batch.growth.steps",
+        "batch_size_schedule._component_=adaptive_batch.schedules.steps",
         "batch_size_schedule.batch_sizes=[90,160,240]",
         "batch_size_schedule.thresholds=[600tok,1800tok]",
         "sample_order=seqlen",

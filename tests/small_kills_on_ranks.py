@@ -46,7 +46,7 @@ WAYS: dict[str, tuple[str, ...]] = {
         *SCHEDULE,
         *VALIDATION,
         "probe.device_memory=64MiB",
-        "batch_size_schedule._component_=adaptive_batch.growth.linear_ramp",
+        "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
         "batch_size_schedule.start=2",
         "batch_size_schedule.end=8",
         "batch_size_schedule.over=2ep",

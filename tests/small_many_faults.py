@@ -6,18 +6,23 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import adaptive_parts
 import torch
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.sharding import _Recorded
-from adaptive_batch.trial import Rehearsal
+import adaptive_batch.torchtune.parts
+from adaptive_batch.distributed.fsdp import _Recorded
+from adaptive_batch.probe import Rehearsal
+from adaptive_batch.training import Accumulator
 
 
 def more_than_two_rows_on_rank_one() -> None:
     """Rank one runs out of memory in the forward of its third micro-batch of training and later ones, where they have more than two rows."""
     if os.environ["RANK"] == "1":
-        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=6, where=lambda batch: len(batch["tokens"]) > 2)
+        _fail(
+            adaptive_batch.torchtune.parts.TrainingParts,
+            "mean_loss",
+            from_call=6,
+            where=lambda batch: len(batch["tokens"]) > 2,
+        )
 
 
 def second_validation_on_rank_one() -> None:
@@ -27,7 +32,7 @@ def second_validation_on_rank_one() -> None:
         def where(batch: dict[str, Any]) -> bool:
             return not torch.is_grad_enabled() and len(batch["tokens"]) > 2
 
-        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=8, where=where)
+        _fail(adaptive_batch.torchtune.parts.TrainingParts, "mean_loss", from_call=8, where=where)
 
 
 def clipping_on_rank_one() -> None:
@@ -39,7 +44,12 @@ def clipping_on_rank_one() -> None:
 def first_forward_on_rank_one() -> None:
     """Rank one runs out of memory in the first micro-batch of training and later ones, where they have more than two rows."""
     if os.environ["RANK"] == "1":
-        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=1, where=lambda batch: len(batch["tokens"]) > 2)
+        _fail(
+            adaptive_batch.torchtune.parts.TrainingParts,
+            "mean_loss",
+            from_call=1,
+            where=lambda batch: len(batch["tokens"]) > 2,
+        )
 
 
 def clipping_in_the_first_step_on_rank_one() -> None:
@@ -74,7 +84,12 @@ def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
 def a_bug_on_rank_one() -> None:
     """Rank one fails in its third forward, and not for lack of memory."""
     if os.environ["RANK"] == "1":
-        _fail(adaptive_parts.TrainingParts, "mean_loss", from_call=3, error=lambda: KeyError("no such layer"))
+        _fail(
+            adaptive_batch.torchtune.parts.TrainingParts,
+            "mean_loss",
+            from_call=3,
+            error=lambda: KeyError("no such layer"),
+        )
 
 
 def no_device_on_rank_one() -> None:
@@ -91,7 +106,7 @@ def no_device_on_rank_one() -> None:
 def less_memory_on_rank_one() -> None:
     """Rank one has half of the memory that is configured."""
     if os.environ["RANK"] == "1":
-        from adaptive_batch.probe_settings import ProbeSettings
+        from adaptive_batch.torchtune.probe_settings import ProbeSettings
 
         whole = ProbeSettings.budget_bytes
 

@@ -13,19 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adaptive_bound import BoundSearch
-from adaptive_memory import plan_memory
-from adaptive_parts import TrainingParts
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training
 from torchtune.models.qwen2 import qwen2
 
+from adaptive_batch.estimate import LengthPlan
 from adaptive_batch.memory import DeviceMemory
-from adaptive_batch.memory_plan import LengthPlan
-from adaptive_batch.probe import ProbeResult
-from adaptive_batch.search import Search, Trial
-from adaptive_batch.settings import Settings
+from adaptive_batch.probe import ProbeResult, Search, Trial
+from adaptive_batch.torchtune import BoundSearch, Settings, TrainingParts, plan_memory
 
 _NARROW = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "intermediate_dim": 160, "max_seq_len": 256}
 _GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batch.accumulation import Accumulator, StepResult
-from adaptive_batch.batching import Capacity
-from adaptive_batch.sharding import Sharding
+from adaptive_batch.data import Capacity
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.training import Accumulator, StepResult
 
 VOCABULARY, WIDTH, LAYERS = 53, 16, 2
 IGNORED = -100

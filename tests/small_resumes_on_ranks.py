@@ -11,9 +11,8 @@ import torch
 from small_many import Attempt, launch
 from small_run import FEATURES, SmallSetup, weights
 
-from adaptive_batch.audit import audit
-from adaptive_batch.preemption import EXIT_STATUS
-from adaptive_batch.report import read_records
+from adaptive_batch.distributed import EXIT_STATUS
+from adaptive_batch.report import audit, read_records
 
 # Of every step: what another number of ranks must not change at all.
 EXACT = ("epoch", "position", "rows", "lr", "batch_size", "samples_seen", "tokens_seen")
@@ -76,7 +75,7 @@ SCHEDULE = (*FEATURES["cosine"], *FEATURES["clipping"])
 VALIDATION = ("dataset_val=${dataset}", "run_val_every_n_steps=3", "max_validation_batches=2")
 GROWTH = ("batch_size=2", "batch_increase_function=small_growth.four_more", "probe.device_memory=64MiB")
 RAMP = (
-    "batch_size_schedule._component_=adaptive_batch.growth.linear_ramp",
+    "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
     "batch_size_schedule.start=1",
     "batch_size_schedule.end=8",
     "batch_size_schedule.over=1ep",
@@ -87,7 +86,7 @@ RAMP = (
 )
 TOKENS = (
     "batch_tokens=160",
-    "batch_size_schedule._component_=adaptive_batch.growth.steps",
+    "batch_size_schedule._component_=adaptive_batch.schedules.steps",
     "batch_size_schedule.batch_sizes=[90,160,240]",
     "batch_size_schedule.thresholds=[600tok,1800tok]",
     "sample_order=seqlen",

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
+from adaptive_batch.checkpoint import ResumePoints, newest_whole
 from adaptive_batch.errors import CheckpointError
-from adaptive_batch.resume import ResumePoints, newest_whole
 
 
 def tree(step: int) -> dict:

@@ -10,7 +10,7 @@ from small_growth import OfLengths
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
 
-from adaptive_batch.audit import RECORD
+from adaptive_batch.report.auditing import RECORD
 
 LOGGED = []  # steps
 

@@ -25,11 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batch.counting import plain_tensors
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.in_backward import OptimizerInBackward
-from adaptive_batch.memory import DeviceMemory, device_memory
-from adaptive_batch.trial import Rehearsal
+from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, device_memory, plain_tensors
+from adaptive_batch.probe import Rehearsal
 
 VOCABULARY, WIDTH, LENGTH = 128, 64, 24
 PLENTY = 2**40

@@ -8,8 +8,8 @@ from small_faults import IGNORED, collate, mean_loss
 from small_training import VOCABULARY, WIDTH, Layer
 from torch import nn
 
-from adaptive_batch.accumulation import Accumulator, has_batch_norm
-from adaptive_batch.batching import Capacity, Shapes
+from adaptive_batch.data import Capacity, Shapes
+from adaptive_batch.training import Accumulator, has_batch_norm
 
 
 @pytest.fixture(autouse=True, scope="module")

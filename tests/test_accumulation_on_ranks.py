@@ -25,9 +25,9 @@ from small_ranks_model import (
 )
 
 from adaptive_batch import distributed
-from adaptive_batch.batching import Capacity
+from adaptive_batch.data import Capacity
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.evaluation import Evaluator
+from adaptive_batch.training import Evaluator
 
 CLOSE = 1e-10
 CAPACITIES = {"rows": Capacity(2), "tokens": Capacity(18, "tokens")}

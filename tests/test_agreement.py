@@ -7,7 +7,7 @@ import torch.distributed as dist
 from small_ranks import run_on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
-from adaptive_batch.agreement import Agreement, portable
+from adaptive_batch.distributed import Agreement, portable
 from adaptive_batch.errors import CheckpointError
 
 

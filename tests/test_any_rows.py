@@ -10,9 +10,9 @@ from small_ranks_model import make_rows
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adaptive_batch.any_rows import AnyRows, checked_loss, label_tokens
+from adaptive_batch.data import AnyRows, checked_loss, label_tokens
 from adaptive_batch.errors import SettingError
-from adaptive_batch.loop import AdaptiveLoop
+from adaptive_batch.training import AdaptiveLoop
 
 WEIGHTS = torch.ones(4, 3, requires_grad=True)
 

@@ -1,181 +1,60 @@
-"""The house: rooms import from lower floors only, the core needs torch alone, two seams ask the outside."""
+"""The line of packages: imports go downward along it, through faces, and the core needs torch alone."""
 
 import ast
-import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "adaptive_batch"
-
-FLOORS = (
-    {
-        "errors",
-        "progress",
-        "extrapolation",
-        "curve",
-        "noise_scale",
-        "preemption",
-        "full_batch_loss",
-        "agreement",
-        "cuda_difference",
-        "processes",
-    },
-    {
-        "counting",
-        "keys",
-        "order",
-        "filling",
-        "schedule",
-        "epoch_plan",
-        "durations",
-        "state_tree",
-        "report",
-        "schedule_rule",
-        "saved_tensors",
-    },
-    {"attribution", "memory", "distributed", "token_batches", "clock", "batch_schedules", "named_state", "rank_parts"},
-    {
-        "search",
-        "growth",
-        "batching",
-        "learning_rate",
-        "fingerprint",
-        "lengths",
-        "varying_budget",
-        "sharding",
-        "watch",
-        "point_reading",
-        "point_content",
-        "devices",
-    },
-    {
-        "curve_cache",
-        "snapshot",
-        "stream",
-        "probe",
-        "components",
-        "replay",
-        "plan",
-        "dealing",
-        "resume_point",
-        "any_rows",
-    },
-    {"in_backward", "accumulation", "probe_settings", "validation_settings", "resume", "step_rows"},
-    {"trial", "evaluation", "fake_step"},
-    {"memory_plan", "settings", "shipped", "environment", "loop"},
-    {
-        "no_effect",
-        "history.lineage",
-        "history.coverage",
-        "history.changes",
-        "history.repeats",
-        "figures.series",
-        "saved_plan",
-    },
-    {"history.ledger", "history.timeline", "figures.figure"},
-    {"audit", "figures.look", "figures.facts", "figures.probe_figure", "figures.plan_figure", "figures.beside"},
-    {"figures.drawing", "figures.of_run"},
-    {"figures.images"},
-    {"page"},
-    {"__main__"},
-)
-STANDARD_LIBRARY_OR_TORCH = sys.stdlib_module_names | {"torch", "__future__"}
-# What an extra brings, imported where it is used and never with the package.
-OPTIONAL = {"figures.drawing": {"matplotlib"}, "figures.images": {"matplotlib"}}
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "adaptive_batch"
+LINE = "schedules, distributed < data, memory < probe, estimate, checkpoint < training, report < torchtune < recipes"
+TIER = {name: tier for tier, names in enumerate(LINE.split(" < ")) for name in names.split(", ")}
+BELOW_ALL = {"errors", "_util"}
+OUTSIDE = sys.stdlib_module_names | {"torch"}
+OPTIONAL = {"report": {"matplotlib", "jinja2"}}  # imported where it is used
+FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
 
 
-def rooms() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
-
-
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-
-
-def imports(path: Path) -> tuple[set[str], set[str]]:
-    """Names of the rooms that a room imports, and of the top-level packages from outside."""
-    inside, outside = set(), set()
-    names = {name_of(room) for room in rooms()}
-    folder = ["adaptive_batch", *path.relative_to(PACKAGE).parent.parts]
+def imports(path):
+    """Absolute dotted names of what a file imports, each with the name it takes from there."""
+    here = path.relative_to(ROOT).with_suffix("").parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            begin = folder[: len(folder) - node.level + 1] if node.level else []
-            module = ".".join([*begin, *([node.module] if node.module else [])])
-            found = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        else:
+            base = here[: -node.level] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_go_down_the_line_and_through_faces(path):
+    parts = path.relative_to(ROOT).parts
+    own = "recipes" if parts[0] == "recipes" else parts[1]
+    if own in ("__init__.py", "__main__.py"):
+        return
+    for module, name in imports(path):
+        first, *rest = module.split(".")
+        if first != "adaptive_batch":
+            assert own in ("torchtune", "recipes") or first in OUTSIDE | OPTIONAL.get(own, set()), module
             continue
-        for module in found:
-            first, _, rest = module.partition(".")
-            if first == "adaptive_batch":
-                inside.add(rest)
-            else:
-                outside.add(first)
-    return inside & names, outside
+        other = rest[0] if rest else name
+        if other == own or other in BELOW_ALL or other == "__version__":
+            continue
+        assert own not in ("errors.py", "_util.py"), f"{own} lies below all, and imports {module}"
+        assert TIER[other] < TIER[own], f"{own} imports {module}: against {LINE}"
+        assert len(rest) < 2, f"{module}.{name}: past the face of {other}"
+        if rest:
+            assert f'"{name}"' in (PACKAGE / other / "__init__.py").read_text(), f"{name} is not in {other}.__all__"
 
 
-def floor(room: str) -> int:
-    return next(number for number, names in enumerate(FLOORS) if room in names)
-
-
-@pytest.mark.parametrize("path", rooms(), ids=name_of)
-def test_a_room_imports_from_lower_floors_only(path):
-    inside, _ = imports(path)
-    assert {room for room in inside if floor(room) >= floor(name_of(path))} == set()
-
-
-@pytest.mark.parametrize("path", rooms(), ids=name_of)
-def test_the_core_imports_torch_and_the_standard_library_only(path):
-    _, outside = imports(path)
-    assert outside <= STANDARD_LIBRARY_OR_TORCH | OPTIONAL.get(name_of(path), set())
-
-
-@pytest.mark.parametrize(
-    ("seam", "words"),
-    [
-        ("memory", r"empty_cache|mem_get_info|\.memory_stats"),
-        (
-            "distributed",
-            r"all_reduce|all_gather_object|broadcast_object|new_group|rendezvous\(|dist\.init_process_group\(",
-        ),
-        ("watch", r"os\._exit"),
-        ("sharding", r"FSDPModule|_get_fsdp_state"),
-    ],
-)
-def test_a_seam_is_the_only_room_that_asks(seam, words):
-    asking = {name_of(path) for path in rooms() if re.search(words, path.read_text())}
-    assert asking == {seam}
-
-
-def test_the_package_imports_where_torchtune_and_its_needs_are_blocked():
-    program = textwrap.dedent(
-        """
-        import importlib, pkgutil, sys
-
-        class Block:
-            def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] in {"torchtune", "torchao", "torchdata", "omegaconf", "datasets", "tokenizers", "tqdm", "matplotlib"}:
-                    raise ImportError(name + " is blocked")
-
-        sys.meta_path.insert(0, Block())
-        import adaptive_batch
-        for room in pkgutil.walk_packages(adaptive_batch.__path__, "adaptive_batch."):
-            if room.name != "adaptive_batch.__main__":
-                importlib.import_module(room.name)
-        """
+def test_the_core_imports_where_torchtune_and_its_needs_are_blocked():
+    blocked = ("torchtune", "torchao", "torchdata", "omegaconf", "datasets", "tokenizers", "tqdm", "matplotlib")
+    core = [name for name in TIER if name not in ("torchtune", "recipes")]
+    program = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); "
+    program += "import adaptive_batch; assert 'torch' not in sys.modules; " + "; ".join(
+        f"import adaptive_batch.{name}" for name in core
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_the_architecture_page_has_each_room_on_its_floor():
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    found, number = {}, -1
-    for line in re.findall(r"^\| *(\d*) *\| (`.*?) \|", page, re.MULTILINE):
-        number = int(line[0]) if line[0] else number
-        found |= dict.fromkeys(re.findall(r"`([\w.]+)`", line[1]), number)
-    assert found.items() >= {name: floor for floor, names in enumerate(FLOORS) for name in names}.items()

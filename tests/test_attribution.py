@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
-from adaptive_batch.attribution import AttributedBytes, ModuleNames, Where
-from adaptive_batch.counting import LiveBytes
-from adaptive_batch.fake_step import FakeDevice
+from adaptive_batch.estimate import FakeDevice
+from adaptive_batch.estimate.attribution import AttributedBytes, ModuleNames, Where
+from adaptive_batch.memory import LiveBytes
 
 ROWS = 4
 

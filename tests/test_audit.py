@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptive_batch.__main__ import main
-from adaptive_batch.audit import audit, audit_records
 from adaptive_batch.errors import SettingError
-from adaptive_batch.history.lineage import follow, trace
-from adaptive_batch.progress import Progress
-from adaptive_batch.report import RunRecord
+from adaptive_batch.report import RunRecord, audit
+from adaptive_batch.report.auditing import audit_records
+from adaptive_batch.report.history.lineage import follow, trace
+from adaptive_batch.schedules import Progress
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ OF_LENGTHS = ("dataset._component_=small_growth.OfLengths", LENGTHS, "batch_size
 VALIDATED = ("dataset_val._component_=small_growth.OfLengths", "dataset_val.lengths=[5]", "run_val_every_n_steps=1")
 SCHEDULE = "batch_size_schedule"
 STEPS = (
-    f"{SCHEDULE}._component_=adaptive_batch.growth.steps",
+    f"{SCHEDULE}._component_=adaptive_batch.schedules.steps",
     f"{SCHEDULE}.batch_sizes=[4,8,16]",
     f"{SCHEDULE}.thresholds=[0.5ep,1ep]",
 )
@@ -44,7 +44,7 @@ REFUSED = {
         f"for a function itself write {FUNCTION}: small_growth.four_more",
     ),
     "a ready function with a wrong factor": (
-        [f"{FUNCTION}._component_=adaptive_batch.growth.geometric", f"{FUNCTION}.factor=0"],
+        [f"{FUNCTION}._component_=adaptive_batch.schedules.geometric", f"{FUNCTION}.factor=0"],
         "factor",
         "",
     ),
@@ -270,7 +270,7 @@ REFUSED = {
     "optimizer in backward with a rule of the noise scale": (
         [
             "optimizer_in_bwd=True",
-            f"{SCHEDULE}._component_=adaptive_batch.growth.by_noise_scale",
+            f"{SCHEDULE}._component_=adaptive_batch.schedules.by_noise_scale",
             f"{SCHEDULE}.start=4",
         ],
         SCHEDULE,
@@ -373,17 +373,21 @@ REFUSED = {
         "its micro-batches follow from what fits; set it to 1",
     ),
     "a rule of the noise scale by tokens": (
-        [f"{SCHEDULE}._component_=adaptive_batch.growth.by_noise_scale", f"{SCHEDULE}.start=4", "batch_tokens=200"],
+        [
+            f"{SCHEDULE}._component_=adaptive_batch.schedules.by_noise_scale",
+            f"{SCHEDULE}.start=4",
+            "batch_tokens=200",
+        ],
         "batch_tokens=200",
         "the gradient noise scale is counted in rows; remove batch_tokens",
     ),
     "a ready rule that is not there": (
-        [f"{SCHEDULE}._component_=adaptive_batch.growth.stepz"],
+        [f"{SCHEDULE}._component_=adaptive_batch.schedules.stepz"],
         SCHEDULE,
         "near it: steps",
     ),
     "a ready rule without its arguments": (
-        [f"{SCHEDULE}._component_=adaptive_batch.growth.linear_ramp", f"{SCHEDULE}.start=4"],
+        [f"{SCHEDULE}._component_=adaptive_batch.schedules.linear_ramp", f"{SCHEDULE}.start=4"],
         SCHEDULE,
         "",
     ),

@@ -10,11 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch import batch_schedules, growth
-from adaptive_batch.batch_schedules import by_noise_scale, linear_ramp, ramp_by_doubling, steps
+from adaptive_batch import schedules as growth
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.progress import Progress
-from adaptive_batch.schedule_rule import Asked, ask, check_schedule, follows_measurements
+from adaptive_batch.schedules import (
+    Asked,
+    Progress,
+    ask,
+    batch_schedules,
+    by_noise_scale,
+    check_schedule,
+    follows_measurements,
+    linear_ramp,
+    ramp_by_doubling,
+    steps,
+)
 
 batches = st.integers(1, 4096)
 

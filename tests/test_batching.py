@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.batching import Capacity, MicroBatch, Shapes, micro_batches, split_by_rows, split_by_tokens
+from adaptive_batch.data import Capacity, MicroBatch, Shapes, micro_batches, split_by_rows, split_by_tokens
 
 
 @given(rows=st.lists(st.integers()), micro_batch_size=st.integers(1, 50))

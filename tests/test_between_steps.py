@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity
-from adaptive_batch.in_backward import OptimizerInBackward
+from adaptive_batch.data import Capacity
+from adaptive_batch.memory import OptimizerInBackward
+from adaptive_batch.training import Accumulator
 
 ROWS = (5, 6)
 

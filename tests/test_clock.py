@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.clock import Clock, after_warmup, schedule_clock
-from adaptive_batch.epoch_plan import EpochPlan
 from adaptive_batch.errors import SettingError
-from adaptive_batch.progress import Progress
+from adaptive_batch.schedules import Clock, EpochPlan, Progress, after_warmup, schedule_clock
 
 
 @given(rows=st.integers(1, 100_000), step_rows=st.integers(1, 300), drop_last=st.booleans(), epochs=st.integers(1, 5))

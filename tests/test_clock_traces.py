@@ -28,7 +28,7 @@ COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 WARM = ("lr_scheduler.num_warmup_steps=3",)
 KEY = "batch_size_schedule"
 CONSTANT = (
-    f"{KEY}._component_=adaptive_batch.growth.steps", f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]",
+    f"{KEY}._component_=adaptive_batch.schedules.steps", f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]",
     "micro_batch_size=4", "grow_beyond_maximum=True",
 )  # fmt: skip
 MIXED = "lr_clock={warmup: steps, decay: tokens}"
@@ -111,7 +111,7 @@ def cosine(step, *, warmup, total):
 
 GROWING = (
     *BASE, f"dataset.lengths={[5 + row % 16 for row in range(32)]}", "epochs=2", "grow_beyond_maximum=True",
-    "micro_batch_size=4", f"{KEY}._component_=adaptive_batch.growth.steps", f"{KEY}.batch_sizes=[4,8,16]",
+    "micro_batch_size=4", f"{KEY}._component_=adaptive_batch.schedules.steps", f"{KEY}.batch_sizes=[4,8,16]",
     f"{KEY}.thresholds=[16sp,48sp]", f"lr_scheduler._component_={COSINE}", *WARM,
 )  # fmt: skip
 BATCHES = [4] * 4 + [8] * 4 + [16]
@@ -198,7 +198,7 @@ WARM_COSINE = (f"lr_scheduler._component_={COSINE}", *WARM)
 def test_a_rule_that_follows_the_noise_scale_goes_on_at_its_place_in_the_epochs_tokens(small):
     settings = (
         *BASE, f"dataset.lengths={[5 + row % 16 for row in range(32)]}", *WARM_COSINE, "lr_clock=tokens", "epochs=1",
-        f"{KEY}._component_=adaptive_batch.growth.by_noise_scale", f"{KEY}.start=4", "micro_batch_size=2",
+        f"{KEY}._component_=adaptive_batch.schedules.by_noise_scale", f"{KEY}.start=4", "micro_batch_size=2",
         "save_every_n_steps=3",
     )  # fmt: skip
     whole = small.run_in_process(OURS, *settings)

@@ -6,10 +6,9 @@ import torchtune
 from omegaconf import OmegaConf
 from torchtune import config
 
-from adaptive_batch.keys import OURS, TORCHTUNE_KEYS
-from adaptive_batch.probe_settings import ProbeSettings
-from adaptive_batch.settings import Settings
-from adaptive_batch.shipped import config_path, shipped_configs
+from adaptive_batch.torchtune import Settings, config_path, shipped_configs
+from adaptive_batch.torchtune.keys import OURS, TORCHTUNE_KEYS
+from adaptive_batch.torchtune.probe_settings import ProbeSettings
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 

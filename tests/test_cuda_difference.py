@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaptive_batch.counting import LiveBytes, storage_bytes
-from adaptive_batch.cuda_difference import (
+from adaptive_batch.estimate import workspace_bytes
+from adaptive_batch.estimate.cuda_difference import (
     CONTEXT_BYTES,
     Attention,
     attention_backend,
@@ -20,8 +20,8 @@ from adaptive_batch.cuda_difference import (
     fixed_overhead_bytes,
     left_out,
     library_workspace_bytes,
-    workspace_bytes,
 )
+from adaptive_batch.memory import LiveBytes, storage_bytes
 
 MIB = 1024**2
 LLAMA_8B = Attention(batch=1, heads=32, queries=8192, keys=8192, head_dim=128, dtype=torch.bfloat16, key_heads=32)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from adaptive_batch.curve import MemoryCurve, Trace
+from adaptive_batch.memory import MemoryCurve, Trace
 
 # Bytes alive after each operation: what is fixed, and what each row adds.
 PROGRAMS = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 300)), min_size=1, max_size=40)

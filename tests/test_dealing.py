@@ -7,9 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from adaptive_batch.batching import Capacity, Shapes, micro_batches
-from adaptive_batch.dealing import deal_by_rows, deal_by_tokens
-from adaptive_batch.token_batches import plan_batches
+from adaptive_batch.data import Capacity, Shapes, deal_by_rows, deal_by_tokens, micro_batches, plan_batches
 
 UNIFORM = st.sampled_from([None, "rows", "lengths", "both"])
 UNITS = st.sampled_from(["rows", "tokens"])

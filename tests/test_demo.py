@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from adaptive_batch.shipped import config_path
+from adaptive_batch.torchtune import config_path
 
 NUM_ROWS = 400  # of about 4,300: what is made is the same, sooner
 

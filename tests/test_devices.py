@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.devices import _TABLE, DEVICES, _plain, device_capacity, planned_devices
 from adaptive_batch.errors import SettingError
+from adaptive_batch.estimate import planned_devices
+from adaptive_batch.estimate.devices import _TABLE, DEVICES, _plain, device_capacity
 from adaptive_batch.memory import GIB
 
 # What torch.cuda.get_device_name() says, and which device that is.

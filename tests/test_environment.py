@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement as PackagingRequirement
 
-from adaptive_batch.environment import (
+from adaptive_batch.torchtune.environment import (
     REQUIREMENTS,
     Finding,
     ImportResult,

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.epoch_plan import EpochPlan, rows_of_next_step, walk
-from adaptive_batch.progress import Progress
+from adaptive_batch.schedules import EpochPlan, Progress, rows_of_next_step, walk
 
 
 @given(

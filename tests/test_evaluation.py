@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from small_faults import IGNORED, Decoder, collate, mean_loss
 from small_training import CPU, VOCABULARY
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity
+from adaptive_batch.data import Capacity
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.evaluation import Evaluator
-from adaptive_batch.memory import CountedMemory
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.training import Accumulator, Evaluator
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,13 +16,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchao.optim import subclass_4bit, subclass_8bit
 
-from adaptive_batch.counting import plain_tensors, storage_bytes
-from adaptive_batch.curve import MemoryCurve
-from adaptive_batch.fake_step import FakeDevice, FakeStep
-from adaptive_batch.in_backward import OptimizerInBackward
-from adaptive_batch.memory import CountedMemory
-from adaptive_batch.snapshot import optimizer_state_tensors
-from adaptive_batch.trial import Rehearsal
+from adaptive_batch.estimate import FakeDevice, FakeStep
+from adaptive_batch.memory import (
+    MemoryCurve,
+    OptimizerInBackward,
+    optimizer_state_tensors,
+    plain_tensors,
+    storage_bytes,
+)
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import Rehearsal
 
 WORDS, WIDTH, LENGTH, PLENTY = 600, 64, 24, 2**40
 OPTIMIZERS = {

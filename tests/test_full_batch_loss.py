@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.full_batch_loss import FullBatchLoss
+from adaptive_batch.training import FullBatchLoss
 
 STEPS = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 50), st.integers(1, 9)), max_size=60)
 

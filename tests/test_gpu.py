@@ -9,14 +9,12 @@ import torch
 from small_training import CUDA_OPTIMIZERS, Case, Training, deterministic, differences, traces
 from torch import nn
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity
-from adaptive_batch.memory import GIB, AcceleratorMemory, device_memory, is_out_of_memory
-from adaptive_batch.probe import find_max_batch_size
-from adaptive_batch.replay import CapacityChange
-from adaptive_batch.resume import ResumePoints, newest_whole
-from adaptive_batch.search import BinarySearch, Predictive
-from adaptive_batch.snapshot import RandomState
+from adaptive_batch.checkpoint import ResumePoints, newest_whole
+from adaptive_batch.data import Capacity
+from adaptive_batch.memory import GIB, RandomState, device_memory, is_out_of_memory
+from adaptive_batch.memory.device import AcceleratorMemory
+from adaptive_batch.probe import BinarySearch, Predictive, run_search
+from adaptive_batch.training import Accumulator, CapacityChange
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,11 +98,11 @@ def test_the_bound_was_tried_and_the_next_rows_do_not_fit(memory, checkpointing)
         search = Predictive(
             budget_bytes=budget, maximum=100_000, resident_bytes=trial.resident_bytes, granularity_bytes=20 * 2**20
         )
-        result = find_max_batch_size(trial, search=search)
+        result = run_search(trial, search=search)
         best = [t for t in result.trials if t.batch_size == result.max_batch_size]
         assert [t.fits for t in best] == [True]
         assert trial.resident_bytes < best[0].peak_bytes <= budget
-        exact = find_max_batch_size(trial, search=BinarySearch(maximum=4 * result.max_batch_size))
+        exact = run_search(trial, search=BinarySearch(maximum=4 * result.max_batch_size))
     assert result.max_batch_size >= 0.97 * exact.max_batch_size
     assert fraction() == before
 

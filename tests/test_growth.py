@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.growth import Growth, at_epochs, check_increment, geometric, next_batch_size
+from adaptive_batch.schedules import Growth, at_epochs, check_increment, geometric, next_batch_size
 
 rows = st.integers(1, 10**6)
 bounds = st.none() | st.integers(1, 10**6)

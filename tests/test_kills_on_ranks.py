@@ -17,9 +17,9 @@ from small_kills_on_ranks import (
 )
 from small_many import launch
 
-from adaptive_batch.audit import RECORD
-from adaptive_batch.preemption import EXIT_STATUS
+from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.report import read_records
+from adaptive_batch.report.auditing import RECORD
 
 PLAIN = WAYS["plain"]
 KINDS = ("preempted", "resume_point")

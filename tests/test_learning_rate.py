@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.learning_rate import LearningRate, Reference, describe_unscaled, parse_reference, scale
+from adaptive_batch.schedules import LearningRate, Reference, describe_unscaled, parse_reference, scale_learning_rate
 
 
 def optimizer(*rates):
@@ -87,16 +87,18 @@ batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
 
 
 def test_scaling_follows_the_batch():
-    assert scale(1e-3, 10, 2, "linear") == pytest.approx(5e-3)  # the worked example of DeepSpeed's pull request 7104
-    assert scale(1e-3, 4, 2, "linear") == pytest.approx(2e-3)
-    assert scale(1e-3, 8, 2, "sqrt") == pytest.approx(2e-3)
-    assert scale(1e-3, 8, 2, "none") == 1e-3
+    assert scale_learning_rate(1e-3, 10, 2, "linear") == pytest.approx(
+        5e-3
+    )  # the worked example of DeepSpeed's pull request 7104
+    assert scale_learning_rate(1e-3, 4, 2, "linear") == pytest.approx(2e-3)
+    assert scale_learning_rate(1e-3, 8, 2, "sqrt") == pytest.approx(2e-3)
+    assert scale_learning_rate(1e-3, 8, 2, "none") == 1e-3
 
 
 @pytest.mark.parametrize("arguments", [(1e-3, 8, 2, "cubic"), (1e-3, 0, 2, "linear"), (1e-3, 8, 0, "sqrt")])
 def test_scaling_by_nonsense_is_refused(arguments):
     with pytest.raises(ValueError, match=r"give one of|must be above 0"):
-        scale(*arguments)
+        scale_learning_rate(*arguments)
 
 
 def test_a_rate_that_stays_says_what_scaling_would_give():
@@ -231,7 +233,7 @@ def test_nothing_accumulates(build, batches, rule):
     constant = LearningRate(other, build(other), rule=rule, reference=16)
     for clock, batch in enumerate(batches):
         unscaled = constant.set(clock, batch=16)
-        assert ours.set(clock, batch=batch) == scale(unscaled, batch, 16, rule)
+        assert ours.set(clock, batch=batch) == scale_learning_rate(unscaled, batch, 16, rule)
         assert ours.set(clock, batch=16) == unscaled
         ours.set(clock, batch=batch)
     ours.set(len(batches), batch=16)

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch import lengths as lengths_module
+from adaptive_batch.data import lengths as lengths_module
+from adaptive_batch.data import longest_rows, row_lengths
 from adaptive_batch.errors import SettingError
-from adaptive_batch.lengths import longest_rows, row_lengths
 
 
 class Rows:

@@ -36,11 +36,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch import distributed
-from adaptive_batch.any_rows import moved
+from adaptive_batch.data import moved
 from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, SettingError
-from adaptive_batch.growth import at_epochs, geometric, linear_ramp, steps
-from adaptive_batch.loop import AdaptiveLoop, label_tokens
-from adaptive_batch.memory import CountedMemory
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
+from adaptive_batch.training import AdaptiveLoop
+from adaptive_batch.training.loop import label_tokens
 
 ROWS = make_rows([3 + (5 * number) % 13 for number in range(40)])
 RATE = 0.05

@@ -11,8 +11,7 @@ import torch
 from small_many import Attempt, launch
 from small_run import OURS, SmallSetup, make_setup
 
-from adaptive_batch.audit import audit
-from adaptive_batch.report import read_records
+from adaptive_batch.report import audit, read_records
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -16,19 +16,18 @@ from small_training import CPU, PLENTY, Case, Training
 from torch._utils import ExceptionWrapper
 from torch.profiler import ProfilerActivity, profile
 
-from adaptive_batch.counting import storage_bytes
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import (
     GIB,
-    AcceleratorMemory,
-    CountedMemory,
     device_memory,
     host_available_bytes,
     is_out_of_memory,
+    optimizer_state_tensors,
     parse_size,
     recover,
+    storage_bytes,
 )
-from adaptive_batch.snapshot import optimizer_state_tensors
+from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
 
 MIB = 2**20
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.attribution import Held, Where
-from adaptive_batch.curve import Line, MemoryCurve
-from adaptive_batch.fake_step import Resident
-from adaptive_batch.memory import GIB
-from adaptive_batch.memory_plan import Change, Kinds, LengthPlan, MemoryPlan, Target, ranked
+from adaptive_batch.estimate import Change, Kinds, LengthPlan, MemoryPlan, Target, ranked
+from adaptive_batch.estimate.attribution import Held, Where
+from adaptive_batch.estimate.fake_step import Resident
+from adaptive_batch.memory import GIB, Line, MemoryCurve
 
 RESIDENT = Resident(parameters=2 * GIB, buffers=GIB // 4, optimizer=4 * GIB, gradients=0)
 FLAT, STEEP = Line(Fraction(9 * GIB), Fraction(GIB, 8), 3), Line(Fraction(7 * GIB), Fraction(GIB), 5)

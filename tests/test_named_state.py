@@ -12,9 +12,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torchtune.training import create_optim_in_bwd_wrapper
 
+from adaptive_batch.checkpoint import load_named_optimizer_state, named_optimizer_state
+from adaptive_batch.checkpoint.optimizer_state import named_form, parameter_name
+from adaptive_batch.checkpoint.state_tree import flatten, unflatten
 from adaptive_batch.errors import CheckpointError
-from adaptive_batch.named_state import load_named_optimizer_state, named_form, named_optimizer_state, parameter_name
-from adaptive_batch.state_tree import flatten, unflatten
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

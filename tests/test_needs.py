@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torchtune
-from adaptive_needs import TO_TRAIN, check_all_is_trained, check_file, check_loss, complete, plainly
-from adaptive_parts import TrainingParts, set_up_terminal, use_shipped_config
-from adaptive_sharded import check_names
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from small_plans import Combination
@@ -19,7 +16,9 @@ from torchtune import config
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.settings import Settings
+from adaptive_batch.torchtune import Settings, TrainingParts, complete, set_up_terminal, use_shipped_config
+from adaptive_batch.torchtune.needs import TO_TRAIN, check_all_is_trained, check_file, check_loss, plainly
+from adaptive_batch.torchtune.sharded import check_names
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 FULL = sorted(

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from small_faults import IGNORED
 from torch import nn
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity
-from adaptive_batch.noise_scale import NoiseScale, noise, squared_gradient, squared_norm
+from adaptive_batch.data import Capacity
+from adaptive_batch.schedules import NoiseScale, squared_norm
+from adaptive_batch.schedules.noise_scale import noise, squared_gradient
+from adaptive_batch.training import Accumulator
 
 ROWS = st.integers(-9, 9).map(float)
 

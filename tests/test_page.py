@@ -18,14 +18,14 @@ from small_report import NASTY, PROBE, Records, full_records
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
-from adaptive_batch.figures.facts import facts_of
-from adaptive_batch.figures.images import to_svg
-from adaptive_batch.figures.look import DARK, GROUNDS, LIGHT
-from adaptive_batch.figures.of_run import figures_of
-from adaptive_batch.figures.series import Series
-from adaptive_batch.history.timeline import EVENTS, Timeline
-from adaptive_batch.page import render, write_report
-from adaptive_batch.report import read_records
+from adaptive_batch.report import read_records, write_report
+from adaptive_batch.report.figures.facts import facts_of
+from adaptive_batch.report.figures.images import to_svg
+from adaptive_batch.report.figures.look import DARK, GROUNDS, LIGHT
+from adaptive_batch.report.figures.of_run import figures_of
+from adaptive_batch.report.figures.series import Series
+from adaptive_batch.report.history.timeline import EVENTS, Timeline
+from adaptive_batch.report.page import render
 
 EVERY_FIGURE = [
     "probe", "batch_size", "micro_batches", "lr", "loss-over-samples", "loss-over-time", "padding", "tokens-per-second",

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageStat
 from small_report import NASTY, PROBE, full_records
 
-from adaptive_batch.page import write_report
+from adaptive_batch.report import write_report
 
 pytestmark = pytest.mark.browser
 

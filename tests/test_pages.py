@@ -25,9 +25,8 @@ from small_pages import PAGES, ROOT, Block, blocks, blocks_of, is_read_only
 from torchtune import config
 from torchtune._cli.tune import TuneCLIParser
 
-from adaptive_batch.keys import OURS, TORCHTUNE_KEYS
-from adaptive_batch.settings import Settings
-from adaptive_batch.shipped import config_path
+from adaptive_batch.torchtune import Settings, config_path
+from adaptive_batch.torchtune.keys import OURS, TORCHTUNE_KEYS
 
 HELD = {"bash", "python", "yaml", "text"}
 PROGRAMS = {"tune", "python", "make", "pip"}

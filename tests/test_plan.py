@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.batch_schedules import ramp_by_doubling, steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.growth import at_epochs, geometric
-from adaptive_batch.plan import PlannedStep, as_record, asked_ahead, check_stages, stages_of, table
-from adaptive_batch.progress import Progress
-from adaptive_batch.schedule_rule import ask
+from adaptive_batch.schedules import (
+    PlannedStep,
+    Progress,
+    as_record,
+    ask,
+    asked_ahead,
+    at_epochs,
+    check_stages,
+    geometric,
+    ramp_by_doubling,
+    stages_of,
+    steps,
+    table,
+)
 
 FINAL = 64
 

@@ -15,16 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from adaptive_batch.curve import Line, MemoryCurve
-from adaptive_batch.fake_step import Resident
-from adaptive_batch.figures.beside import on_level_lines, right_of_areas, without_place
-from adaptive_batch.figures.images import to_svg
-from adaptive_batch.figures.plan_figure import answers, changes, plan_figures
-from adaptive_batch.history.timeline import Timeline
-from adaptive_batch.memory import GIB
-from adaptive_batch.memory_plan import Change, Kinds, LengthPlan, MemoryPlan, Target
-from adaptive_batch.page import write_plan_picture, write_report
-from adaptive_batch.saved_plan import plan_of, read_plan
+from adaptive_batch.estimate import Change, Kinds, LengthPlan, MemoryPlan, Target, read_plan
+from adaptive_batch.estimate.fake_step import Resident
+from adaptive_batch.estimate.saved_plan import plan_of
+from adaptive_batch.memory import GIB, Line, MemoryCurve
+from adaptive_batch.report import write_plan_picture, write_report
+from adaptive_batch.report.figures.beside import on_level_lines, right_of_areas, without_place
+from adaptive_batch.report.figures.images import to_svg
+from adaptive_batch.report.figures.plan_figure import answers, changes, plan_figures
+from adaptive_batch.report.history.timeline import Timeline
 
 NOTHING = Timeline.of([])
 WIDTH, HEIGHT = 222, 230
@@ -274,8 +273,8 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path):
         import sys
         from pathlib import Path
         sys.modules["matplotlib"] = None
-        from adaptive_batch.page import write_plan_picture
-        from adaptive_batch.saved_plan import read_plan
+        from adaptive_batch.report import write_plan_picture
+        from adaptive_batch.estimate import read_plan
         try:
             write_plan_picture(read_plan(Path(sys.argv[1], "plan.json")), Path(sys.argv[1], "plan.png"))
         except Exception as error:

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import torchtune
-from adaptive_memory import plan_memory
-from adaptive_planned import PlannedParts
 from omegaconf import OmegaConf
 from small_plans import MODELS, Combination, RealParts, peaks_on_ranks, tried
 from small_ranks import run_on_ranks
@@ -24,12 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torchtune import config
 from torchtune.data import padded_collate_packed
 
-from adaptive_batch import cuda_difference
 from adaptive_batch.errors import SettingError
-from adaptive_batch.fake_step import FakeDevice
-from adaptive_batch.saved_plan import plan_of
-from adaptive_batch.settings import Settings
-from adaptive_batch.shipped import config_path, shipped_configs
+from adaptive_batch.estimate import FakeDevice, cuda_difference
+from adaptive_batch.estimate.saved_plan import plan_of
+from adaptive_batch.torchtune import PlannedParts, Settings, config_path, plan_memory, shipped_configs
 
 SMALL = Combination("qwen2", 32)
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -485,7 +481,7 @@ def test_a_change_brings_what_a_plan_of_it_says():
 
 
 def test_the_search_by_brute_force_of_the_benchmark_finds_the_largest(benchmark):
-    from adaptive_batch.search import Trial
+    from adaptive_batch.probe import Trial
 
     for true in (0, 1, 2, 3, 7, 30, 64):
         search = benchmark.Doubling(maximum=64)

@@ -12,7 +12,7 @@ from adaptive_batch.errors import GrowthFunctionError, SettingError
 
 KEY = "batch_size_schedule"
 RAMP = (
-    f"{KEY}._component_=adaptive_batch.growth.steps",
+    f"{KEY}._component_=adaptive_batch.schedules.steps",
     f"{KEY}.batch_sizes=[4,8,16]",
     f"{KEY}.thresholds=[0.5ep,1ep]",
 )

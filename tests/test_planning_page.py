@@ -10,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from adaptive_memory import _Planner
 from omegaconf import OmegaConf
 from small_pages import ROOT, blocks, is_read_only
 
-from adaptive_batch.devices import DEVICES, planned_devices
+from adaptive_batch.estimate import planned_devices
+from adaptive_batch.estimate.devices import DEVICES
 from adaptive_batch.memory import GIB
-from adaptive_batch.settings import Settings
-from adaptive_batch.shipped import config_path
+from adaptive_batch.torchtune import Settings, config_path
+from adaptive_batch.torchtune.estimates import _Planner
 
 PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in blocks() if block.page == "docs/planning.md"]

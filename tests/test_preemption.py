@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-from adaptive_batch.preemption import Preemption
+from adaptive_batch.distributed import Preemption
 
 
 def test_a_request_is_noted_and_the_way_of_before_is_put_back():
@@ -22,7 +22,7 @@ def test_a_second_request_ends_the_process():
     program = textwrap.dedent(
         """
         import os, signal
-        from adaptive_batch.preemption import Preemption
+        from adaptive_batch.distributed import Preemption
         with Preemption() as preemption:
             os.kill(os.getpid(), signal.SIGTERM)
             print("noted", preemption.requested, flush=True)
@@ -38,7 +38,7 @@ def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on
     program = textwrap.dedent(
         """
         import os, signal, time
-        from adaptive_batch.preemption import Preemption
+        from adaptive_batch.distributed import Preemption
         with Preemption(same_within=0.5) as preemption:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)

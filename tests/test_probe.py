@@ -17,8 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.memory import GIB
-from adaptive_batch.probe import ProbeResult, find_max_batch_size, load_result, save_result
-from adaptive_batch.search import BinarySearch, Halving, Predictive, Trial
+from adaptive_batch.probe import (
+    BinarySearch,
+    Halving,
+    Predictive,
+    ProbeResult,
+    Trial,
+    load_result,
+    run_search,
+    save_result,
+)
 
 BUDGET = 16 * GIB
 MAXIMUM = 256
@@ -43,7 +51,7 @@ SEARCHES = {
 @pytest.mark.parametrize("true_maximum", [1, 2, 3, 37, 64, 255, 256, 1000])
 def test_the_bound_was_tried_and_fits(search, true_maximum):
     device = linear(true_maximum)
-    result = find_max_batch_size(device, search=SEARCHES[search](), sequence_length=512, budget_bytes=BUDGET)
+    result = run_search(device, search=SEARCHES[search](), sequence_length=512, budget_bytes=BUDGET)
     assert result.max_batch_size in [t.batch_size for t in result.trials if t.fits]
     assert result.max_batch_size == result.batch_size <= min(true_maximum, MAXIMUM)
     assert [t.batch_size for t in result.trials] == device.tried
@@ -57,7 +65,7 @@ def test_the_bound_was_tried_and_fits(search, true_maximum):
 @pytest.mark.parametrize("true_maximum", [1, 2, 3, 37, 64, 255])
 def test_a_size_rounded_to_a_power_of_two_is_tried_too(search, true_maximum):
     device = linear(true_maximum)
-    result = find_max_batch_size(device, search=SEARCHES[search](), round_to_power_of_two=True)
+    result = run_search(device, search=SEARCHES[search](), round_to_power_of_two=True)
     assert result.batch_size == 1 << (result.max_batch_size.bit_length() - 1)
     assert {result.batch_size, result.max_batch_size} <= {t.batch_size for t in result.trials if t.fits}
     assert len(device.tried) == len(set(device.tried))
@@ -67,7 +75,7 @@ def test_a_size_rounded_to_a_power_of_two_is_tried_too(search, true_maximum):
 @pytest.mark.parametrize("search", SEARCHES)
 def test_the_bound_is_zero_when_nothing_fits(search, round_to_power_of_two):
     device = IdealDevice(lambda rows: BUDGET + 1, budget_bytes=BUDGET)
-    result = find_max_batch_size(device, search=SEARCHES[search](), round_to_power_of_two=round_to_power_of_two)
+    result = run_search(device, search=SEARCHES[search](), round_to_power_of_two=round_to_power_of_two)
     assert (result.max_batch_size, result.batch_size) == (0, 0)
     assert result.num_out_of_memory == len(result.trials) > 0
     assert "max_batch_size: 0" in result.table()
@@ -76,7 +84,7 @@ def test_the_bound_is_zero_when_nothing_fits(search, round_to_power_of_two):
 @given(answers=st.lists(st.booleans()), search=st.sampled_from(list(SEARCHES)))
 def test_whatever_a_device_answers_only_sizes_that_were_tried_and_fit_are_returned(answers, search):
     left = list(answers)
-    result = find_max_batch_size(
+    result = run_search(
         lambda rows: Trial(rows, bool(left and left.pop())), search=SEARCHES[search](), round_to_power_of_two=True
     )
     fitting = {t.batch_size for t in result.trials if t.fits} | {0}
@@ -89,13 +97,13 @@ def test_an_error_of_a_trial_ends_the_search():
         raise RuntimeError(f"a trial of {rows} rows failed, and not for lack of memory: index out of range")
 
     with pytest.raises(RuntimeError, match="a trial of 1 rows failed"):
-        find_max_batch_size(fail, search=SEARCHES["predict"]())
+        run_search(fail, search=SEARCHES["predict"]())
 
 
 def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
     row = GIB // 4
     device = IdealDevice(lambda rows: 4 * GIB + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=5 * GIB)
-    result = find_max_batch_size(
+    result = run_search(
         device,
         search=Predictive(budget_bytes=BUDGET, maximum=40),
         round_to_power_of_two=True,
@@ -116,7 +124,7 @@ def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
 
 def test_the_peak_of_the_bound_includes_the_optimizers_phase():
     device = IdealDevice(lambda rows: rows * GIB, budget_bytes=BUDGET, optimizer_peak_bytes=15 * GIB)
-    assert find_max_batch_size(device, search=Halving(start=2)).peak_bytes() == 15 * GIB
+    assert run_search(device, search=Halving(start=2)).peak_bytes() == 15 * GIB
 
 
 # the file
@@ -124,7 +132,7 @@ def test_the_peak_of_the_bound_includes_the_optimizers_phase():
 
 @pytest.fixture
 def result() -> ProbeResult:
-    return find_max_batch_size(
+    return run_search(
         linear(37),
         search=SEARCHES["predict"](),
         round_to_power_of_two=True,
@@ -231,9 +239,9 @@ def run_rank(rank: int, folder: Path) -> None:
     found = {}
     for search, make in SEARCHES.items():
         device = linear((37, 23)[rank])
-        found[search] = find_max_batch_size(device, search=make(), round_to_power_of_two=True), device.tried
+        found[search] = run_search(device, search=make(), round_to_power_of_two=True), device.tried
     silent = IdealDevice(lambda rows: rows, budget_bytes=9)  # the other rank's device cannot say what it used
-    result = find_max_batch_size(
+    result = run_search(
         lambda rows: replace(silent(rows), peak_bytes=rows if rank else None), search=SEARCHES["predict"]()
     )
     found["silent"] = result, silent.tried

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from adaptive_batch.processes import Processes, name_of_this_process
+from adaptive_batch.distributed.processes import Processes, name_of_this_process
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Progress counts what was consumed, in the epoch and in all."""
 
-from adaptive_batch.progress import Progress
+from adaptive_batch.schedules import Progress
 
 
 def test_progress_goes_through_its_state():

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torchtune
-from adaptive_ranks import check_fewer_ranks, check_parallel, describe_ranks, differences, same_answers
 from omegaconf import OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.keys import TORCHTUNE_KEYS
-from adaptive_batch.settings import Settings
+from adaptive_batch.torchtune import Settings, check_fewer_ranks
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
+from adaptive_batch.torchtune.ranks import check_parallel, describe_ranks, differences, same_answers
 
 FOLDER = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 DISTRIBUTED = {

@@ -25,11 +25,11 @@ from small_faults import (
 )
 from small_training import CPU
 
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity, MicroBatch, Shapes
+from adaptive_batch.data import Capacity, MicroBatch, Shapes
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
-from adaptive_batch.memory import CountedMemory
-from adaptive_batch.replay import CapacityChange, Replay
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.training import Accumulator, CapacityChange
+from adaptive_batch.training.replay import Replay
 
 
 @pytest.fixture(autouse=True, scope="module")

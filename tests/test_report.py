@@ -5,7 +5,8 @@ import json
 import pytest
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import RunRecord, iterate_records, read_records
+from adaptive_batch.report import RunRecord, read_records
+from adaptive_batch.report.run_log import iterate_records
 
 
 def test_steps_and_decisions_are_read_back_in_order(tmp_path, caplog):

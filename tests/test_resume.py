@@ -25,9 +25,9 @@ from small_saves import tree
 from torch import nn
 
 from adaptive_batch import __version__
+from adaptive_batch.checkpoint import ResumePoints, newest_whole
+from adaptive_batch.checkpoint.state_tree import flatten, unflatten
 from adaptive_batch.errors import CheckpointError
-from adaptive_batch.resume import ResumePoints, newest_whole
-from adaptive_batch.state_tree import flatten, unflatten
 
 HERE = Path(__file__).parent
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool)
@@ -692,7 +692,7 @@ def test_whom_failures_are_told_decides_what_becomes_of_the_run(tmp_path, asynch
 
 def test_the_process_ends_when_the_save_is_whole(tmp_path):
     program = (
-        "import sys, torch; from pathlib import Path; from adaptive_batch.resume import ResumePoints;"
+        "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import ResumePoints;"
         "ResumePoints(Path(sys.argv[1]), asynchronous=True).save(1, {'w': torch.ones(3_000_000)}, None)"
     )
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path)], check=True, timeout=120)

@@ -7,7 +7,7 @@ import pytest
 from small_many import launch
 from small_resumes_on_ranks import SGD, WAYS, Part, compare, train_alone, train_in_parts
 
-from adaptive_batch.preemption import EXIT_STATUS
+from adaptive_batch.distributed import EXIT_STATUS
 
 ROUNDING = 2e-6  # of a loss in float32, relative: measured up to 3e-7
 

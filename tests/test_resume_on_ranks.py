@@ -19,10 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from adaptive_batch import resume_point
+from adaptive_batch.checkpoint import (
+    ResumePoints,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    newest_whole,
+    resume_point,
+)
 from adaptive_batch.errors import CheckpointError
-from adaptive_batch.named_state import load_named_optimizer_state, named_optimizer_state
-from adaptive_batch.resume import ResumePoints, newest_whole
 
 
 class Small(nn.Module):

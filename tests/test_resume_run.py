@@ -17,10 +17,9 @@ from omegaconf import OmegaConf
 from small_run import FEATURES, OURS, TUNE, same_weights
 from small_stops import stopped_after
 
-from adaptive_batch.audit import audit
+from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.preemption import EXIT_STATUS
-from adaptive_batch.report import read_records
+from adaptive_batch.report import audit, read_records
 
 SAVES = "save_every_n_steps=3"
 DROPOUT = FEATURES["dropout"]
@@ -327,7 +326,7 @@ def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_who
 # --- with other settings ----------------------------------------------------------------------------------------------
 
 RAMP = (
-    "batch_size_schedule._component_=adaptive_batch.growth.linear_ramp",
+    "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
     "batch_size_schedule.start=2",
     "batch_size_schedule.end=8",
     "batch_size_schedule.over=1ep",
@@ -412,7 +411,7 @@ def resumed_steps(folder):
 
 
 FOUR_THEN_SIXTEEN = (
-    "batch_size_schedule._component_=adaptive_batch.growth.steps",
+    "batch_size_schedule._component_=adaptive_batch.schedules.steps",
     "batch_size_schedule.batch_sizes=[4,16]",
     "batch_size_schedule.thresholds=[4ba]",
     SAVES,
@@ -459,7 +458,7 @@ BY_TOKENS = ("batch_tokens=300", "micro_batch_tokens=200", SAVES, "epochs=1", "d
 
 def of_tokens(tokens):
     return (
-        "batch_size_schedule._component_=adaptive_batch.growth.steps",
+        "batch_size_schedule._component_=adaptive_batch.schedules.steps",
         f"batch_size_schedule.batch_sizes=[{tokens}]",
         "batch_size_schedule.thresholds=[]",
         "grow_beyond_maximum=True",

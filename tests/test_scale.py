@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune._cli.tune import TuneCLIParser
 
-from adaptive_batch.keys import OURS, TORCHTUNE_KEYS
-from adaptive_batch.shipped import config_path
+from adaptive_batch.torchtune import config_path
+from adaptive_batch.torchtune.keys import OURS, TORCHTUNE_KEYS
 
 DOCS = (Path(__file__).parents[1] / "docs" / "many_gpus.md").read_text()
 COMMANDS = [

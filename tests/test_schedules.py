@@ -9,14 +9,12 @@ import small_schedules
 import torch
 from small_run import MODEL, OURS, same_weights
 
-from adaptive_batch.audit import audit
-from adaptive_batch.batch_schedules import by_noise_scale
 from adaptive_batch.errors import GrowthFunctionError
-from adaptive_batch.progress import Progress
-from adaptive_batch.report import read_records
+from adaptive_batch.report import audit, read_records
+from adaptive_batch.schedules import Progress, by_noise_scale
 
 KEY = "batch_size_schedule"
-RULE = f"{KEY}._component_=adaptive_batch.growth."
+RULE = f"{KEY}._component_=adaptive_batch.schedules."
 FREE = ("micro_batch_size=8", "grow_beyond_maximum=True")
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")
 COSINE = (

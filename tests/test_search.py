@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batch.curve import Line, MemoryCurve, Trace
-from adaptive_batch.search import BinarySearch, Halving, Predictive, Search, Trial
+from adaptive_batch.memory import Line, MemoryCurve, Trace
+from adaptive_batch.probe import BinarySearch, Halving, Predictive, Search, Trial
 
 BUDGET = 16 * 1024**3
 FIXED_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)

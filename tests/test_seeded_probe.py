@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from adaptive_bound import BoundSearch
-from adaptive_parts import TrainingParts
-from adaptive_resume import Checkpoints
 from omegaconf import DictConfig, OmegaConf
 from small_run import SmallSetup
 
-from adaptive_batch.memory import CountedMemory, DeviceMemory, Usage
+from adaptive_batch.memory import DeviceMemory, Usage
+from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.settings import Settings
+from adaptive_batch.torchtune import BoundSearch, Checkpoints, Settings, TrainingParts
 
 BLOCK = 64 * 1024
 

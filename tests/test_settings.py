@@ -4,15 +4,14 @@ import dataclasses
 
 import pytest
 
-from adaptive_batch.components import load_function
 from adaptive_batch.errors import SettingError
-from adaptive_batch.keys import OURS
-from adaptive_batch.learning_rate import Reference
 from adaptive_batch.memory import budget_bytes
-from adaptive_batch.no_effect import without_effect, without_effect_on_probe
-from adaptive_batch.probe_settings import ProbeSettings
-from adaptive_batch.settings import Settings
-from adaptive_batch.validation_settings import ValidationSettings
+from adaptive_batch.schedules import Reference
+from adaptive_batch.torchtune import Settings, without_effect, without_effect_on_probe
+from adaptive_batch.torchtune.components import load_function
+from adaptive_batch.torchtune.keys import OURS
+from adaptive_batch.torchtune.probe_settings import ProbeSettings
+from adaptive_batch.torchtune.validation_settings import ValidationSettings
 
 GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
@@ -158,14 +157,14 @@ def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path, monkeyp
 
 
 def test_a_ready_made_function_comes_from_a_block():
-    block = {"_component_": "adaptive_batch.growth.at_epochs", "additions": {1: 8}}
+    block = {"_component_": "adaptive_batch.schedules.at_epochs", "additions": {1: 8}}
     function = Settings.from_config(PLAIN | {"batch_increase_function": block}).batch_increase_function
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
 
 
 # --- what follows from the keys -----------------------------------------------------------------------------------------
 
-RAMP = {"_component_": "adaptive_batch.growth.ramp_by_doubling", "end": 8, "over": "1ep"}
+RAMP = {"_component_": "adaptive_batch.schedules.ramp_by_doubling", "end": 8, "over": "1ep"}
 VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}
 
 
@@ -201,7 +200,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     [
         ({"use_maximum_batch_size": True}, True, True, False),
         (
-            {"batch_increase_function": {"_component_": "adaptive_batch.growth.geometric", "factor": 2}},
+            {"batch_increase_function": {"_component_": "adaptive_batch.schedules.geometric", "factor": 2}},
             True,
             True,
             False,

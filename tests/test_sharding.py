@@ -21,9 +21,9 @@ from small_ranks_model import (
 )
 
 from adaptive_batch import distributed
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity
-from adaptive_batch.sharding import Sharding
+from adaptive_batch.data import Capacity
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.training import Accumulator
 
 ROWS = make_rows((9, 7, 8, 6))
 PHASES = ("forward", "backward")

@@ -9,8 +9,8 @@ import torch
 import torchao.optim
 from torch import nn
 
-from adaptive_batch.counting import plain_tensors
-from adaptive_batch.snapshot import OptimizerSnapshot, RandomState, TensorSnapshot, TrainingSnapshot
+from adaptive_batch.memory import RandomState, TensorSnapshot, TrainingSnapshot, plain_tensors
+from adaptive_batch.memory.snapshot import OptimizerSnapshot
 
 CPU = torch.device("cpu")
 

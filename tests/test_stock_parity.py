@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torchtune
-from adaptive_parts import TrainingParts
 from omegaconf import OmegaConf
 from small_run import (
     FEATURES,
@@ -28,7 +27,7 @@ from torchtune import config, training
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.config._errors import InstantiationError
 
-from adaptive_batch.settings import Settings
+from adaptive_batch.torchtune import Settings, TrainingParts
 
 # Each feature at least once, and such together as could spoil one another.
 COMBINATIONS = (

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from adaptive_batch.stream import RowStream
+from adaptive_batch.data import RowStream
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

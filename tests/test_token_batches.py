@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptive_batch.data import ORDERS, batches_by_tokens, plan_batches
+from adaptive_batch.data.bin_packing import COUNTS
+from adaptive_batch.data.order import row_order
 from adaptive_batch.errors import SettingError
-from adaptive_batch.filling import COUNTS
-from adaptive_batch.order import ORDERS, row_order
-from adaptive_batch.token_batches import batches_by_tokens, plan_batches
 
 NOT_FITTING = "shortest rows need"
 SECONDS = 60.0  # for what takes well under a second alone; a quadratic plan of these rows takes many minutes
@@ -370,8 +370,8 @@ def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
         """
         import time, torch
         from pathlib import Path
-        from adaptive_batch.order import row_order
-        from adaptive_batch.token_batches import plan_batches
+        from adaptive_batch.data.order import row_order
+        from adaptive_batch.data import plan_batches
 
         def peak_kibibytes():  # not ru_maxrss, which starts at what the parent had
             return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])

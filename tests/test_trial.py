@@ -24,12 +24,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.in_backward import OptimizerInBackward
-from adaptive_batch.memory import GIB, AcceleratorMemory, CountedMemory
-from adaptive_batch.probe import find_max_batch_size
-from adaptive_batch.search import BinarySearch
-from adaptive_batch.snapshot import optimizer_state_tensors
-from adaptive_batch.trial import Rehearsal
+from adaptive_batch.memory import GIB, OptimizerInBackward, optimizer_state_tensors
+from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
+from adaptive_batch.probe import BinarySearch, Rehearsal, run_search
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -382,8 +379,8 @@ def test_more_rows_can_be_evaluated_than_trained():
     with training.rehearsal() as trial:
         budget_bytes = trial(6).peak_bytes
     with training.rehearsal(budget_bytes=budget_bytes) as trial:
-        trained = find_max_batch_size(trial, search=BinarySearch(maximum=500))
-        evaluated = find_max_batch_size(
+        trained = run_search(trial, search=BinarySearch(maximum=500))
+        evaluated = run_search(
             lambda rows: trial.evaluation(lambda rows: evaluate(training, rows), rows), search=BinarySearch(maximum=500)
         )
         assert trial.evaluation(lambda rows: evaluate(training, rows), evaluated.max_batch_size).fits

@@ -20,14 +20,11 @@ from small_ranks_model import (
 from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batch import distributed
-from adaptive_batch.accumulation import Accumulator
-from adaptive_batch.batching import Capacity
-from adaptive_batch.counting import storage_bytes
-from adaptive_batch.memory import CountedMemory
-from adaptive_batch.probe import find_max_batch_size
-from adaptive_batch.search import BinarySearch
-from adaptive_batch.snapshot import optimizer_state_tensors
-from adaptive_batch.trial import Rehearsal
+from adaptive_batch.data import Capacity
+from adaptive_batch.memory import optimizer_state_tensors, storage_bytes
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import BinarySearch, Rehearsal, run_search
+from adaptive_batch.training import Accumulator
 
 CPU, PLENTY, MOST = torch.device("cpu"), 2**40, 6
 TIMES = 8  # each peak is counted: on a machine with much to do several in a row may be too high
@@ -87,7 +84,7 @@ def searched(sync: bool) -> dict[str, Any]:
         room = [PLENTY, PLENTY]
         room[smaller] = (distributed.gather(peaks)[smaller][3] + distributed.gather(peaks)[smaller][4]) // 2
         with trained.rehearsal(room[distributed.rank()]) as trial:
-            result = find_max_batch_size(trial, search=BinarySearch(maximum=MOST))
+            result = run_search(trial, search=BinarySearch(maximum=MOST))
             again = peak(trial, 3)
         found["searches"][smaller] = (
             result.max_batch_size,

@@ -8,11 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batch.batch_schedules import linear_ramp, ramp_by_doubling, steps
+from adaptive_batch.data import plan_batches, plan_batches_by_rule
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.progress import Progress
-from adaptive_batch.token_batches import plan_batches
-from adaptive_batch.varying_budget import plan_batches_by_rule
+from adaptive_batch.schedules import Progress, linear_ramp, ramp_by_doubling, steps
 
 NOT_FITTING = "shortest rows need"
 SECONDS = 60.0  # for what takes a few seconds alone; a quadratic plan takes many minutes

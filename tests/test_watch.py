@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from small_ranks import end_of_ranks, reserved_port, run_on_ranks
 
+from adaptive_batch.distributed import End, Watch
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.watch import End, Watch
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

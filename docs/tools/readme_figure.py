@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from adaptive_batch.figures.images import to_png
-from adaptive_batch.figures.of_run import figures_of
-from adaptive_batch.history.timeline import Timeline
-from adaptive_batch.page import read_probe
 from adaptive_batch.report import read_records
+from adaptive_batch.report.figures.images import to_png
+from adaptive_batch.report.figures.of_run import figures_of
+from adaptive_batch.report.history.timeline import Timeline
+from adaptive_batch.report.page import read_probe
 
 NAMES = ("probe", "batch_size")
 PICTURE = Path(__file__).resolve().parents[1] / "images" / "demo.png"

@@ -1,0 +1,243 @@
+"""The state of optimizers by the names of the parameters: the same however the parameters are sharded, checkpointed or compiled.
+
+    {"state": {name: {"exp_avg": tensor, "step": tensor, ...}}, "param_groups": [{"lr": ..., "params": [name, ...]}, ...]}
+
+torch numbers the parameters instead, and torchtune has one such state for each parameter where the optimizer runs in backward;
+all of them are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from adaptive_batch.errors import CheckpointError
+
+from .state_tree import mapped
+
+# What activation checkpointing, torch.compile and FSDP1 put into the path of a module.
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
+_OURS = ("params", "param_names")
+
+
+def parameter_name(name: str) -> str:
+    """A parameter's name without what wraps its modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """The state of optimizers by name.
+
+    Args:
+        optimizers: one over all parameters, or one for each.
+        names: of the parameters, as ``model.named_parameters()`` has them.
+
+    Returns:
+        The named form. Tensors are the optimizers' own, not copies: DTensors where the parameters are.
+    """
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        saved = optimizer.state_dict()
+        by_number = [parameter_name(names[parameter]) for parameter in _parameters([optimizer])]
+        state |= {by_number[number]: dict(entries) for number, entries in saved["state"].items()}
+        for group in saved["param_groups"]:
+            values = {key: value for key, value in group.items() if key not in _OURS}
+            groups.append({**values, "params": [by_number[number] for number in group["params"]]})
+    return {"state": state, "param_groups": groups}
+
+
+def load_named_optimizer_state(
+    state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
+) -> None:
+    """Load what :func:`named_optimizer_state` gave; without communication.
+
+    Args:
+        state: in any form that :func:`named_form` takes. Where a parameter is a DTensor, a whole tensor of its shape is sharded as it is:
+            each rank takes its own part. A tensor of another shape is replicated, one without dimensions (``step``) stays as it is.
+        optimizers: one over all parameters, or one for each; not necessarily as it was saved.
+        names: as in :func:`named_optimizer_state`.
+
+    Raises:
+        CheckpointError: the state belongs to other parameters, or cannot be sharded as these are; the parameter is named, and nothing
+            is loaded.
+    """
+    optimizers = list(optimizers)
+    form = named_form(state, optimizers, names)
+    group_of = {name: group for group in form["param_groups"] for name in group["params"]}
+    loads = []
+    for optimizer in optimizers:
+        parameters = _parameters([optimizer])
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        named = {parameter: parameter_name(names[parameter]) for parameter in parameters}
+        if missing := [name for name in named.values() if name not in group_of]:
+            raise CheckpointError(
+                f"the saved optimizer state has no parameter {missing[0]}; it belongs to another model"
+            )
+        by_number = {
+            numbers[parameter]: _placed_like(parameter, form["state"][name], name)
+            for parameter, name in named.items()
+            if name in form["state"]
+        }
+        groups = [
+            {
+                **_values_for([named[parameter] for parameter in group["params"]], group_of),
+                **({"param_names": group["param_names"]} if "param_names" in group else {}),
+                "params": [numbers[parameter] for parameter in group["params"]],
+            }
+            for group in optimizer.param_groups
+        ]
+        loads.append((optimizer, {"state": by_number, "param_groups": groups}))
+    for optimizer, by_numbers in loads:
+        optimizer.load_state_dict(by_numbers)
+
+
+def named_form(
+    state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
+    """A saved state in the form of :func:`named_optimizer_state`; its tensors may be anything, as they are not looked at.
+
+    Args:
+        state: one of ``optimizer.state_dict()``, with its numbers; the named form, which is also what
+            ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives; ``{name: one of these}``, for the optimizer in
+            backward.
+        optimizers: that it is to be loaded into; they say which parameter has which number.
+        names: as in :func:`named_optimizer_state`.
+
+    Raises:
+        CheckpointError: it is none of these, or has a parameter that there is not.
+    """
+    known = [parameter_name(names[parameter]) for parameter in _parameters(optimizers)]
+    if isinstance(state.get("param_groups"), list):
+        return _by_name(state, known)
+    form: dict[str, Any] = {"state": {}, "param_groups": []}
+    for name, part in state.items():
+        if not isinstance(part, Mapping) or not isinstance(part.get("param_groups"), list):
+            raise CheckpointError(f"the saved optimizer state has {name!r}, which is no state of an optimizer")
+        one = _by_name(part, [_known(name, known)])
+        form["state"] |= one["state"]
+        form["param_groups"] += one["param_groups"]
+    return form
+
+
+def empty_like_parameter(parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """A new DTensor for a saved tensor of a parameter's state, sharded as the parameter is; None where it is to be a plain one."""
+    if not isinstance(parameter, DTensor) or not shape or shape != parameter.shape:
+        return None
+    return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def refuse_to_divide(wrapper: type, parameter: torch.Tensor | None, what: str) -> None:
+    """Raise a CheckpointError where a state that wraps tensors, such as a low-bit one, would go to a parameter of several ranks."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+        raise CheckpointError(
+            f"{what} is a {wrapper.__name__}, which cannot be divided among {parameter.device_mesh.size()} ranks: go on with as many "
+            "ranks as it was saved with, or begin with a new optimizer state"
+        )
+
+
+def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    saved = [parameter for group in state["param_groups"] for parameter in group["params"]]
+    if all(isinstance(parameter, str) for parameter in saved):
+        name_of = {parameter: _known(parameter, known) for parameter in saved}
+    elif len(saved) != len(known):
+        raise CheckpointError(
+            f"the saved optimizer state has {len(saved)} parameters, numbered, and this model has {len(known)}; it belongs to another"
+        )
+    else:
+        name_of = dict(zip(saved, known, strict=True))
+    for parameter in state.get("state", {}):
+        if parameter not in name_of:
+            raise CheckpointError(f"the saved optimizer state has {parameter!r}, which is in none of its groups")
+    return {
+        "state": {name_of[parameter]: dict(entries) for parameter, entries in state.get("state", {}).items()},
+        "param_groups": [
+            {
+                **{key: value for key, value in group.items() if key not in _OURS},
+                "params": [name_of[parameter] for parameter in group["params"]],
+            }
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def _known(name: str, known: Sequence[str]) -> str:
+    if (cleaned := parameter_name(name)) not in known:
+        raise CheckpointError(
+            f"the saved optimizer state has the parameter {name}, which is not trained here; it belongs to another model"
+        )
+    return cleaned
+
+
+def _values_for(params: Sequence[str], group_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a group had, other than its parameters."""
+    found = group_of[params[0]] if params else {}
+    for name in params:
+        if group_of[name] is not found:
+            raise CheckpointError(
+                f"the saved optimizer state has {params[0]} and {name} in two groups, which are one here; load it with the optimizer's "
+                "groups, and with optimizer_in_bwd, as they were"
+            )
+    return {key: value for key, value in found.items() if key not in _OURS}
+
+
+def _placed_like(parameter: nn.Parameter, entries: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {
+        key: mapped(value, torch.Tensor, partial(_placed, parameter=parameter, what=f"{key} of {name}"))
+        for key, value in entries.items()
+    }
+
+
+def _placed(value: torch.Tensor, *, parameter: nn.Parameter, what: str) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        ours = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else (None, None)
+        if value.device_mesh != ours[0] or (value.shape == parameter.shape and value.placements != ours[1]):
+            raise CheckpointError(
+                f"{what} is sharded as {value.placements} over {value.device_mesh}, and its parameter as {ours[1]} over {ours[0]}; "
+                "load it whole, or from a resume point"
+            )
+        return value
+    if not isinstance(parameter, DTensor) or not value.dim():
+        return value
+    mesh = parameter.device_mesh
+    is_wrapper: bool = is_traceable_wrapper_subclass(value)
+    if is_wrapper:
+        refuse_to_divide(type(value), parameter, what)
+        return distributed_from_local(value, parameter, parameter.placements)
+    part = empty_like_parameter(parameter, value.shape, value.dtype)
+    if part is None:
+        return distributed_from_local(value, parameter, [Replicate()] * mesh.ndim)
+    _take_part(part, value)
+    return part
+
+
+def distributed_from_local(
+    local: torch.Tensor, parameter: DTensor, placements: Sequence[Placement], shape: torch.Size | None = None
+) -> DTensor:
+    """A DTensor of a rank's own part, over the mesh of a parameter and on its device, which is the host's with CPU offload."""
+    shape = local.shape if shape is None else shape
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return whole.to(parameter.device)  # type: ignore[return-value]
+
+
+def _take_part(part: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part out of the whole tensor, which each rank has."""
+    assert isinstance(part, DTensor)
+    sizes, offsets = compute_local_shape_and_global_offset(whole.shape, part.device_mesh, part.placements)
+    ours = tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
+    with torch.no_grad():
+        part.to_local().copy_(whole[ours])
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """In the order of torch's numbers."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]

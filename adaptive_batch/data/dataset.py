@@ -1,0 +1,173 @@
+"""Rows and batches that another's code makes: lengths, labels, the longest rows, the way to the device, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from adaptive_batch import distributed
+from adaptive_batch.errors import SettingError
+
+from .lengths import longest_rows, row_lengths
+
+IGNORE_INDEX = -100  # what torch's cross-entropy and Hugging Face's models take for no label
+
+RowLength = Callable[[Any], int] | int | None
+
+
+class AnyRows(Dataset[Any]):
+    """A map-style dataset whose rows may be anything.
+
+    Args:
+        dataset: with a length.
+        row_length: tokens of a row, or a number where all rows are alike; None for those of its ``tokens`` or ``input_ids``.
+
+    Raises:
+        SettingError: it has no rows.
+    """
+
+    def __init__(self, dataset: Any, row_length: RowLength = None) -> None:
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        ):
+            raise SettingError(
+                "dataset", type(dataset).__name__, "give a map-style one, with a length and rows by number"
+            )
+        if isinstance(row_length, bool) or not (
+            row_length is None or callable(row_length) or isinstance(row_length, int)
+        ):
+            raise SettingError("row_length", row_length, "give a function of a row, a whole number, or None")
+        if isinstance(row_length, int) and row_length < 1:
+            raise SettingError("row_length", row_length, "give 1 or more")
+        if not len(dataset):
+            raise SettingError("dataset", type(dataset).__name__, "it has no rows")
+        self._dataset = dataset
+        self._row_length = row_length
+        self._lengths: torch.Tensor | None = None
+        self._longest_first: list[int] = []
+        self._read: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._dataset[number]
+
+    def length(self, row: Any) -> int:
+        """Tokens of a row."""
+        if isinstance(self._row_length, int):
+            return self._row_length
+        return max(1, int((self._row_length or _tokens)(row)))
+
+    def describe(self, row: Any) -> str:
+        """What an error calls a row, its length included unless all are alike."""
+        return "one row" if isinstance(self._row_length, int) else f"one row of {self.length(row)} tokens"
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row: int64, `[rows]`; measured once, by rank zero, unless all are alike."""
+        if self._lengths is None:
+            if isinstance(self._row_length, int):
+                self._lengths = torch.full((len(self),), self._row_length)
+            else:
+                rows = _Measured(self)
+                self._lengths = distributed.from_rank_zero(
+                    lambda: row_lengths(rows, cache_dir=None, fingerprint="any", show_progress=False)
+                )
+        return self._lengths
+
+    def longest(self, count: int) -> list[Any]:
+        """The `count` longest rows, each read once."""
+        if not self._longest_first:
+            self._longest_first = longest_rows(self.lengths, len(self))
+        self._read.extend(self[number] for number in self._longest_first[len(self._read) : count])
+        return self._read[:count]
+
+    def forget(self) -> None:
+        """Let go of the rows that were read for :meth:`longest`."""
+        self._read = []
+
+
+class _Measured:
+    """Rows as :func:`row_lengths` reads them."""
+
+    def __init__(self, rows: AnyRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int, /) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.empty(self._rows.length(self._rows[number]), device="meta")}
+
+
+def label_tokens(batch: Any) -> torch.Tensor:
+    """The number of labels of a batch that has ``labels``, where -100 is none.
+
+    Of `[batch, sequence]` they are counted after the shift, as causal language models do, where position `i` predicts the label
+    at `i + 1`; of `[batch]` all are counted. The labels of an encoder or of an encoder-decoder (T5, BART, Whisper) are not shifted:
+    there `num_labels` has to be ``lambda batch: (batch["labels"] != -100).sum()``.
+
+    Raises:
+        SettingError: the batch is no mapping with such labels.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    remedy = "give a function of a batch, such as lambda batch: len(batch[0])"
+    if isinstance(labels, torch.Tensor) and labels.is_floating_point():
+        raise SettingError("num_labels", None, f"`labels` of {list(labels.shape)} are no labels of tokens; {remedy}")
+    if not isinstance(labels, torch.Tensor):
+        raise SettingError("num_labels", None, f"a batch is a {type(batch).__name__} without `labels`; {remedy}")
+    if not 1 <= labels.dim() <= 2:
+        shape = f"`labels` have the shape {list(labels.shape)}, which is neither [batch] nor [batch, sequence]"
+        remedy = 'give a function of a batch, such as lambda batch: (batch["labels"] != -100).sum()'
+        raise SettingError("num_labels", None, f"{shape}; {remedy}")
+    return ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum()
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """What a user's `mean_loss` has returned, as one number of 32 bits or more: in 16, sums over many micro-batches drift.
+
+    Raises:
+        SettingError: it is no tensor of one number, or nothing can learn from it.
+    """
+    remedy = "return the mean over the labels alone, a tensor of one number"
+    if not isinstance(loss, torch.Tensor):
+        raise SettingError("mean_loss", type(loss).__name__, f"that is what it returned; {remedy}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        kind = f"{str(loss.dtype).removeprefix('torch.')} of the shape {list(loss.shape)}"
+        raise SettingError("mean_loss", kind, f"that is what it returned; {remedy}")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        why = "its result depends on no parameter that needs gradients"
+        raise SettingError(
+            "mean_loss", float(loss), f"{why}; compute it without detach(), item() or no_grad(), of a model that trains"
+        )
+    single: torch.Tensor = loss.reshape(()) if loss.dim() else loss
+    return single.float() if single.dtype.itemsize < 4 else single
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A batch on a device: what has ``to``, and such in mappings, lists and tuples; all else as it is."""
+    if hasattr(value, "to"):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: moved(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _tokens(row: Any) -> int:
+    for key in ("tokens", "input_ids"):
+        if isinstance(row, Mapping) and key in row:
+            if getattr(row[key], "ndim", 1) != 1:
+                shape = tuple(row[key].shape)
+                raise SettingError(
+                    "row_length", None, f"a row's `{key}` has the shape {shape}; give rows of one dimension"
+                )
+            return len(row[key])
+    remedy = "give a function of a row, or 1 where all rows are alike"
+    raise SettingError("row_length", None, f"a row is a {type(row).__name__} without `tokens` or `input_ids`; {remedy}")

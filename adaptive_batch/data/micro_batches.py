@@ -1,0 +1,197 @@
+"""Rows into micro-batches: pure functions, no device.
+
+What a step holds is decided elsewhere; here it is cut into what one forward and backward may hold, its :class:`Capacity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from .token_sampler import batches_by_tokens
+
+__all__ = ["Capacity", "MicroBatch", "Shapes", "batches_by_tokens", "micro_batches", "split_by_rows", "split_by_tokens"]
+
+Row = TypeVar("Row")
+
+UNIFORM = ("rows", "lengths", "both")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one micro-batch may hold.
+
+    Attributes:
+        amount: how much, 1 or more.
+        unit: ``rows``, or ``tokens``: padded tokens, rows x longest.
+    """
+
+    amount: int
+    unit: str = "rows"
+
+    def __str__(self) -> str:
+        return f"{self.amount} {'padded ' if self.unit == 'tokens' else ''}{self.unit}"
+
+    def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
+        """The micro-batch that takes most of it."""
+
+        def key(piece: MicroBatch) -> tuple[int, int]:  # by tokens, one that can be made smaller
+            return (len(piece.rows) if self.unit == "rows" else min(2, len(piece.rows)), piece.padded_tokens)
+
+        return max(pieces, key=key)
+
+    def halved(self, *, rows: int, length: int) -> Capacity | None:
+        """Half of a micro-batch that did not fit, `rows` rows padded to `length`; None where it was one row."""
+        if rows == 1:
+            return None
+        return replace(self, amount=rows // 2 if self.unit == "rows" else rows * length // 2)
+
+    def reduced(self, *, rows: int, length: int) -> Capacity | None:
+        """A sixteenth less than a micro-batch held that only just fits, one row at least; None where it was one row."""
+        if rows == 1:
+            return None
+        fewer = rows - max(1, rows // 16)
+        return replace(self, amount=fewer if self.unit == "rows" else fewer * length)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the shapes of micro-batches must keep to, for pipelines and compiled graphs.
+
+    Attributes:
+        uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one length; ``both``; or None.
+        pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
+        longest: what the model takes at most, which no rounding passes; None for no limit.
+        shortest: rows are padded to this many tokens at least.
+    """
+
+    uniform: str | None = None
+    pad_to_multiple_of: int = 1
+    longest: int | None = None
+    shortest: int = 1
+
+    def padded(self, length: int) -> int:
+        """The length, in tokens, that rows of up to `length` tokens are padded to; at least one, which a model needs."""
+        length = max(1, self.shortest, length)
+        rounded = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return rounded if self.longest is None else max(length, min(rounded, self.longest))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that are run at once.
+
+    Attributes:
+        rows: their positions in the step, in order.
+        length: tokens that each is padded to.
+    """
+
+    rows: list[int]
+    length: int
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that are run, padding included."""
+        return len(self.rows) * self.length
+
+
+def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
+    """Splits the rows of a step batch into micro-batches of a number of rows.
+
+    Args:
+        rows: the rows in order; none gives no micro-batch.
+        micro_batch_size: rows of each micro-batch, 1 or more.
+
+    Returns:
+        Consecutive pieces in order, each of `micro_batch_size` rows but the last, which may be shorter.
+
+    Raises:
+        ValueError: `micro_batch_size` is below 1.
+    """
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size={micro_batch_size}: must be 1 or more")
+    return [list(rows[start : start + micro_batch_size]) for start in range(0, len(rows), micro_batch_size)]
+
+
+def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Groups the rows of a step batch by length into micro-batches of at most so many padded tokens.
+
+    Args:
+        lengths: tokens of each row; none gives no micro-batch.
+        max_tokens: the most that rows x longest of a micro-batch may be.
+
+    Returns:
+        Positions of rows: as few micro-batches as there can be and, of such, those with the least padding; the ones
+        with the longest rows first. The same lengths always give the same answer.
+
+    Raises:
+        ValueError: a row is longer than `max_tokens`.
+    """
+    for row, length in enumerate(lengths):
+        if length > max_tokens:
+            raise ValueError(f"max_tokens={max_tokens}: row {row} has {length} tokens; give {max(lengths)} or more")
+    return _grouped(lengths, max_tokens)
+
+
+def micro_batches(lengths: Sequence[int], capacity: Capacity, shapes: Shapes | None = None) -> list[MicroBatch]:
+    """Cuts the rows of a step into as few micro-batches as capacity and shapes allow.
+
+    By rows they stay in their order; by tokens they are grouped by length. A row that alone is above the capacity is a
+    micro-batch of its own.
+
+    Args:
+        lengths: tokens of each row of the step.
+        capacity: of one micro-batch.
+        shapes: what all of them must keep to; None for nothing.
+    """
+    shapes = shapes or Shapes()
+    if not lengths:
+        return []
+    padded = [shapes.padded(length) for length in lengths]
+    longest = max(padded)
+    by_length = sorted(range(len(lengths)), key=padded.__getitem__, reverse=True)
+    most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // longest)
+    if shapes.uniform in ("rows", "both"):
+        most = largest_divisor(len(lengths), at_most=most)
+    if capacity.unit == "rows":
+        pieces = split_by_rows(range(len(lengths)), most)
+    elif shapes.uniform is None:
+        pieces = _grouped(padded, capacity.amount)
+    else:
+        pieces = [sorted(piece) for piece in split_by_rows(by_length, most)]
+    alike = shapes.uniform in ("lengths", "both")
+    return [MicroBatch(piece, longest if alike else max(padded[row] for row in piece)) for piece in pieces]
+
+
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """The largest whole number that divides `number` and is at most `at_most`; 1 always does."""
+    return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
+
+
+def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """As :func:`split_by_tokens`; a row longer than `max_tokens` is a group of its own.
+
+    Rows sorted by length are cut into consecutive groups, which some best grouping always is: swapping two rows so that
+    the shorter lies in the group with the shorter longest row lengthens neither. For each number of shortest rows in turn:
+    the fewest groups of them, and the least padded tokens with so few. Takes time in rows x rows of a group.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    fewest, area, begin = [0], [0], [0]
+    for end, row in enumerate(order, start=1):
+        longest = lengths[row]
+        best = first = max(0, end - max(1, max_tokens // max(1, longest)))
+        least = area[first] + (end - first) * longest
+        for start in range(first + 1, end):
+            if fewest[start] > fewest[first]:
+                break
+            if (tokens := area[start] + (end - start) * longest) < least:
+                best, least = start, tokens
+        fewest.append(fewest[first] + 1)
+        area.append(least)
+        begin.append(best)
+    groups, end = [], len(order)
+    while end:
+        groups.append(sorted(order[begin[end] : end]))
+        end = begin[end]
+    return groups

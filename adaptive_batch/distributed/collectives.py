@@ -1,0 +1,343 @@
+"""The one seam to torch.distributed: every rank decides alike.
+
+Without a process group there is one rank, and each function returns what it was given. With one, each function but those
+that say who and how many is a collective over all ranks: every rank must call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from adaptive_batch.errors import RankLostError
+
+if dist.is_available():
+    from torch.distributed.distributed_c10d import PrefixStore, Store
+    from torch.distributed.rendezvous import rendezvous
+
+Result = TypeVar("Result")
+
+# What rank zero does for all may take long: reading a checkpoint, writing one, counting the tokens of a dataset.
+_PATIENCE = timedelta(hours=12)
+_CONNECT, _COME = timedelta(minutes=5), timedelta(minutes=10)
+_patient_group: Any = None
+# With tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows.
+_ranks_of_a_model = 1
+# In which gloo's threads let go of the last tensors: one that does so while Python ends aborts the process.
+_SETTLE_SECONDS = 0.1
+# What this process calls its attempt, by where the ranks meet.
+_attempts: dict[tuple[str, ...], str] = {}
+
+
+def is_launched() -> bool:
+    """Whether this process was started as one of several, as torchrun does; there need not be a process group yet."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
+
+
+def launch_name() -> str | None:
+    """Returns a name for what torchrun was told to start, the same after each restart; None without torchrun."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" is torchrun's own word where nobody gave another
+    return None if run is None else f"{run}/{platform.node()}/{os.getppid()}/{_began(os.getppid())}"
+
+
+def _began(process: int) -> str:
+    """When a process began, in ticks since the machine did: in containers, each launch may have the same number."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def meet() -> tuple[Store, int, int]:
+    """Meets the other ranks in the store that torchrun's environment names; a collective, that needs no process group.
+
+    torchrun's store outlives a restart, and what an earlier attempt has left there must not be heard again. Its count of
+    restarts does not tell them apart: a node whose ranks were well when another's failed starts them again uncounted.
+
+    Returns:
+        A connection of its own to what this attempt keeps in the store, this rank, and the number of ranks.
+
+    Raises:
+        torch.distributed.DistNetworkError: the store did not answer for 5 minutes.
+        RankLostError: other ranks did not come within 10 minutes.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=_CONNECT))
+    place = tuple(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    if place not in _attempts:
+        _attempts[place] = _attempt(PrefixStore("adaptive_batch/attempts", store), rank, size)
+    return PrefixStore(f"adaptive_batch/{_attempts[place]}", store), rank, size
+
+
+def _attempt(store: Store, rank: int, size: int) -> str:
+    """A name that rank zero makes and gives to whoever asks until all ranks of its own attempt have heard it.
+
+    The ranks of an attempt have all ended before those of the next one start, so that nobody hears an earlier name.
+    """
+    if rank:
+        number = store.add("asked", 1)
+        try:
+            store.wait([f"answer/{number}"], _COME)
+        except dist.DistStoreError as error:
+            raise RankLostError(f"rank zero has not come within {_COME}", {}) from error
+        name = store.get(f"answer/{number}").decode()
+        store.add(f"{name}/heard", 1)
+        return name
+    name, until = uuid.uuid4().hex, time.monotonic() + _COME.total_seconds()
+    while (heard := store.add(f"{name}/heard", 0)) < size - 1:
+        asked, answered = store.add("asked", 0), store.add("answered", 0)
+        for number in range(answered + 1, asked + 1):
+            store.set(f"answer/{number}", name)
+        store.add("answered", asked - answered)
+        if time.monotonic() > until:
+            raise RankLostError(f"{heard + 1} of {size} ranks have come within {_COME}", {})
+        time.sleep(0.01)
+    return name
+
+
+def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
+    """Begin the process group of all ranks that were launched.
+
+    Args:
+        backend: as in ``torch.distributed.init_process_group``.
+        ranks_of_a_model: of tensor parallelism; divides the world size.
+    """
+    global _ranks_of_a_model, _patient_group
+    store, rank, size = meet()
+    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size)
+    _ranks_of_a_model = ranks_of_a_model
+    _patient_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+
+@contextmanager
+def pretend(world_size: int, *, ranks_of_a_model: int = 1) -> Iterator[None]:
+    """Inside, this process is rank zero of that many which are not there: collectives have shapes, and move nothing.
+
+    Args:
+        world_size: ranks; 1 changes nothing.
+        ranks_of_a_model: of tensor parallelism; divides the world size.
+    """
+    global _ranks_of_a_model
+    if world_size == 1:
+        yield
+        return
+    assert not _has_group(), "there is a process group already"
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    _ranks_of_a_model = ranks_of_a_model
+    try:
+        yield
+    finally:
+        end()
+
+
+def end() -> None:
+    """End the process group, if there is one."""
+    global _ranks_of_a_model, _patient_group
+    if _has_group():
+        dist.destroy_process_group()
+    if _patient_group is not None:
+        time.sleep(_SETTLE_SECONDS)
+    _ranks_of_a_model, _patient_group = 1, None
+
+
+def host_group() -> Any:
+    """A process group of its own, of all ranks, for tensors on the host; None with one rank."""
+    return dist.new_group(backend="gloo") if world_size() > 1 else None
+
+
+def world_size() -> int:
+    """Returns the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _has_group() else 1
+
+
+def rank() -> int:
+    """Returns the number of this rank, from 0; 0 without a process group."""
+    return dist.get_rank() if _has_group() else 0
+
+
+def is_rank_zero() -> bool:
+    """Returns whether this is the rank that prints, writes and computes for all."""
+    return rank() == 0
+
+
+def data_parallel_size() -> int:
+    """Returns how many ranks see different rows: all of them but for tensor parallelism."""
+    return world_size() // _ranks_of_a_model
+
+
+def data_parallel_rank() -> int:
+    """Returns which of the :func:`data_parallel_size` parts of a step's rows is this rank's, from 0."""
+    return rank() // _ranks_of_a_model
+
+
+def local_world_size() -> int:
+    """Returns how many ranks share this machine's memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world_size() > 1 else 1
+
+
+def minimum(value: int) -> int:
+    """Returns the least `value` of all ranks, on every rank."""
+    return _reduced([value], dist.ReduceOp.MIN)[0] if world_size() > 1 else value
+
+
+def maximum(value: int) -> int:
+    """Returns the greatest `value` of all ranks, on every rank."""
+    return _reduced([value], dist.ReduceOp.MAX)[0] if world_size() > 1 else value
+
+
+def maxima(values: Sequence[int]) -> list[int]:
+    """Returns the greatest of each of `values`, as many on all ranks, in one collective."""
+    return _reduced(values, dist.ReduceOp.MAX) if world_size() > 1 else list(values)
+
+
+def total(value: int) -> int:
+    """Returns the sum of `value` over all ranks, on every rank."""
+    return _reduced([value], dist.ReduceOp.SUM)[0] if world_size() > 1 else value
+
+
+def add_up(*tensors: torch.Tensor) -> None:
+    """Puts the sums over all ranks into some tensors, in place; one collective for each, which do not wait for each other."""
+    if world_size() > 1:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+
+
+def gather(value: Result) -> list[Result]:
+    """Returns the `value` of each rank, by rank, on every rank; it must be picklable when there are other ranks."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def any_rank(flag: bool) -> bool:
+    """Returns, on every rank, whether `flag` is true on one rank at least."""
+    return maximum(int(flag)) > 0
+
+
+def barrier() -> None:
+    """Returns on no rank before every rank has called it."""
+    # A sum rather than dist.barrier(), which on NCCL guesses the device and warns of it.
+    total(0)
+
+
+def gather_on_rank_zero(value: Result) -> list[Result]:
+    """Returns the `value` of each rank, by rank, on rank zero; nothing on others."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.gather_object(value, values if is_rank_zero() else None)
+    return values if is_rank_zero() else []
+
+
+def from_rank_zero(compute: Callable[[], Result]) -> Result:
+    """Computes on rank zero alone and shares the result.
+
+    Args:
+        compute: called on rank zero; its result must be picklable when there are other ranks. They wait for it up to 12 hours,
+            or where :func:`begin` did not begin the group, up to its timeout.
+
+    Returns:
+        The result of rank zero, on every rank.
+
+    Raises:
+        BaseException: what `compute` raised on rank zero is raised on every rank, so that none is left waiting. An
+            error that cannot be pickled becomes a RuntimeError with its type and text on the other ranks.
+    """
+    if world_size() == 1:
+        return compute()
+    if is_rank_zero():
+        return _computed_and_sent(compute)
+    envelope: list[Any] = [None, None]
+    _broadcast(envelope)
+    packed_result, packed_error = envelope
+    if packed_error is not None:
+        raise _unpacked_error(packed_error)
+    result: Result = pickle.loads(packed_result)
+    return result
+
+
+def on_rank_zero(act: Callable[[], Result]) -> Result | None:
+    """Acts on rank zero alone, and returns there what came of it, which need not be picklable; None on other ranks.
+
+    Raises:
+        BaseException: as :func:`from_rank_zero`.
+    """
+    results: list[Result] = []
+    from_rank_zero(lambda: results.append(act()))
+    return results[0] if results else None
+
+
+def _broadcast(objects: list[Any]) -> None:
+    device = _collective_device() if _patient_group is None else torch.device("cpu")
+    dist.broadcast_object_list(objects, src=0, group=_patient_group, device=device)
+
+
+def _computed_and_sent(compute: Callable[[], Result]) -> Result:
+    try:
+        result = compute()
+        envelope = [pickle.dumps(result), None]
+    except BaseException as error:
+        _broadcast([None, _packed_error(error)])
+        raise
+    _broadcast(envelope)
+    return result
+
+
+def _packed_error(error: BaseException) -> bytes:
+    """Pickles an error in the first form that comes back with the same text.
+
+    Errors whose ``__init__`` takes other arguments than ``args``, as many do, pickle well and then fail to unpickle;
+    those are rebuilt without ``__init__``.
+    """
+    for form in (error, (type(error), error.args, vars(error))):
+        try:
+            packed = pickle.dumps(form)
+            if str(_unpacked_error(packed)) == str(error):
+                return packed
+        except Exception:
+            continue
+    return pickle.dumps(RuntimeError(f"rank zero failed with {type(error).__name__}: {error}"))
+
+
+def _unpacked_error(packed: bytes) -> BaseException:
+    form = pickle.loads(packed)
+    if isinstance(form, BaseException):
+        return form
+    kind, args, attributes = form
+    error: BaseException = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(attributes)
+    return error
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _reduced(values: Sequence[int], operation: Any) -> list[int]:
+    reduced = torch.tensor(values, dtype=torch.int64, device=_collective_device())
+    dist.all_reduce(reduced, op=operation)
+    return [int(value) for value in reduced.tolist()]
+
+
+def _collective_device() -> torch.device:
+    """Returns the CPU wherever the group has a backend for it (gloo), otherwise this process's accelerator (NCCL)."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "a process group without a CPU backend needs an accelerator"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

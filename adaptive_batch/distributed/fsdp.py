@@ -1,0 +1,287 @@
+"""The one file that knows FSDP2 from inside: when gradients are reduced, and how a rank that failed lets the others go on.
+
+A rank that runs out of memory within a micro-batch leaves the others waiting in the next collective. Which collectives a
+micro-batch has does not depend on its rows, so the rank that failed runs the rest of them with buffers of zeros. The others
+compute nonsense to the end of the step and then learn, where all ranks count their label tokens, that it is to be replayed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import collectives as distributed
+
+_EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One collective of a micro-batch, as it can be run again with other buffers."""
+
+    run: Callable[..., Any]
+    group: Any
+    sizes: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    options: tuple[tuple[str, Any], ...]
+
+    def with_zeros(self) -> None:
+        """Take part with zeros, and forget what comes."""
+        output, given = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in self.sizes)
+        self.run(output_tensor=output, input_tensor=given, group=self.group, **dict(self.options))
+
+
+class Sharding:
+    """The FSDP modules of a model; does nothing where it has none.
+
+    Args:
+        model: with `fully_shard` applied.
+        finishes: a micro-batch that fails on one rank can be brought to its end; False where other collectives than FSDP's
+            are part of it, as with tensor parallelism.
+        syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded ones until the last.
+
+    Attributes:
+        is_sharded: the model has FSDP modules, and several ranks share it.
+    """
+
+    def __init__(self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True) -> None:
+        # On one rank too: a forward that failed leaves them in its midst there as well.
+        self._modules = _fsdp_modules(model)
+        self._syncs_every = syncs_every_micro_batch
+        self._finishes = finishes
+        self.is_sharded = bool(self._modules) and distributed.world_size() > 1
+        self._known: dict[str, list[_Call]] = {}
+        self._kind = ""
+        self._calls: list[_Call] = []
+        self._is_running = False
+        self._is_inside = False
+        for group in self._param_groups() if self.is_sharded else ():
+            group._all_gather_comm = _Recorded(group._all_gather_comm, self)
+            group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
+
+    # --- micro-batches ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool = True) -> Iterator[None]:
+        """Inside, one micro-batch runs forward and backward; the gradients of the last are reduced in any case."""
+        syncs = is_last or self._syncs_every
+        if self.is_sharded and not self._syncs_every:
+            for module in self._modules:
+                module.set_requires_gradient_sync(syncs, recurse=False)
+        with self._pass(_training(syncs)):
+            yield
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, one micro-batch runs forward alone."""
+        with self._pass(_EVALUATION):
+            yield
+        self.reset()  # there is no backward that would do it
+
+    @contextmanager
+    def _pass(self, kind: str) -> Iterator[None]:
+        self._kind, self._calls = kind, []
+        self._is_running, self._is_inside = True, False
+        yield
+        self._is_running = False
+        self._known.setdefault(kind, list(self._calls))
+
+    # --- after a failure --------------------------------------------------------------------------------------------
+
+    @property
+    def can_finish(self) -> bool:
+        """Whether what has just failed was a micro-batch that can be brought to its end, so that the others go on.
+
+        One that failed within a collective cannot, nor the first ever of its kind.
+        """
+        if distributed.world_size() == 1:
+            return True
+        is_known = self._is_running and not self._is_inside and self._kind in self._known
+        return self.is_sharded and self._finishes and is_known
+
+    def knows(self, *, is_last: bool) -> bool:
+        """Whether :meth:`stand_in` can: a micro-batch of that kind has been run."""
+        return not self.is_sharded or _training(is_last or self._syncs_every) in self._known
+
+    @property
+    def knows_evaluation(self) -> bool:
+        """Whether :meth:`stand_in_for_evaluation` can."""
+        return not self.is_sharded or _EVALUATION in self._known
+
+    def finish(self) -> None:
+        """Run what is left of the collectives of a micro-batch that has failed, if any is; :meth:`reset` comes first."""
+        if self._is_running and self.is_sharded:
+            for call in self._known[self._kind][len(self._calls) :]:
+                call.with_zeros()
+        self._is_running = False
+
+    def stand_in(self, *, is_last: bool = True) -> None:
+        """Run the collectives of a whole micro-batch, and nothing else."""
+        with self.micro_batch(is_last=is_last):
+            self.finish()
+
+    def stand_in_for_evaluation(self) -> None:
+        """The same of one that is evaluated."""
+        with self.evaluation():
+            self.finish()
+
+    def reset(self) -> None:
+        """Bring FSDP's modules back to where they are between two steps, gradients that are kept unsharded dropped."""
+        for root in self._roots():
+            if hasattr(root, "_reset_iter_state"):  # since torch 2.12
+                root._reset_iter_state()
+            else:
+                _reset(root)
+        for parameter in self._fsdp_parameters():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+    def of_this_rank(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a tensor that is divided over ranks; others as they are."""
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is divided over ranks, put together on each of them; others as they are."""
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    def kept_gradients(self) -> Iterator[torch.Tensor]:
+        """The unsharded gradients that are there between two micro-batches."""
+        for parameter in self._fsdp_parameters():
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad
+            elif hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None:
+                yield parameter._unsharded_param.grad
+
+    def _roots(self) -> list[Any]:
+        """The states of those modules that are the outermost of what has run; one may lie outside of this model."""
+        states = [module._get_fsdp_state() for module in self._modules]
+        # FSDP sets itself up when it first runs.
+        together = [one for state in states if state._is_root is not None for one in state._state_ctx.all_states]
+        return list({id(one): one for one in together if one._is_root}.values())
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        for group in self._param_groups():
+            yield from group.fsdp_params
+
+    def _param_groups(self) -> Iterator[Any]:
+        for module in self._modules:
+            yield from _groups(module._get_fsdp_state())
+
+    def _begin_call(self) -> None:
+        self._is_inside = True
+
+    def _end_call(self, call: _Call) -> None:
+        self._is_inside = False
+        self._calls.append(call)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give a model its shards back where a forward without a backward, as of a validation, has left whole parameters.
+
+    Whole ones are no parameters that an optimizer knows, and their memory is freed under whoever holds them.
+    """
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+@contextmanager
+def shapes_worked_out_apart() -> Iterator[None]:
+    """Inside, DTensor works out shapes under no dispatch mode: it does so with whole tensors, which no rank has."""
+    if distributed.world_size() == 1:
+        yield
+        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    kind: Any = ShardingPropagator
+    work_out = kind._propagate_tensor_meta_non_cached
+
+    def apart(self: Any, *arguments: Any) -> Any:
+        with _disable_current_modes():
+            return work_out(self, *arguments)
+
+    kind._propagate_tensor_meta_non_cached = apart
+    try:
+        yield
+    finally:
+        kind._propagate_tensor_meta_non_cached = work_out
+
+
+class _Recorded:
+    """A collective of FSDP that notes each call once it has been made.
+
+    Args:
+        comm: FSDP's own.
+        sharding: notes the calls.
+    """
+
+    def __init__(self, comm: Any, sharding: Sharding) -> None:
+        self._comm = comm
+        self._sharding = sharding
+
+    def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._comm.allocate(*arguments, **options)
+        return tensor
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
+        self._sharding._begin_call()
+        result = self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
+        self._sharding._end_call(
+            _Call(
+                self._comm,
+                group,
+                (output_tensor.numel(), input_tensor.numel()),
+                output_tensor.dtype,
+                output_tensor.device,
+                tuple(options.items()),
+            )
+        )
+        return result
+
+
+def _training(syncs: bool) -> str:
+    """A kind of micro-batch, by whether its gradients are reduced."""
+    return "training" if syncs else "training, gradients kept"
+
+
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it there are none
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+
+
+def _groups(state: Any) -> list[Any]:
+    """The groups of parameters of an FSDP module, which are gathered together."""
+    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.12
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _reset(root: Any) -> None:
+    """What ``FSDPModule.reset_iter_state`` does, for a torch that has none."""
+    for state in root._state_ctx.all_states:
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.reduce_scatter_state = None
+        state._comm_ctx.post_forward_order.clear()
+        state._modules_to_run_forward.clear()
+        for group in _groups(state):
+            if group._all_gather_result is not None and group._all_gather_result.all_gather_work is not None:
+                group._all_gather_result.all_gather_work.wait()
+            group._all_gather_result = None
+            group._post_reduce_event = None
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = idle
+            group._to_sharded()

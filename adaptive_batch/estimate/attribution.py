@@ -1,0 +1,261 @@
+"""Counting live bytes, and what they are: made in forward or in backward, by which module, by which operation."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from adaptive_batch.memory import LiveBytes, Trace, plain_tensors
+
+EVERYTHING = 1 << 62  # more bytes than any device has
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where in a step an operation is.
+
+    Attributes:
+        module: the innermost module that it belongs to, by name; empty for none, such as the loss.
+        operation: as PyTorch calls it.
+        backward: in the backward pass, recomputing included.
+    """
+
+    module: str
+    operation: str
+    backward: bool
+
+    def __str__(self) -> str:
+        return f"{'backward' if self.backward else 'forward'} of {self.module or 'the loss'} ({self.operation})"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is alive at one operation beside what was resident.
+
+    Attributes:
+        where: the operation.
+        by_place: bytes by the place that made them, largest first.
+    """
+
+    where: Where
+    by_place: tuple[tuple[Where, int], ...]
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What forward and backward held in the course of their operations.
+
+    Attributes:
+        trace: bytes alive after each operation.
+        forward_bytes: those of them that forward made: activations that wait for backward.
+        gradients: of parameters, which were not there before: after which operation each was there, and its bytes.
+        explained: for the operations that were asked for, what was alive.
+    """
+
+    trace: Trace
+    forward_bytes: Sequence[int]
+    gradients: tuple[tuple[int, int], ...]
+    explained: dict[int, Held] = field(default_factory=dict)
+
+    def gradient_bytes(self, operation: int) -> int:
+        """Bytes of gradients that are there after an operation."""
+        return sum(num_bytes for made, num_bytes in self.gradients if made <= operation)
+
+
+class AttributedBytes(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts live bytes without a limit, and notes what made them.
+
+    Args:
+        workspace: bytes that an operation takes on the device that is planned for, beside what it returns; called with the
+            operation, its arguments and its keyword arguments. None for nothing.
+        explain: operations at which all that is alive is attributed to modules, by their numbers in the trace.
+        names: knows the module that runs; needed to explain.
+    """
+
+    def __init__(
+        self,
+        *,
+        workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None,
+        explain: Collection[int] = (),
+        names: ModuleNames | None = None,
+    ) -> None:
+        super().__init__(EVERYTHING)
+        self._workspace = workspace
+        self._explain = frozenset(explain)
+        self._names = names
+        self._is_counting = True
+        self._kwargs: Mapping[str, Any] = {}
+        self._in_forward: set[int] = set()
+        self._forward_bytes = 0
+        self._forward_bytes_after_each = array("q")
+        self._made_after: dict[int, int] = {}
+        self._made_by: dict[int, Where] = {}
+        self._explained: dict[int, Held] = {}
+        self._last = Where("", "", False)
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().add(tensors)
+        self._in_forward.clear()
+        self._forward_bytes = 0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, what is made counts from the end on; what is gone by then, not at all."""
+        self._is_counting = False
+        try:
+            yield
+        finally:
+            self._is_counting = True
+            self.check()
+
+    def check(self) -> None:
+        if self._is_counting:
+            super().check()
+
+    def step_trace(self, model: nn.Module) -> StepTrace:
+        """What was seen, of a model whose gradients are there now."""
+        gradients = [
+            (self._made_after[key], self._sizes[key])
+            for parameter in model.parameters()
+            if parameter.grad is not None
+            for plain in plain_tensors(parameter.grad)
+            for key in [plain.untyped_storage()._cdata]
+            if key in self._made_after and key not in self._resident
+        ]
+        return StepTrace(self.trace(), self._forward_bytes_after_each, tuple(gradients), self._explained)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        before = self._sizes.get(key, 0)
+        is_new = key not in self._sizes
+        super()._see(storage)
+        size = self._sizes.get(key, 0)
+        if is_new:
+            self._made_after[key] = len(self._forward_bytes_after_each)
+            if self._explain:
+                self._made_by[key] = self._last
+            if torch._C._current_graph_task_id() == -1:
+                self._in_forward.add(key)
+        if key in self._in_forward:
+            self._forward_bytes += size - before
+
+    def _forget(self, key: int) -> None:
+        if key in self._in_forward:
+            self._in_forward.discard(key)
+            self._forward_bytes -= self._sizes[key]
+        self._made_after.pop(key, None)
+        self._made_by.pop(key, None)
+        super()._forget(key)
+
+    def _record(self, func: Any, args: tuple[Any, ...]) -> None:
+        if not self._is_counting:
+            return
+        before = len(self._live_bytes_after_each)
+        live = self.live_bytes
+        if self._workspace is not None:
+            live += self._workspace(func, args, self._kwargs)
+        super()._record(func, args)
+        if len(self._live_bytes_after_each) == before:
+            return
+        self._live_bytes_after_each[-1] = live
+        self._forward_bytes_after_each.append(self._forward_bytes)
+        if before in self._explain:
+            self._explained[before] = Held(self._last, self._by_place(live - self.live_bytes))
+
+    def _by_place(self, workspace: int) -> tuple[tuple[Where, int], ...]:
+        held: Counter[Where] = Counter()
+        for key, size in self._sizes.items():
+            if key not in self._resident:
+                held[self._made_by[key]] += size
+        held[self._last] += workspace
+        return tuple((where, size) for where, size in held.most_common() if size)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return True  # all of them stand for some that have memory
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that no operation has made."""
+        self._see(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # most of what fake tensors are asked, and no operation
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if self._names is not None:
+            backward = torch._C._current_graph_task_id() != -1
+            name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
+            self._last = Where(self._names.current(), name, backward)
+        self._kwargs = kwargs or {}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class ModuleNames:
+    """Knows, while it is entered, the name of the module whose operation runs, in forward and in backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._stack: list[str] = []
+        self._last = ""
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside, modules are followed."""
+        handles = []
+        self._stack, self._last = [], ""
+        for name, module in self._model.named_modules():
+            readable = name.replace("_checkpoint_wrapped_module.", "").replace("._checkpoint_wrapped_module", "")
+            handles += [
+                module.register_forward_pre_hook(lambda *_, name=readable: self._enter(name)),
+                module.register_forward_hook(lambda *_: self._leave(), always_call=True),
+            ]
+        try:
+            with _Labels(self):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> None:
+        inside = self._stack[-1] if self._stack else ""
+        # A module that several share has the name of the first; one that is wrapped, as to be recomputed, that of its wrapper.
+        if inside and name != inside and not name.startswith(f"{inside}."):
+            name = f"{inside}.{name.rpartition('.')[2]}"
+        self._stack.append(name)
+
+    def _leave(self) -> None:
+        self._stack.pop()
+
+    def current(self) -> str:
+        """Name of the innermost module; empty outside of all."""
+        if self._stack:  # forward, or recomputing
+            return self._stack[-1]
+        if torch._C._current_graph_task_id() == -1:
+            return ""
+        node = torch._C._current_autograd_node()
+        label = None if node is None else cast(dict[str, Any], node.metadata).get("adaptive_batch.module")
+        if label is not None:
+            self._last = label
+        return self._last
+
+
+class _Labels(TorchFunctionMode):
+    """Writes the name of the module into the autograd nodes of what its operations return."""
+
+    def __init__(self, names: ModuleNames) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                cast(dict[str, Any], tensor.grad_fn.metadata).setdefault("adaptive_batch.module", self._names.current())
+        return result

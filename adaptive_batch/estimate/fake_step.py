@@ -1,0 +1,233 @@
+"""A training step on fake tensors, which have shapes and no memory: what it would hold, on a device that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
+from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
+
+from .attribution import AttributedBytes, ModuleNames, StepTrace
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that are there before a forward begins.
+
+    Attributes:
+        parameters, buffers: of the model.
+        optimizer: its state.
+        gradients: that are there already, where a step has several micro-batches.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.buffers + self.optimizer + self.gradients
+
+
+class FakeDevice:
+    """A device whose tensors have no memory, so that any model fits on it.
+
+    Args:
+        workspace: bytes that an operation takes on the device that is planned for, beside what it returns; called with the
+            operation, its arguments and its keyword arguments. None for nothing.
+
+    Attributes:
+        mode: in which tensors are fake.
+    """
+
+    def __init__(self, *, workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None) -> None:
+        self.mode = FakeTensorMode()
+        self._workspace = workspace
+        self._counter: AttributedBytes | None = None
+
+    def move(self, model: nn.Module) -> None:
+        """Put a model here, in place: parameters and buffers on the meta device, or real ones, which are then let go of."""
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_meta:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return self.mode.from_tensor(tensor, static_shapes=True)
+
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append((module, name))
+        with self.mode:
+            model._apply(lambda tensor: _through_shards(tensor, fake))  # type: ignore[no-untyped-call]
+        for (owner, own_name), *others in places.values():  # weights that are tied stay so
+            for module, name in others:
+                module._parameters[name] = owner._parameters[own_name]
+
+    def batch(self, batch: dict[str, Any]) -> None:
+        """Put a batch here, in place; anything but tensors stays as it is, and those that are fake already are counted alone."""
+        batch.update(tree_map_only(torch.Tensor, self._fake, dict(batch)))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor, static_shapes=True)
+        if self._counter:
+            self._counter.see(fake)
+        return fake
+
+    @contextmanager
+    def counting(self, *, explain: Collection[int] = (), names: ModuleNames | None = None) -> Iterator[AttributedBytes]:
+        """Inside, tensors that are made are fake, and counted."""
+        self._counter = counter = AttributedBytes(workspace=self._workspace, explain=explain, names=names)
+        try:
+            # A compiled region fails under a dispatch mode, and would hide its tensors from it.
+            with (
+                torch.compiler.set_stance("force_eager"),
+                shapes_worked_out_apart(),
+                self.mode,
+                counter,
+                names.following() if names else nullcontext(),
+            ):
+                yield counter
+        finally:
+            self._counter = None
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, only what stays is counted: for what is compiled on a real device, and holds nothing on its way."""
+        with self._counter.pause() if self._counter else nullcontext():
+            yield
+
+
+class FakeStep:
+    """Runs the code of a training step on fake tensors, at any number of rows, and says what it would hold.
+
+    Args:
+        model: on the device.
+        optimizer: of its parameters, or those in backward; made on the device.
+        forward_backward: runs this many rows through the code that training runs, ``backward`` included.
+        step: what training does once gradients are there: clipping and ``optimizer.step()``.
+        accumulates: gradients are there already when a forward begins.
+        device: where all of it is.
+        sharding: of the model; needed where there are several ranks.
+        keep_gradients: as in :class:`adaptive_batch.trial.Rehearsal`.
+
+    Attributes:
+        optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in backward.
+        resident: before a forward.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerInBackward,
+        forward_backward: Callable[[int], object],
+        step: Callable[[], object],
+        accumulates: bool,
+        device: FakeDevice,
+        sharding: Sharding | None = None,
+        keep_gradients: Callable[[], object] | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizers = (
+            list(optimizer.optimizers.values()) if isinstance(optimizer, OptimizerInBackward) else [optimizer]
+        )
+        self._forward_backward = forward_backward
+        self._accumulates = accumulates
+        self._device = device
+        self._sharding = sharding or Sharding(model)
+        self._keep_gradients = keep_gradients if accumulates else None
+        model.train()
+        self.optimizer_peak_bytes: int | None = None
+        in_backward = isinstance(optimizer, OptimizerInBackward)
+        if in_backward or self._sharding.is_sharded:  # states are made by the first step, FSDP sets itself up in it
+            with torch.compiler.set_stance("force_eager"), device.mode:
+                forward_backward(2)
+        if not in_backward:
+            self._give_gradients()
+            with device.counting() as counter:
+                counter.add(self._tensors())
+                step()
+            self.optimizer_peak_bytes = counter.peak_bytes
+        self._prepare()
+        self.resident = Resident(
+            storage_bytes(model.parameters()),
+            storage_bytes(model.buffers()),
+            storage_bytes(optimizer_state_tensors(self._optimizers)),
+            storage_bytes(self._gradients()),
+        )
+
+    def trace(
+        self, rows: int, *, forward_backward: Callable[[int], object] | None = None, explain: Collection[int] = ()
+    ) -> StepTrace:
+        """What forward and backward of that many rows hold.
+
+        Args:
+            rows: of one micro-batch.
+            forward_backward: in the place of the one that was given, for rows of another length.
+            explain: operations at which all that is alive is attributed to modules.
+        """
+        self._prepare()
+        with self._device.counting(explain=explain, names=ModuleNames(self._model) if explain else None) as counter:
+            counter.add(self._tensors())
+            (forward_backward or self._forward_backward)(rows)
+            return counter.step_trace(self._model)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+        yield from self._gradients()
+        yield from optimizer_state_tensors(self._optimizers)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self._sharding.kept_gradients()
+
+    def _prepare(self) -> None:
+        self._sharding.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        if self._keep_gradients:
+            with self._device.mode:
+                self._keep_gradients()
+        elif self._accumulates:
+            self._give_gradients()
+
+    def _give_gradients(self) -> None:
+        with self._device.mode:
+            for parameter in self._model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Convert a tensor, or this rank's part of one that is divided."""
+    if not hasattr(tensor, "to_local"):
+        return convert(tensor)
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad(), _disable_current_modes():
+        local = tensor.to_local()
+    return DTensor.from_local(
+        convert(local),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

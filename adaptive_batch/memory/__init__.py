@@ -1,0 +1,42 @@
+"""Device memory: what there is, what a step uses, the curve of its peak, snapshots of the training state."""
+
+from .curve import Line, MemoryCurve, Trace
+from .device import (
+    GIB,
+    DeviceMemory,
+    Usage,
+    budget_bytes,
+    check_device_memory,
+    device_memory,
+    host_available_bytes,
+    is_out_of_memory,
+    parse_size,
+    recover,
+)
+from .in_backward import OptimizerInBackward
+from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
+from .tracker import LiveBytes, plain_tensors, storage_bytes
+
+__all__ = [
+    "GIB",
+    "DeviceMemory",
+    "Line",
+    "LiveBytes",
+    "MemoryCurve",
+    "OptimizerInBackward",
+    "RandomState",
+    "TensorSnapshot",
+    "Trace",
+    "TrainingSnapshot",
+    "Usage",
+    "budget_bytes",
+    "check_device_memory",
+    "device_memory",
+    "host_available_bytes",
+    "is_out_of_memory",
+    "optimizer_state_tensors",
+    "parse_size",
+    "plain_tensors",
+    "recover",
+    "storage_bytes",
+]

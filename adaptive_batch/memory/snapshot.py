@@ -1,0 +1,223 @@
+"""What training has, copied to the host and put back bit for bit, so that a rehearsal leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from adaptive_batch import distributed
+from adaptive_batch.distributed import reshard
+from adaptive_batch.errors import DoesNotFitError, sized
+
+from .device import host_available_bytes
+from .tracker import plain_tensors, storage_bytes
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class TensorSnapshot:
+    """Tensors, copied to the host; :meth:`restore` writes the same bits into the same tensors.
+
+    Wrapper subclasses, such as torchao's low-bit optimizer states, have no ``clone``: their inner tensors are copied.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [plain.detach() for tensor in tensors for plain in plain_tensors(tensor)]
+        with _disable_current_modes():  # the copies are the host's, not the device's that is being measured
+            self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors]
+
+    def restore(self) -> None:
+        with _disable_current_modes(), torch.no_grad():
+            for tensor, saved in zip(self._tensors, self._copies, strict=True):
+                tensor.copy_(saved)
+
+
+class OptimizerSnapshot:
+    """Everything that ``optimizer.step()`` may change about the optimizer itself: state, groups, counters.
+
+    State that was not there is removed by :meth:`restore`, so a fresh optimizer is fresh again.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        self._values = TensorSnapshot(_tensors_in(self._state.values()))
+        self._others = {
+            p: {k: copy.deepcopy(v) for k, v in s.items() if not _holds_tensor(v)} for p, s in self._state.items()
+        }
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._group_values = TensorSnapshot(
+            v for group in optimizer.param_groups for v in group.values() if isinstance(v, torch.Tensor)
+        )
+        self._counters = {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN)}
+
+    def restore(self) -> None:
+        optimizer = self._optimizer
+        for parameter in list(optimizer.state):
+            if parameter not in self._state and not _emptied(optimizer.state[parameter]):
+                del optimizer.state[parameter]
+        for parameter, state in self._state.items():
+            current = optimizer.state[parameter]
+            current.clear()
+            current.update(state)
+            current.update(copy.deepcopy(self._others[parameter]))
+        self._values.restore()
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(saved)
+        self._group_values.restore()
+        for name in [k for k, v in vars(optimizer).items() if isinstance(v, _PLAIN) and k not in self._counters]:
+            delattr(optimizer, name)
+        vars(optimizer).update(self._counters)
+
+
+class RandomState:
+    """The state of every random number generator that training may draw from: torch on the host and on the device,
+    Python's, NumPy's where it is loaded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._which = () if device.type == "mps" else (device,)  # there is one MPS, and it takes no device
+        self._torch = torch.get_rng_state()
+        self._on_device = None if device.type == "cpu" else getattr(torch, device.type).get_rng_state(*self._which)
+        self._python = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state(legacy=False) if numpy else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        if self._on_device is not None:
+            getattr(torch, self._device.type).set_rng_state(self._on_device, *self._which)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ints, lists and tensors, which ``torch.load(weights_only=True)`` reads."""
+        version, words, gauss = self._python
+        state: dict[str, Any] = {"torch": self._torch, "python": [version, list(words), gauss]}
+        if self._on_device is not None:
+            state[self._device.type] = self._on_device
+        if self._numpy is not None:
+            numpy_state = self._numpy["state"]
+            state["numpy"] = {
+                "key": [int(word) for word in numpy_state["key"]],
+                "pos": int(numpy_state["pos"]),
+                "has_gauss": int(self._numpy["has_gauss"]),
+                "gauss": float(self._numpy["gauss"]),
+            }
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> RandomState:
+        """The state that :meth:`state_dict` wrote; generators that it does not name keep their current state."""
+        result = cls(device)
+        result._torch = state["torch"]
+        result._on_device = state.get(device.type, result._on_device)
+        version, words, gauss = state["python"]
+        result._python = (version, tuple(words), gauss)
+        if (saved := state.get("numpy")) and (numpy := sys.modules.get("numpy")):
+            result._numpy = {
+                "bit_generator": "MT19937",
+                "state": {"key": numpy.array(saved["key"], dtype=numpy.uint32), "pos": saved["pos"]},
+                "has_gauss": saved["has_gauss"],
+                "gauss": saved["gauss"],
+            }
+        return result
+
+
+class TrainingSnapshot:
+    """A model in training with its optimizers and every random number generator.
+
+    Gradients are set aside, not copied: :meth:`restore` hangs the same tensors back.
+
+    Args:
+        model: its parameters and buffers are copied to the host.
+        optimizers: all that step its parameters; several with the optimizer in backward.
+        device: where the model lives.
+        parameters_change: False where something else puts each parameter back (the optimizer in backward); they are then not
+            copied.
+
+    Raises:
+        DoesNotFitError: the host has no room for the copies.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], *, device: torch.device, parameters_change: bool = True
+    ) -> None:
+        reshard(model)
+        optimizers = list(optimizers)
+        saved = [*model.buffers(), *(model.parameters() if parameters_change else ())]
+        needed = storage_bytes([*saved, *(t for o in optimizers for t in _tensors_in(o.state.values()))])
+        if needed > (available := host_available_bytes() // distributed.local_world_size()):
+            raise DoesNotFitError(
+                f"the probe copies {sized(needed)} of weights and optimizer state to the host so that it leaves no trace, "
+                f"and the host has {sized(available)} available; free host memory, or set batch_size without a probe"
+            )
+        self._tensors = TensorSnapshot(saved)
+        self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
+        self._random = RandomState(device)
+        # A forward may also put another tensor in a buffer's place.
+        self._modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+        self._gradients = [(p, p.grad) for p in model.parameters()]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def restore(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers.update(buffers)
+        self._tensors.restore()
+        self.restore_optimizers()
+        self._random.restore()
+
+    def restore_optimizers(self) -> None:
+        """Put back the optimizers alone: a step that ran out of memory leaves states half made."""
+        for optimizer in self._optimizers:
+            optimizer.restore()
+
+
+def _emptied(state: dict[str, Any]) -> bool:
+    """Set a fresh optimizer's paged state back to what bitsandbytes starts with; False where the state is not paged.
+
+    Its paged buffers are never given back, so deleting them would make training allocate all of them once more.
+    """
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    if not any(getattr(tensor, "is_paged", False) for tensor in tensors.values()):
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        for key, tensor in tensors.items():
+            if not key.startswith("qmap"):  # the quantization maps are constants
+                tensor.zero_()
+    state["step"] = 0
+    return True
+
+
+def _holds_tensor(value: Any) -> bool:
+    return next(iter(_tensors_in([value])), None) is not None
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def optimizer_state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """The tensors in the state of some optimizers."""
+    for optimizer in optimizers:
+        yield from _tensors_in(optimizer.state.values())

@@ -1,0 +1,22 @@
+"""The search for the maximum batch size: strategies, trials, the finder, its cache."""
+
+from .curve_cache import CachedCurve
+from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
+from .search import BinarySearch, Halving, Predictive, Search, Trial
+from .trial import Rehearsal
+
+__all__ = [
+    "BinarySearch",
+    "CachedCurve",
+    "Halving",
+    "Predictive",
+    "ProbeResult",
+    "Rehearsal",
+    "Search",
+    "Trial",
+    "load_latest",
+    "load_result",
+    "run_search",
+    "save_result",
+    "try_again",
+]

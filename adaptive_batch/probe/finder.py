@@ -1,0 +1,261 @@
+"""Runs trials until a search ends: the result, its file, its table."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from adaptive_batch import distributed
+from adaptive_batch.memory import GIB
+
+from .search import Search, Trial
+
+log = logging.getLogger("adaptive_batch")
+
+_FORMAT = 1
+_KEPT = 31  # results of other lengths, devices or settings that a file keeps
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a search found.
+
+    Attributes:
+        max_batch_size: the largest size that was tried and fits; 0 when none did.
+        batch_size: the size to train with: `max_batch_size`, or the power of two below it, which was tried too.
+        trials: every trial, in the order in which they were run.
+        seconds: how long each took.
+        sequence_length: tokens in the longest row of each trial; 0 where the caller did not say.
+        resident_bytes: alive before any trial.
+        budget_bytes: what a trial was allowed; with several ranks, on the one that was allowed least.
+        from_cache: the bound was known, and was tried once more.
+        budgets_of_ranks: what each rank was allowed, in bytes; empty for one.
+    """
+
+    max_batch_size: int
+    batch_size: int
+    trials: tuple[Trial, ...]
+    seconds: tuple[float, ...]
+    sequence_length: int = 0
+    resident_bytes: int = 0
+    budget_bytes: int = 0
+    from_cache: bool = False
+    budgets_of_ranks: tuple[int, ...] = ()
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """Trials that did not fit."""
+        return sum(not trial.fits for trial in self.trials)
+
+    def peak_bytes(self) -> int | None:
+        """Peak of the bound's own trial, the optimizer's phase included."""
+        peaks = [p for t in self.trials if t.fits and t.batch_size == self.max_batch_size for p in _peaks(t)]
+        return max(peaks, default=None)
+
+    def bytes_per_row(self) -> float | None:
+        """Slope of the peak between the two largest sizes that fit; None where fewer than two were measured."""
+        measured = sorted(
+            {t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None}.items()
+        )
+        if len(measured) < 2:
+            return None
+        (smaller, below), (larger, above) = measured[-2:]
+        return (above - below) / (larger - smaller)
+
+    def table(self) -> str:
+        """Aligned text: a line for each trial, then what is fixed, what a row costs, what is left free, and the bound."""
+        lines = [f"{'rows':>6} {'length':>7} {'peak GiB':>9} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
+        for trial, seconds in zip(self.trials, self.seconds, strict=True):
+            peak = "-" if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
+            rate = f"{trial.batch_size / seconds:.1f}" if seconds and trial.fits else "-"
+            lines.append(
+                f"{trial.batch_size:>6} {self.sequence_length:>7} {peak:>9} {'yes' if trial.fits else 'no':>5} "
+                f"{seconds:>8.2f} {rate:>8}"
+            )
+        lines.append(
+            f"fixed: {self.resident_bytes / GIB:.3f} GiB (weights, buffers, optimizer state, gradients that stay)"
+        )
+        optimizer_peak = max(
+            (t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None), default=None
+        )
+        if optimizer_peak is not None:
+            lines.append(f"optimizer's step: {optimizer_peak / GIB:.3f} GiB at its peak, whatever the batch")
+        if (slope := self.bytes_per_row()) is not None:
+            lines.append(f"each row: {slope / GIB:.4f} GiB more, between the two largest sizes that fit")
+        if (bound_peak := self.peak_bytes()) is not None:
+            free = (self.budget_bytes - bound_peak) / GIB
+            lines.append(f"free at the bound: {free:.3f} GiB of the {self.budget_bytes / GIB:.3f} GiB allowed")
+        if budgets := self.budgets_of_ranks:
+            least, most = min(budgets), max(budgets)
+            of_ranks = f"{len(budgets)} ranks, which all must have room"
+            if most > 1.01 * least:
+                which = ", ".join(str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least)
+                of_ranks += (
+                    f": rank {which} may use least, {least / GIB:.3f} GiB, and others up to {most / GIB:.3f} GiB"
+                )
+            lines.append(of_ranks)
+        cached = ", known from before and tried again" if self.from_cache else ""
+        rounded = (
+            "" if self.batch_size == self.max_batch_size else f"; rounded down to a power of two: {self.batch_size}"
+        )
+        lines.append(f"max_batch_size: {self.max_batch_size}{cached}{rounded}")
+        return "\n".join(lines)
+
+
+def run_search(
+    run_trial: Callable[[int], Trial],
+    *,
+    search: Search,
+    round_to_power_of_two: bool = False,
+    sequence_length: int = 0,
+    resident_bytes: int = 0,
+    budget_bytes: int = 0,
+) -> ProbeResult:
+    """Find the largest batch whose whole training step fits.
+
+    Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the largest.
+
+    Args:
+        run_trial: runs one trial of that many rows; see :class:`adaptive_batch.trial.Rehearsal`.
+        search: decides which size is tried next.
+        round_to_power_of_two: also find the size to train with by rounding the bound down; it is tried if it was not.
+        sequence_length, resident_bytes, budget_bytes: what the result should say of the trials.
+
+    Returns:
+        The result; `max_batch_size` is 0 when no size fits. Only sizes that were tried and fit are ever in it.
+    """
+    trials: list[Trial] = []
+    seconds: list[float] = []
+
+    def run(size: int) -> Trial:
+        start = time.perf_counter()
+        trial = _agree(run_trial(size))
+        seconds.append(time.perf_counter() - start)
+        trials.append(trial)
+        peak = "" if trial.peak_bytes is None else f", peak {trial.peak_bytes / GIB:.3f} GiB"
+        log.info("trial %d: %d rows %s%s", len(trials), size, "fit" if trial.fits else "do not fit", peak)
+        return trial
+
+    while (size := search.candidate) is not None:
+        search.record(run(size))
+    bound = batch_size = search.best
+    if round_to_power_of_two and bound:
+        fitting = {trial.batch_size for trial in trials if trial.fits}
+        power = 1 << (bound.bit_length() - 1)
+        while power and power not in fitting and not run(power).fits:
+            power //= 2
+        batch_size = power or bound
+    return ProbeResult(
+        bound,
+        batch_size,
+        tuple(trials),
+        tuple(seconds),
+        sequence_length,
+        resident_bytes,
+        budget_bytes,
+        from_cache=False,
+    )
+
+
+def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:
+    """Try a bound that was found before once more; None where it no longer fits."""
+    start = time.perf_counter()
+    trial = _agree(run_trial(known.max_batch_size))
+    if not trial.fits:
+        log.info("the bound of %d rows that was found before no longer fits; probing again", known.max_batch_size)
+        return None
+    seconds = (*known.seconds, time.perf_counter() - start)
+    return replace(known, trials=(*known.trials, trial), seconds=seconds, from_cache=True)
+
+
+def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: str = "") -> None:
+    """Write a result as JSON, aside and renamed, with the fingerprint of everything it depends on, and that of settings alone.
+
+    Results of other fingerprints that the file holds, such as those of other lengths, are kept under ``earlier``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = [record for record in _read_records(path, say=False) if record["fingerprint"] != fingerprint]
+    result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
+    record = {
+        "format": _FORMAT,
+        "fingerprint": fingerprint,
+        "settings": settings,
+        **asdict(result),
+        "bytes_per_row": result.bytes_per_row(),
+    }
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with aside.open("w") as file:
+        json.dump({**record, "earlier": earlier[-_KEPT:]}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
+    """Read a result that :func:`save_result` wrote; None where there is none, it is torn, or it depends on something else."""
+    records = _read_records(path)
+    record = next((record for record in records if record["fingerprint"] == fingerprint), None)
+    if record is None:
+        if records:
+            log.info("%s is of other settings, other rows or another device; probing again", path)
+        return None
+    return _result(record, path)
+
+
+def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
+    """Read the last result of some settings, whatever the device had free then; None where there is none."""
+    records = [record for record in _read_records(path) if record.get("settings") == settings]
+    return _result(records[-1], path) if records else None
+
+
+def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
+    try:
+        lists = ("trials", "seconds", "budgets_of_ranks")
+        values: dict[str, Any] = {n: record[n] for n in ProbeResult.__dataclass_fields__ if n not in lists}
+        trials = tuple(Trial(**trial) for trial in record["trials"])
+        seconds, budgets = tuple(record["seconds"]), tuple(record.get("budgets_of_ranks", ()))
+        result = ProbeResult(trials=trials, seconds=seconds, budgets_of_ranks=budgets, **values)
+        if not {trial.batch_size for trial in trials if trial.fits} >= {result.max_batch_size, result.batch_size}:
+            raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
+        return result
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be believed (%r); probing again", path, error)
+        return None
+
+
+def _read_records(path: Path, *, say: bool = True) -> list[dict[str, Any]]:
+    """The results in a file, oldest first; none where it is not there, torn, or of another format."""
+    try:
+        latest = json.loads(path.read_text())
+        records = [*latest.pop("earlier"), latest]
+        if any(record["format"] != _FORMAT or "fingerprint" not in record for record in records):
+            raise ValueError("it was written by another version")
+        return records
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s cannot be read (%r); probing again", path, error)
+        return []
+
+
+def _agree(trial: Trial) -> Trial:
+    """One trial for all ranks: fits where it fits everywhere, the largest peaks, and the trace of rank zero, whose shards are largest."""
+    if distributed.world_size() == 1:
+        return trial
+    fails, peak, optimizer_peak = distributed.maxima(
+        [not trial.fits, *(-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))]
+    )
+    trace = distributed.from_rank_zero(lambda: trial.trace) if not fails else None
+    return Trial(
+        trial.batch_size, not fails, None if peak < 0 else peak, None if optimizer_peak < 0 else optimizer_peak, trace
+    )
+
+
+def _peaks(trial: Trial) -> list[int]:
+    return [peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes) if peak is not None]

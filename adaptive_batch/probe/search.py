@@ -1,0 +1,259 @@
+"""Which batch size to try next, told only what the trials before it said.
+
+Three searches for the largest number of rows that fits. Each is a state machine without a device: it names a candidate,
+is told how the trial of it went, and names the next one until the search is over. Its state is the list of trials.
+
+    Halving        start, start/2, ... until one fits       an OOM for each halving
+    BinarySearch   bisection of 1..maximum                  exact; log2(maximum) trials, many of them OOMs
+    Predictive     from the peaks that trials report        about five trials, mostly without an OOM
+
+Whatever the answers are, also contradictory ones, every candidate lies between the largest size that fitted and the
+smallest that did not. So no size is tried twice, each search ends, and only a size that was tried is ever the best.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from adaptive_batch.memory import MemoryCurve, Trace
+
+from .extrapolation import UNCERTAIN, Point, next_rows
+
+SURE = (
+    0.95  # share of the budget that an expected curve is trusted to at first, where peaks are not counted to the byte
+)
+ALIKE = 0.1  # by what part of its rise a peak may differ from the expected one before the curve is no longer believed
+EQUAL = 1e-6  # the same where bytes are counted: another peak is of another step
+CLOSE = 0.012  # after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one trial went.
+
+    Args:
+        batch_size: rows that were tried.
+        fits: whether the whole training step fitted in memory.
+        peak_bytes: most bytes held in forward and backward, what was resident before included; None where the device
+            could not say. Of a trial that does not fit it is not read.
+        optimizer_peak_bytes: the same for the optimizer's step, which does not grow with the batch. For the record: a
+            step that passes the budget by this alone is reported with ``fits=False``.
+        trace: bytes alive after each operation of forward and backward, where the device counts them.
+    """
+
+    batch_size: int
+    fits: bool
+    peak_bytes: int | None = None
+    optimizer_peak_bytes: int | None = None
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+
+
+class Search(Protocol):
+    """A search that is told what happened: while there is a candidate, try it and record the trial."""
+
+    @property
+    def candidate(self) -> int | None:
+        """Rows to try next; None when the search is over."""
+
+    @property
+    def best(self) -> int:
+        """Largest number of rows that was tried and fits; 0 when none did."""
+
+    def record(self, trial: Trial) -> None:
+        """Take in how the trial of the candidate went.
+
+        Raises:
+            ValueError: the trial is not of the candidate, or the search is over.
+        """
+
+
+class _Recorded:
+    """What the three searches share: the trials so far, and the open interval in which the answer lies."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise ValueError(f"{name}={limit!r}: give a whole number of rows, at least 1")
+        self._limit = limit
+        self._trials: list[Trial] = []
+
+    @property
+    def candidate(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def best(self) -> int:
+        return max((trial.batch_size for trial in self._trials if trial.fits), default=0)
+
+    @property
+    def _too_many(self) -> int:
+        """Fewest rows known not to fit; one above the limit while all have fitted."""
+        return min((trial.batch_size for trial in self._trials if not trial.fits), default=self._limit + 1)
+
+    def record(self, trial: Trial) -> None:
+        candidate = self.candidate
+        if candidate is None:
+            raise ValueError(f"batch_size={trial.batch_size}: the search is over, its best is {self.best}")
+        if trial.batch_size != candidate:
+            raise ValueError(f"batch_size={trial.batch_size}: the size to try next is {candidate}")
+        self._trials.append(trial)
+
+
+class Halving(_Recorded):
+    """`start`, then half of it, until one fits; never looks above `start`.
+
+    Args:
+        start: rows to try first.
+
+    Raises:
+        ValueError: `start` is not a whole number of rows, at least 1.
+    """
+
+    def __init__(self, *, start: int) -> None:
+        super().__init__("start", start)
+
+    @property
+    def candidate(self) -> int | None:
+        if self.best:
+            return None
+        return (self._too_many // 2 or None) if self._trials else self._limit
+
+
+class BinarySearch(_Recorded):
+    """Plain bisection of ``1..maximum``, as in torchtune's RFC (pull request 2199): exact, and blind to peaks.
+
+    Args:
+        maximum: most rows that are of use.
+
+    Raises:
+        ValueError: `maximum` is not a whole number of rows, at least 1.
+    """
+
+    def __init__(self, *, maximum: int) -> None:
+        super().__init__("maximum", maximum)
+
+    @property
+    def candidate(self) -> int | None:
+        middle = (self.best + self._too_many) // 2
+        return middle if middle > self.best else None
+
+
+class Predictive(_Recorded):
+    """Chooses each next size so that it fits by what the peaks have shown, and stops where the next row would not.
+
+    Starts from one row, so that it is known at once when nothing fits. Ends on the exact maximum while nothing runs out
+    of memory, and within 1.2% below it otherwise. Without peaks it doubles, then bisects. Where trials tell the bytes
+    alive at each operation, two of them tell the maximum, and a third tries it. Where a curve is expected, the first trial is
+    at what it allows, the next at what it allows once it is scaled to the peak that was measured; where peaks are not
+    counted to the byte, it then ends within 3% below the maximum.
+
+    Args:
+        budget_bytes: most bytes that a trial may hold.
+        maximum: most rows that are of use.
+        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not
+            grow, so the search is shorter, and more rarely mistaken, when it knows them.
+        granularity_bytes: peaks are known to this many bytes; an accelerator's allocator reserves memory in blocks.
+        expected: what peaks should be, from a plan or from earlier trials. It shortens the way, and is believed only as far as
+            trials bear it out.
+
+    Raises:
+        ValueError: `budget_bytes`, `maximum` or `granularity_bytes` is below 1, or `resident_bytes` below 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        maximum: int,
+        resident_bytes: int = 0,
+        granularity_bytes: int = 1,
+        expected: MemoryCurve | None = None,
+    ) -> None:
+        super().__init__("maximum", maximum)
+        if budget_bytes < 1:
+            raise ValueError(f"budget_bytes={budget_bytes!r}: give a number of bytes, at least 1")
+        if resident_bytes < 0:
+            raise ValueError(f"resident_bytes={resident_bytes!r}: give a number of bytes, 0 or more")
+        if granularity_bytes < 1:
+            raise ValueError(f"granularity_bytes={granularity_bytes!r}: give a number of bytes, at least 1")
+        self._budget_bytes = budget_bytes
+        self._resident_bytes = resident_bytes
+        self._free_bytes = max(1, budget_bytes - resident_bytes)
+        self._rounding = 2 * granularity_bytes / self._free_bytes
+        self._granularity_bytes = granularity_bytes
+        self._expected = expected
+
+    @property
+    def candidate(self) -> int | None:
+        best, too_many = self.best, self._too_many
+        failed = any(not trial.fits for trial in self._trials)
+        if self._expected is not None and self._bears_out(self._expected):
+            return self._rows_by_expectation(self._expected)
+        if not self._trials:
+            return 1
+        if best == 0 and too_many > 1 and self._expected is not None:  # an expectation was too high
+            return max(1, too_many // 2)
+        if best == 0 or too_many - best <= (max(1, CLOSE * best) if failed else 1):
+            return None
+        known = self._rows_by_trace()
+        if known is not None and known < too_many:  # else a trial has shown that it is not so
+            return known if known > best else None
+        points = self._points()
+        if not points or points[-1].rows != best:  # the device could not say
+            return (best + too_many) // 2 if failed else min(2 * best, self._limit)
+        target = next_rows(points, rounding=self._rounding, resident_known=self._resident_bytes > 0)
+        if target is None:
+            return None
+        if failed:  # a prediction was too high once: keep part of the gap in reserve, less of it after a near miss
+            part = 0.7 if 1.03 * best < too_many < 1.2 * best else 0.5
+            target = min(target, best + part * (too_many - best))
+        return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
+
+    def _bears_out(self, curve: MemoryCurve) -> bool:
+        """Whether nothing that was tried contradicts a curve."""
+        if any(not trial.fits for trial in self._trials):
+            return False
+        may_differ = EQUAL if self._granularity_bytes == 1 else ALIKE
+        return all(abs(self._scale(curve, trial) - 1) <= may_differ for trial in self._trials)
+
+    def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
+        """How a trial's peak compares with the expected one, without what was resident; infinity where it is not known."""
+        if trial.peak_bytes is None:
+            return math.inf
+        rise = curve.peak_bytes(trial.batch_size) - self._resident_bytes
+        return (trial.peak_bytes - self._resident_bytes) / rise if rise > 0 else math.inf
+
+    def _rows_by_expectation(self, curve: MemoryCurve) -> int | None:
+        """What a curve allows, scaled to the last trial; None where that is no more than what fits."""
+        is_counted = self._granularity_bytes == 1
+        if not self._trials:
+            return max(1, self._allowed(curve, self._budget_bytes * (1 if is_counted else SURE)))
+        scale = self._scale(curve, self._trials[-1])
+        resident, room = self._resident_bytes, (self._budget_bytes - self._resident_bytes) / scale
+        rows, best = self._allowed(curve, resident + room), self.best
+        if not is_counted and CLOSE * rows > 1:  # noise decides over the last percent, and an error is not worth it
+            rows = math.floor(rows * (1 - UNCERTAIN))
+            return rows if rows - best > CLOSE * best else None
+        if not is_counted and rows <= best < self._limit:  # a row is much, and blocks may have been half empty
+            short = curve.peak_bytes(best + 1) - resident - room
+            return best + 1 if short <= 2 * self._granularity_bytes / scale else None
+        return rows if rows > best else None
+
+    def _allowed(self, curve: MemoryCurve, budget_bytes: float) -> int:
+        rows = curve.max_rows(int(budget_bytes))
+        return self._limit if rows is None else min(rows, self._limit)
+
+    def _rows_by_trace(self) -> int | None:
+        """Most rows that fit, where two sizes that ran the same program have told the bytes at each operation."""
+        traced = [(trial.batch_size, trial.trace) for trial in self._trials if trial.fits and trial.trace is not None]
+        traced.sort(key=lambda pair: pair[0])
+        if len(traced) < 2 or traced[-2][1].program != traced[-1][1].program:
+            return None
+        known = MemoryCurve.from_traces(traced[-2], traced[-1]).max_rows(self._budget_bytes)
+        return self._limit if known is None else min(known, self._limit)
+
+    def _points(self) -> list[Point]:
+        peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]
+        shares = [(rows, (peak - self._resident_bytes) / self._free_bytes) for rows, peak in peaks]
+        return [Point(rows, share) for rows, share in shares if share > 0]

@@ -1,0 +1,275 @@
+"""Trials: forward and backward of some rows with all that is resident in training, measured, without a trace.
+
+With several ranks all try the same at the same time, and what does not fit on one does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batch import distributed
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, RankLostError, sized
+from adaptive_batch.memory import (
+    DeviceMemory,
+    OptimizerInBackward,
+    TrainingSnapshot,
+    Usage,
+    is_out_of_memory,
+    optimizer_state_tensors,
+    recover,
+)
+
+from .search import Trial
+
+
+class Rehearsal:
+    """Runs trials of a training step; entering copies what training has, leaving puts it back bit for bit.
+
+    Entering also rehearses one whole step with a single row, so that the optimizer's state is resident during every trial as
+    it is in training, and so that the optimizer's own phase, which does not grow with the batch, is measured once.
+
+    Args:
+        model: weights loaded; put into training mode unless it is in it, where modules that are frozen in evaluation mode stay so.
+        optimizer: the optimizer, or the optimizers in backward.
+        forward_backward: run this many of the longest rows through the code that training runs, ``backward`` included.
+        step: what training does once gradients are there: clipping and ``optimizer.step()``; unused with the optimizer in
+            backward.
+        accumulates: some step may have two micro-batches or more, so gradients are already there when a forward begins.
+        memory: the device.
+        budget_bytes: what a trial may use, all that is resident included.
+        row: how an error calls a single row, its length included.
+        sharding: of the model; needed where there are several ranks.
+        keep_gradients: run a micro-batch of one row that leaves its gradients unsharded, where training does so between the
+            micro-batches of a step; they are there during a trial. None where it does not.
+        remedies: the end of the sentence that says that one row does not fit.
+
+    Attributes:
+        resident_bytes: alive before a trial; known after entering.
+        optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in backward.
+
+    Raises:
+        DoesNotFitError: one row does not fit (on entering).
+        RankLostError: out of memory on this rank where the others cannot be told.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerInBackward,
+        forward_backward: Callable[[int], None],
+        step: Callable[[], object],
+        accumulates: bool,
+        memory: DeviceMemory,
+        budget_bytes: int,
+        row: str = "one row",
+        sharding: Sharding | None = None,
+        keep_gradients: Callable[[], object] | None = None,
+        remedies: str = MEMORY_REMEDIES,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.resident_bytes = 0
+        self.optimizer_peak_bytes: int | None = None
+        self._model = model
+        self._in_backward = optimizer if isinstance(optimizer, OptimizerInBackward) else None
+        self._optimizers = [] if isinstance(optimizer, OptimizerInBackward) else [optimizer]
+        self._forward_backward = forward_backward
+        self._step = step
+        self._accumulates = accumulates
+        self._memory = memory
+        self._row = row
+        self._sharding = sharding or Sharding(model)
+        self._keep_gradients = keep_gradients if accumulates else None
+        self._remedies = remedies
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Rehearsal:
+        with ExitStack() as stack:
+            stack.callback(self._memory.release)
+            snapshot = TrainingSnapshot(
+                self._model, self._optimizers, device=self._memory.device, parameters_change=self._in_backward is None
+            )
+            stack.callback(snapshot.restore)
+            stack.callback(self._drop_gradients)
+            if self._in_backward:
+                stack.enter_context(self._in_backward.rehearsal())
+            if not self._model.training:
+                self._model.train()
+            self._rehearse_one_step(snapshot)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    def __call__(self, batch_size: int) -> Trial:
+        """Try `batch_size` rows.
+
+        Raises:
+            RuntimeError: the trial failed for another reason than memory; that size is not "too large", it is broken.
+            RankLostError: out of memory where the other ranks cannot be told; whether it fits is not known. Its facts have the
+                ``trial_rows``.
+        """
+        try:
+            usage = self._measure(
+                lambda: self._forward_backward(batch_size),
+                f"a trial of {batch_size} rows",
+                budget_bytes=self.budget_bytes,
+            )
+        except RankLostError as lost:
+            lost.facts["trial_rows"] = batch_size
+            raise
+        if usage is None:
+            return Trial(batch_size, False, None, self.optimizer_peak_bytes)
+        return Trial(batch_size, True, usage.peak_bytes, self.optimizer_peak_bytes, usage.trace)
+
+    def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
+        """Try to evaluate `batch_size` rows: in evaluation mode, beside what training has between two of its steps."""
+        self._drop_gradients()
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            usage = self._measure(
+                lambda: evaluate(batch_size),
+                f"a trial of evaluating {batch_size} rows",
+                budget_bytes=self.budget_bytes,
+                prepare=False,
+            )
+        finally:
+            self._model.train()  # a module may do more in it than note its mode
+            for module, training in modes:
+                module.training = training
+        if usage is None:
+            return Trial(batch_size, False)
+        return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
+
+    def _rehearse_one_step(self, snapshot: TrainingSnapshot) -> None:
+        """One row, so that the optimizer's state is there; an error with numbers if it does not fit."""
+        failed, _ = self._whole_step(self.budget_bytes)
+        if failed is None:
+            self._prepare_gradients()
+            with self._memory.measure(self._resident(), budget_bytes=self.budget_bytes) as usage:
+                pass
+            self.resident_bytes = usage.resident_bytes
+            return
+        needs = f"more than {sized(self.budget_bytes)}"
+        snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
+        available = self._memory.available_bytes(self._resident())
+        if not distributed.any_rank(
+            available <= self.budget_bytes
+        ):  # where the device has more than the budget allows, it can be measured
+            again, peaks = self._whole_step(available)
+            if again is None and peaks:
+                needs = sized(max(peaks))
+        raise self._does_not_fit(failed, needs)
+
+    def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
+        where = f"rank {distributed.rank()}" if distributed.world_size() > 1 else str(self._memory.device)
+        return DoesNotFitError(f"{what} needs {needs}, {where} allows {sized(self.budget_bytes)}; {self._remedies}")
+
+    def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
+        """Forward and backward of one row, the optimizer's step, and the former again beside the state that the latter made.
+
+        Returns:
+            What did not fit, or None; and the peaks of what did.
+        """
+        phases = [(self._row, self._one_row), ("the optimizer's step", self._step), (self._row, self._one_row)]
+        peaks: list[int] = []
+        for what, run in phases:
+            is_step = run is self._step
+            if is_step and self._in_backward:
+                continue
+            usage = self._measure(run, what, budget_bytes=budget_bytes, prepare=not is_step)
+            if usage is None:
+                return what, peaks
+            if usage.peak_bytes is not None:
+                peaks.append(usage.peak_bytes)
+            if is_step:
+                self.optimizer_peak_bytes = usage.peak_bytes
+        return None, peaks
+
+    def _one_row(self) -> None:
+        self._forward_backward(1)
+
+    def _measure(
+        self, run: Callable[[], object], what: str, *, budget_bytes: int, prepare: bool = True
+    ) -> Usage | None:
+        """Run, and say what it used; None where it does not fit. Memory is released after the except block has been left."""
+        fits = has_run = False
+        is_prepared = distributed.world_size() == 1
+        said = ""
+        try:
+            if prepare:
+                self._prepare_gradients()
+            is_prepared = True
+            with self._memory.measure(self._resident(), budget_bytes=budget_bytes) as usage:
+                run()
+                has_run = True
+            fits = not usage.retried
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
+            said = str(error) or type(error).__name__
+        if not (has_run or (is_prepared and self._sharding.can_finish)):
+            if run == self._one_row:  # the first of all, before which there was none to learn from
+                raise self._does_not_fit(what, f"more than {sized(budget_bytes)}")
+            raise self._lost(what, said, budget_bytes)
+        try:
+            if not fits:
+                self._drop_gradients()
+                recover(self._memory)
+                self._sharding.finish()
+            fits_everywhere = not distributed.any_rank(not fits)
+        except Exception as error:
+            if distributed.world_size() == 1 or not is_out_of_memory(error):
+                raise
+            raise self._lost(f"what came after {what}", str(error), budget_bytes) from error
+        if fits_everywhere:
+            return usage
+        if fits:  # on another rank it does not
+            self._drop_gradients()
+            self._memory.release()
+        return None
+
+    def _lost(self, what: str, said: str, budget_bytes: int) -> RankLostError:
+        return RankLostError(
+            f"{what} ran out of memory on {self._memory.device} within {sized(budget_bytes)}, where the other ranks wait and "
+            f"cannot be told: {(said.splitlines() or ['no word'])[0]}",
+            {"doing": what, "error": said},
+        )
+
+    def _resident(self) -> Iterator[torch.Tensor]:
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+        yield from self._sharding.kept_gradients()
+        optimizers = self._in_backward.optimizers.values() if self._in_backward else self._optimizers
+        yield from optimizer_state_tensors(optimizers)
+
+    def _prepare_gradients(self) -> None:
+        if self._keep_gradients:
+            self._drop_gradients()
+            self._keep_gradients()
+            return
+        for parameter in self._model.parameters():
+            if not self._accumulates:
+                parameter.grad = None
+            elif parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _drop_gradients(self) -> None:
+        self._sharding.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None

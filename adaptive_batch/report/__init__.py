@@ -1,0 +1,13 @@
+"""What a run did: its log, the audit, figures and the page."""
+
+from .auditing import audit
+from .page import write_plan_picture, write_report
+from .run_log import RunRecord, read_records
+
+__all__ = [
+    "RunRecord",
+    "audit",
+    "read_records",
+    "write_plan_picture",
+    "write_report",
+]

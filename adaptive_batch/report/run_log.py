@@ -1,0 +1,129 @@
+"""What was decided and what was done, seen on the terminal and kept in ``run.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from adaptive_batch.errors import SettingError
+
+log = logging.getLogger("adaptive_batch")
+
+
+class RunRecord:
+    """One JSON object a line: ``kind`` is ``step``, or the decision's name. Each line is written out at once, from any thread.
+
+    JSON has no word for nan and infinities: they are written as text, which ``float`` reads.
+
+    Args:
+        path: the file; appended to, so that a record outlives restarts. A line torn by a kill is closed, not joined.
+        enabled: False writes nothing (ranks other than zero).
+
+    Raises:
+        SettingError: another process is writing it.
+    """
+
+    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+        self._file = None
+        self._writing = threading.Lock()
+        if enabled:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torn = _ends_torn(path)
+            self._file = path.open("a", encoding="utf-8")
+            if not _locked(self._file):
+                self._file.close()
+                raise SettingError(
+                    "output_dir",
+                    str(path.parents[1]),
+                    "another run is writing there; give this one a folder of its own",
+                )
+            if torn:
+                self._file.write("\n")
+
+    def step(self, **metrics: Any) -> None:
+        """Record one optimizer step."""
+        self._write("step", metrics)
+
+    def decision(self, kind: str, message: str, *, says: bool = True, **values: Any) -> None:
+        """Record one decision with its numbers, and print it where it `says` so."""
+        if self._file and says:
+            log.info("%s", message)
+        self._write(kind, {"message": message, **values})
+
+    def sync(self) -> None:
+        """Bring what was recorded to the disk, so that nothing saved after it is ahead of its record."""
+        if self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; later records are an error."""
+        if self._file:
+            self._file.close()
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        if self._file:
+            finite = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+            with self._writing:
+                self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n")
+                self._file.flush()
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The records of a run, line by line; None for a line that a kill has torn."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            yield record if isinstance(record, dict) else None
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a run; lines that a kill has torn are left out, which is said."""
+    records = list(iterate_records(path))
+    if torn := records.count(None):
+        log.warning("%s: %d torn %s left out", path, torn, "line is" if torn == 1 else "lines are")
+    return [record for record in records if record is not None]
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether the file is ours alone now, until it is closed or this process ends by any means."""
+    if sys.platform == "win32":  # which has no locks of this kind
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _ends_torn(path: Path) -> bool:
+    """Whether the last line of a file has no end. Only its last byte is read: records grow large."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

@@ -1,0 +1,109 @@
+"""What the recipes for torchtune are made of; the only package that imports torchtune or omegaconf.
+
+Its names are imported when they are first used, so that `python -m adaptive_batch check` starts where torchtune does not.
+"""
+
+from typing import TYPE_CHECKING
+
+from adaptive_batch._util import lazy_names
+
+if TYPE_CHECKING:
+    from .batches import TrainingBatches as TrainingBatches
+    from .bound import BoundSearch as BoundSearch
+    from .capacity import TrainingCapacity as TrainingCapacity
+    from .checkpoint import STATE_KEY as STATE_KEY
+    from .conditions import compare as compare
+    from .conditions import conditions as conditions
+    from .environment import check as check
+    from .estimates import plan_memory as plan_memory
+    from .fake_parts import PlannedParts as PlannedParts
+    from .log import TrainingLog as TrainingLog
+    from .log import base_rate as base_rate
+    from .needs import complete as complete
+    from .no_effect import without_effect as without_effect
+    from .no_effect import without_effect_on_probe as without_effect_on_probe
+    from .parts import TrainingParts as TrainingParts
+    from .parts import set_up_terminal as set_up_terminal
+    from .parts import use_shipped_config as use_shipped_config
+    from .preview import TrainingPlan as TrainingPlan
+    from .ranks import agree_on_step as agree_on_step
+    from .ranks import all_ranks as all_ranks
+    from .ranks import check_fewer_ranks as check_fewer_ranks
+    from .rate import TrainingRate as TrainingRate
+    from .rate import check_scheduler as check_scheduler
+    from .rate import reference_batch as reference_batch
+    from .resume import Checkpoints as Checkpoints
+    from .settings import Settings as Settings
+    from .shipped import config_path as config_path
+    from .shipped import copy_config as copy_config
+    from .shipped import shipped_configs as shipped_configs
+    from .validation import Validation as Validation
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "TrainingBatches": ".batches",
+        "BoundSearch": ".bound",
+        "TrainingCapacity": ".capacity",
+        "STATE_KEY": ".checkpoint",
+        "compare": ".conditions",
+        "conditions": ".conditions",
+        "check": ".environment",
+        "plan_memory": ".estimates",
+        "PlannedParts": ".fake_parts",
+        "TrainingLog": ".log",
+        "base_rate": ".log",
+        "complete": ".needs",
+        "without_effect": ".no_effect",
+        "without_effect_on_probe": ".no_effect",
+        "TrainingParts": ".parts",
+        "set_up_terminal": ".parts",
+        "use_shipped_config": ".parts",
+        "TrainingPlan": ".preview",
+        "agree_on_step": ".ranks",
+        "all_ranks": ".ranks",
+        "check_fewer_ranks": ".ranks",
+        "TrainingRate": ".rate",
+        "check_scheduler": ".rate",
+        "reference_batch": ".rate",
+        "Checkpoints": ".resume",
+        "Settings": ".settings",
+        "config_path": ".shipped",
+        "copy_config": ".shipped",
+        "shipped_configs": ".shipped",
+        "Validation": ".validation",
+    },
+)
+
+__all__ = [
+    "STATE_KEY",
+    "BoundSearch",
+    "Checkpoints",
+    "PlannedParts",
+    "Settings",
+    "TrainingBatches",
+    "TrainingCapacity",
+    "TrainingLog",
+    "TrainingParts",
+    "TrainingPlan",
+    "TrainingRate",
+    "Validation",
+    "agree_on_step",
+    "all_ranks",
+    "base_rate",
+    "check",
+    "check_fewer_ranks",
+    "check_scheduler",
+    "compare",
+    "complete",
+    "conditions",
+    "config_path",
+    "copy_config",
+    "plan_memory",
+    "reference_batch",
+    "set_up_terminal",
+    "shipped_configs",
+    "use_shipped_config",
+    "without_effect",
+    "without_effect_on_probe",
+]

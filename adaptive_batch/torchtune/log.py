@@ -1,0 +1,245 @@
+"""What a run says and writes down: where it starts, what differs, each epoch, each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune import config, training, utils
+
+from adaptive_batch import distributed
+from adaptive_batch.report import RunRecord
+from adaptive_batch.schedules import Progress, describe_unscaled
+from adaptive_batch.training import FullBatchLoss, StepResult
+
+from .batches import TrainingBatches
+from .capacity import TrainingCapacity
+from .conditions import say_changes
+from .parts import TrainingParts
+from .ranks import describe_ranks
+from .resume import Checkpoints
+
+log = utils.get_logger("INFO")
+
+
+class TrainingLog:
+    """The record of a run and its metric logger; of several ranks, rank zero writes them.
+
+    Args:
+        parts: of the run, with their data built.
+
+    Attributes:
+        record: of decisions and steps.
+
+    Raises:
+        SettingError: another run writes there.
+    """
+
+    def __init__(self, parts: TrainingParts) -> None:
+        cfg = parts.cfg
+        self._parts, self._settings, self._cfg = parts, parts.settings, cfg
+        path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
+        self.record = distributed.on_rank_zero(lambda: RunRecord(path)) or RunRecord(path, enabled=False)
+        self._metrics: Any = None
+        if distributed.is_rank_zero():
+            self._metrics = config.instantiate(cfg.metric_logger)
+            self._metrics.log_config(cfg)
+        self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
+        self._memory = bool(cfg.get("log_peak_memory_stats", False)) and parts.device.type != "cpu"
+        if cfg.get("log_peak_memory_stats", False) and not self._memory:
+            log.info("log_peak_memory_stats has no effect on a CPU")
+
+    def close(self) -> None:
+        """Close both."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self.record.close()
+
+    def starts(self, checkpoints: Checkpoints, progress: Progress, *, run: str, begins_epoch_anew: bool) -> None:
+        """A line on where training starts or goes on, and with which checkpoint."""
+        for line in checkpoints.passed_over:
+            self.record.decision("passed_over", line)
+        rows, resumed = len(self._parts.dataset), checkpoints.recipe_state is not None
+        where = f"epoch {progress.epoch}"
+        if progress.epoch_steps:
+            where += f", row {progress.epoch_rows} of it (step {progress.steps})"
+        of_ranks = f", {distributed.world_size()} ranks" if distributed.world_size() > 1 else ""
+        self.record.decision(
+            "start",
+            f"{f'resuming from {checkpoints.source}' if resumed else 'starting'} with {where}; {rows} rows{of_ranks}",
+            resumed=resumed,
+            run=run,
+            rows=rows,
+            ranks=distributed.world_size(),
+            progress=progress.state_dict(),
+        )
+        if begins_epoch_anew:
+            message = f"epoch {progress.epoch} begins anew: which of its rows are left is not known with other rows"
+            self.record.decision("epoch_restarted", message, epoch=progress.epoch)
+        if not resumed and checkpoints.holds_earlier_run:
+            message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
+            self.record.decision("replaces", f"{message}; until its first save, resuming goes on with the earlier")
+
+    def changes(
+        self,
+        saved: Mapping[str, Any],
+        *,
+        conditions: Mapping[str, Any],
+        differs: Sequence[str],
+        kept: Mapping[str, tuple[Any, Any]],
+        epochs: int | None,
+        continues_batch: bool,
+        without_effect: Sequence[tuple[str, str]],
+    ) -> None:
+        """A line for each setting that differs from the checkpoint's, or that has no effect.
+
+        Args:
+            saved: the recipe's state in the checkpoint; empty without one.
+            conditions: what results depend on now.
+            differs: those of them that differ.
+            kept: settings that have no effect, each with its value and that of the checkpoint.
+            epochs: of the checkpoint; None without one.
+            continues_batch: the checkpoint's batch size goes on.
+            without_effect: settings that do nothing, each with the reason.
+        """
+        settings, record = self._settings, self.record
+        if epochs is not None and epochs != settings.epochs:
+            message = f"epochs {epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
+            record.decision("epochs", message, before=epochs, after=settings.epochs)
+        if distributed.data_parallel_size() != self._parts.ranks:
+            step_rows = 0 if settings.batch_tokens else saved["batch_size"] * settings.gradient_accumulation_steps
+            message = describe_ranks(began_on=self._parts.ranks, step_rows=step_rows * self._parts.ranks)
+            record.decision("ranks", message, before=self._parts.ranks, after=distributed.data_parallel_size())
+        configured = settings.batch_size
+        before = saved.get("batch_size", configured)
+        scheduled = settings.batch_size_schedule is not None  # which says what a step holds
+        if continues_batch and configured != before:
+            message = f"batch_size {before}: configured is {configured}, the checkpoint's goes on"
+            record.decision("batch_size", message, before=before, after=before)
+        elif configured != before and not (continues_batch or scheduled or settings.use_maximum_batch_size):
+            message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
+            record.decision("batch_size", message, before=before, after=configured)
+        say_changes(differs, saved, conditions, record=record)
+        for name, (value, goes_on) in kept.items():
+            message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
+            record.decision("no_effect", message, key=name, configured=value, after=goes_on)
+        for key, reason in without_effect:
+            record.decision("no_effect", f"{key} has no effect: {reason}", key=key)
+        if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
+            message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
+            record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
+
+    def whose_rate(self) -> None:
+        """A line where the checkpoint's learning rate is not the configured one."""
+        configured, saved = self._cfg.optimizer.get("lr"), base_rate(self._parts)
+        if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
+            message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
+            self.record.decision("lr", message, configured=float(configured), lr=saved)
+
+    def epoch(self, epoch: int, batches: TrainingBatches, capacity: TrainingCapacity) -> None:
+        """A line on the epoch that begins, where anything adaptive is on."""
+        plan, settings, holds = batches.plan, self._settings, self._parts.accumulator.capacity
+        if not settings.adaptive:
+            return
+        if plan.sizes is not None:
+            least, most = min(plan.sizes, default=0), max(plan.sizes, default=0)
+            rows = f"{least} to {most} rows" if least < most else f"{most} rows"
+            if settings.batch_tokens and settings.batch_size_schedule is None:
+                what = f"{plan.steps} steps of up to {settings.batch_tokens * self._parts.ranks} tokens, {rows} each"
+            else:
+                what = f"{'about ' if plan.is_open else ''}{plan.steps} steps of {rows}"
+        else:
+            accumulated = f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated"
+            accumulated += f" x {self._parts.ranks} ranks" if self._parts.ranks > 1 else ""
+            what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
+        self.record.decision(
+            "plan",
+            f"epoch {epoch}: {what}; a micro-batch holds {holds}",
+            epoch=epoch,
+            global_batch=plan.step_rows,
+            batch_size=batches.batch_size,
+            batch_tokens=settings.batch_tokens,
+            capacity=holds.amount,
+            unit=holds.unit,
+            steps=plan.steps,
+        )
+        configured = settings.step_rows * self._parts.ranks
+        rate = base_rate(self._parts)
+        scheduled = settings.batch_size_schedule is not None  # the plan shows its batches
+        if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
+            message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
+            self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
+        capacity.say_if_one_by_one(batches.batch_size)
+
+    def step(
+        self,
+        result: StepResult,
+        progress: Progress,
+        *,
+        rate: float,
+        seconds: float,
+        batches: TrainingBatches,
+        num_out_of_memory: int,
+        full_batch_loss: FullBatchLoss,
+    ) -> None:
+        """Write down a step, and log its metrics.
+
+        Args:
+            result: of the step.
+            progress: after it.
+            rate: of learning.
+            seconds: that it took.
+            batches: that handed out its rows.
+            num_out_of_memory: errors so far.
+            full_batch_loss: takes in the step.
+        """
+        label_tokens = float(result.label_tokens)
+        metrics = {
+            "loss": result.loss,
+            "lr": rate,
+            "tokens_per_second_per_gpu": label_tokens / (seconds * distributed.data_parallel_size()),
+            "batch_size": result.rows,
+            "micro_batches": result.micro_batches,
+            "padding_fraction": result.padding_fraction,
+            "samples_seen": progress.samples,
+            "tokens_seen": progress.tokens,
+            "oom_count": num_out_of_memory,
+        }
+        if result.grad_norm is not None:
+            metrics["grad_norm"] = float(result.grad_norm)
+        full = full_batch_loss.add(result.loss, label_tokens=label_tokens, rows=result.rows)
+        if full is not None:
+            metrics["loss_per_full_batch"] = full
+        if self._settings.measures_noise and progress.noise_scale is not None:
+            metrics["gradient_noise_scale"] = progress.noise_scale
+        if self._memory and self._metrics is not None:
+            metrics.update(training.get_memory_stats(device=self._parts.device))
+        self.record.step(
+            step=progress.steps,
+            epoch=progress.epoch,
+            position=batches.stream.position,
+            rows=batches.stream.taken,
+            asked=progress.batch,
+            seconds=round(seconds, 6),
+            **metrics,
+        )
+        if progress.steps % self._every_n_steps == 0:
+            self._log(metrics, step=progress.steps)
+
+    def validation(self, loss: float, *, rows: int, step: int) -> None:
+        """A line on a validation, and its metric."""
+        message = f"step {step}: val_loss {loss:.4f} over {rows} rows"
+        self.record.decision("validation", message, steps=step, val_loss=loss)
+        self._log({"val_loss": loss}, step=step)
+
+    def _log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        if self._metrics is not None:
+            self._metrics.log_dict(metrics, step=step)
+
+
+def base_rate(parts: TrainingParts) -> float:
+    """The rate before schedule and batch have their say."""
+    group = parts.optimizers[0].param_groups[0]
+    return float(group.get("initial_lr", group["lr"]))

@@ -1,0 +1,249 @@
+"""What training is going to do: its stages, before the first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from adaptive_batch.data import Capacity, micro_batches
+from adaptive_batch.errors import GrowthFunctionError
+from adaptive_batch.memory import RandomState
+from adaptive_batch.report import RunRecord
+from adaptive_batch.schedules import (
+    EpochPlan,
+    PlannedStep,
+    Progress,
+    as_record,
+    asked_ahead,
+    check_stages,
+    stages_of,
+    table,
+)
+
+from .batches import TrainingBatches
+from .bound import BoundSearch
+from .capacity import TrainingCapacity
+from .parts import TrainingParts
+from .ranks import same_answers
+from .rate import TrainingRate, stand_in
+
+
+class TrainingPlan:
+    """Goes through the rest of training with the rules that training will ask, without training.
+
+    Args:
+        parts: of the run, with their data built.
+        batches: of the run.
+
+    Attributes:
+        full_batch_rows: the largest global batch that is planned, over which `loss_per_full_batch` averages.
+        schedule_steps: where the learning rate's schedule ends.
+    """
+
+    def __init__(self, parts: TrainingParts, batches: TrainingBatches) -> None:
+        self._parts, self._settings, self._batches = parts, parts.settings, batches
+        self._batch_sizes: dict[int, int] = {}
+        self._unknown = ""
+        self._stage_notes: list[str] = []
+        self._most_asked = 0  # of a schedule, on one device
+
+    def check(self, progress: Progress) -> None:
+        """Ask the rules ahead, for nothing, so that mistakes show before weights load.
+
+        Raises:
+            GrowthFunctionError: a rule raises or gives no number of rows.
+            SettingError: a stage of a schedule cannot hold its batch.
+        """
+        settings, batches = self._settings, self._batches
+        if not settings.grows or progress.epoch >= settings.epochs:
+            return
+        random_state = RandomState(self._parts.device)
+        key = "batch_size_schedule" if settings.batch_size_schedule is not None else "batch_increase_function"
+        same_answers({key: batches.ask_ahead(progress)})
+        if settings.batch_size_schedule is not None:
+            self._stage_notes = self._check_stages(progress)
+        random_state.restore()
+
+    def look_ahead(
+        self, progress: Progress, *, saved: Mapping[str, Any], first: bool = False, changed: bool = False
+    ) -> None:
+        """Ask the growth function ahead for the epochs that come; find where schedules end.
+
+        Args:
+            progress: where training is.
+            saved: the recipe's state in the checkpoint; empty without one.
+            first: the epoch at whose beginning progress is has not been asked about either.
+            changed: steps will be others than were planned when the checkpoint was saved.
+        """
+        settings, batches = self._settings, self._batches
+        epoch = progress.epoch
+        self._batch_sizes, self._unknown = {}, ""
+        sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
+        if settings.batch_increase_function is not None and sizes:
+            random_state = RandomState(self._parts.device)
+            try:
+                asked, known_until, why = asked_ahead(
+                    settings.batch_increase_function,
+                    first_epoch=epoch if first else epoch + 1,
+                    epochs=settings.epochs,
+                    batch_size=batches.batch_size,
+                    maximum=batches.maximum,
+                )
+            except GrowthFunctionError as error:  # it may answer when its time has come
+                asked, known_until, why = [], epoch if not first else epoch - 1, str(error)
+            random_state.restore()
+            sizes = asked if first else [batches.batch_size, *asked]
+            if known_until is not None:
+                self._unknown = f"unknown after epoch {known_until}: {why}"
+        self._batch_sizes = dict(enumerate(sizes, start=epoch))
+        same_answers({f"batch_increase_function in epoch {at}": size for at, size in self._batch_sizes.items()})
+        reference = batches.reference
+        self.full_batch_rows = reference.step_rows
+        if settings.grows and not settings.batch_tokens:
+            asked = [size * settings.gradient_accumulation_steps for size in sizes]
+            if settings.batch_size_schedule is not None:
+                most = (
+                    getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
+                )  # of one that measures
+                asked = [min(most, batches.maximum or most)]
+            most = max(asked, default=1) * self._parts.ranks
+            self.full_batch_rows = min(most, len(batches.stream))
+        self.schedule_steps = settings.epochs * reference.steps
+        if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
+            same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated goes on
+            known = saved.get("total_steps") if same else None
+            left = self._count_steps if settings.grows else batches.steps_left
+            self.schedule_steps = known or progress.steps + left(progress)
+
+    def table(
+        self, progress: Progress, *, base_rate: float, capacity: TrainingCapacity, saved: Mapping[str, Any]
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
+        settings, batches = self._settings, self._batches
+        rate = TrainingRate(
+            self._parts,
+            batches,
+            [stand_in(base_rate)],
+            progress=progress,
+            total_steps=self.schedule_steps,
+            saved=saved,
+        )
+        stages = stages_of(self._planned(progress, rate, capacity))
+        notes = [self._unknown] if self._unknown else []
+        notes += self._stage_notes
+        if settings.lr_clock.decay == "steps" and self._parts.cfg.get("lr_scheduler", None):
+            notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
+        if batches.plan.is_open:
+            notes.append(
+                "the schedule follows what is measured in training: this is what comes if nothing new is measured"
+            )
+        unit = "tokens" if settings.batch_tokens else "rows"
+        return table(stages, unit=unit, ranks=self._parts.ranks, notes=notes), as_record(stages)
+
+    def alone(self, progress: Progress, *, bounds: BoundSearch, saved: Mapping[str, Any], goes_on: bool) -> str:
+        """The plan where nothing is tried and nothing is trained: with the bound that is known, if any is needed.
+
+        Args:
+            progress: where training would begin or go on.
+            bounds: of the run, checked.
+            saved: the recipe's state in the checkpoint; empty without one.
+            goes_on: the batch size is the checkpoint's.
+        """
+        settings, batches = self._settings, self._batches
+        capacity = TrainingCapacity(self._parts, bounds, RunRecord(Path(os.devnull), enabled=False))
+        batch_size, lines = batches.batch_size, []
+        if settings.needs_bound:
+            path = Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json"
+            rows, tokens, why = bounds.known(path)
+            unknown = "not known, so nothing is cut, and micro-batches are not known"
+            lines.append(f"bound: {rows or unknown} ({why})")
+            if rows:
+                capacity.bound, capacity.tried_length = rows, tokens
+                if settings.use_maximum_batch_size and not goes_on and settings.batch_size_schedule is None:
+                    batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
+        known_first = batches.first_batch_size
+        batches.use(capacity, RunRecord(Path(os.devnull), enabled=False), saved_bound=saved.get("maximum"))
+        batches.look_at(progress, batch_size=batch_size)
+        self.look_ahead(progress, saved=saved, first=progress.epoch_steps == 0)
+        if first := list(self._batch_sizes.values())[:1]:
+            batches.first_batch_size = known_first or first[0]
+            batches.look_at(progress, batch_size=first[0])
+            self.look_ahead(progress, saved=saved)
+        configured = saved.get("base_rate", self._parts.cfg.optimizer.get("lr"))
+        if configured is None:
+            lines.append("optimizer.lr is not configured: rates are shown as parts of it")
+        text, _ = self.table(progress, base_rate=float(configured or 1.0), capacity=capacity, saved=saved)
+        return "\n".join([*lines, text])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values, for the checkpoint."""
+        return {"epochs": self._settings.epochs, "maximum": self._batches.maximum}
+
+    def _count_steps(self, progress: Progress) -> int:
+        unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
+        last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
+        stays = dict.fromkeys(unknown, last[0])  # where it is not known, that nothing changes is the best guess
+        return sum(1 for _ in self._batches.ahead(progress, {**self._batch_sizes, **stays}))
+
+    def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
+        return self._batches.ahead(progress, self._batch_sizes)
+
+    def _planned(self, progress: Progress, rate: TrainingRate, capacity: TrainingCapacity) -> Iterator[PlannedStep]:
+        lengths = self._parts.real_lengths
+        key, num_micro_batches = None, 0
+        for at, rows, plan in self._ahead(progress):
+            tokens = int(lengths[rows].sum())
+            if key != (key := (at.epoch, at.batch)):
+                num_micro_batches = self._num_micro_batches(rows, self._capacity_at(at, capacity))
+            yield PlannedStep(
+                at,
+                batch=at.batch,
+                rows=len(rows),
+                micro_batches=num_micro_batches,
+                learning_rate=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
+                tokens=tokens,
+            )
+
+    def _capacity_at(self, progress: Progress, capacity: TrainingCapacity) -> Capacity:
+        scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
+        return capacity.of(progress.batch if scheduled else self._batch_sizes[progress.epoch])
+
+    def _num_micro_batches(self, rows: list[int], capacity: Capacity) -> int:
+        if capacity.amount == 0:  # the plan alone, where what fits is not known
+            return 1
+        mine = self._batches.deal(rows, capacity)
+        lengths = self._parts.lengths[[rows[position] for position in mine]].tolist()
+        return max(1, len(micro_batches(lengths, capacity, self._parts.shapes)))
+
+    def _check_stages(self, progress: Progress) -> list[str]:
+        """What is to be said of the stages of a schedule."""
+        settings, batches = self._settings, self._batches
+        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
+
+        changes: dict[str, int] = {}
+
+        def steps() -> Iterator[PlannedStep]:
+            asked = 0
+            for at, rows, _ in batches.ahead(progress, sizes):
+                if at.batch != asked:
+                    asked = changes[f"batch_size_schedule at step {at.steps}"] = at.batch
+                self._most_asked = max(self._most_asked, at.batch)
+                yield PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
+
+        assert settings.batch_size_schedule is not None
+        ahead = steps()
+        notes = check_stages(
+            settings.batch_size_schedule,
+            ahead,
+            ranks=self._parts.ranks,
+            rows_per_epoch=len(batches.stream),
+            drop_last=settings.drop_last,
+            maximum=batches.maximum,
+            unit="tokens" if settings.batch_tokens else "rows",
+        )
+        for _ in ahead:  # a rule of the user's has no stages to look for, and is asked about every step all the same
+            pass
+        same_answers(changes)
+        return notes

@@ -1,0 +1,321 @@
+"""Where a run goes on: from the newest whole checkpoint, of a step or an epoch, saved by any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torchtune import training
+
+from adaptive_batch import distributed
+from adaptive_batch.checkpoint import (
+    ResumePoint,
+    ResumePoints,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    newest_whole,
+)
+from adaptive_batch.errors import CheckpointError
+
+from .checkpoint import STATE_KEY, EpochCheckpoints
+from .parts import TrainingParts
+from .settings import Settings
+
+log = logging.getLogger("adaptive_batch")
+
+
+@dataclass
+class _Found:
+    """What there is to go on from, as rank zero found it.
+
+    Attributes:
+        point: where it is a resume point.
+        recipe_state: what was saved beside weights and optimizer; None where training begins.
+        optimizer_file: of an epoch's recipe state.
+        source: where the weights are.
+        passed_over: a line for each checkpoint that was newer and could not be used.
+        holds_earlier_run: training begins in a folder where something else was saved.
+    """
+
+    point: ResumePoint | None = None
+    recipe_state: dict[str, Any] | None = None
+    optimizer_file: Path | None = None
+    source: str = ""
+    passed_over: list[str] = field(default_factory=list)
+    holds_earlier_run: bool = False
+
+
+class Checkpoints:
+    """Epoch checkpoints and resume points of a run.
+
+    Rank zero looks for them and tells the others; all read from a file system that they share.
+
+    Args:
+        cfg: the configuration.
+        settings: the same, checked.
+
+    Attributes:
+        recipe_state: what was saved beside weights and optimizer; None unless resuming.
+        is_divided: each rank reads its own part of the weights.
+        source: where the weights are.
+        passed_over: a line for each resume point that was newer and could not be used.
+        holds_earlier_run: training begins in a folder where something else was saved.
+        on_failure: is told of a resume point that failed in the background while training went on; logs a warning unless set.
+
+    Raises:
+        CheckpointError: resuming, and nothing whole is there.
+    """
+
+    def __init__(self, cfg: DictConfig, settings: Settings) -> None:
+        self._cfg = cfg
+        self._group = distributed.host_group()
+        self._points = ResumePoints(
+            Path(cfg.output_dir),
+            keep_last=settings.keep_last_n_checkpoints,
+            asynchronous=settings.saves_asynchronously,
+            process_group=self._group,
+        )
+        self.on_failure: Callable[[CheckpointError], object] = _warn
+        self._job = Path(cfg.output_dir) / "adaptive_batch" / "job.json"
+        self._launch = distributed.launch_name()
+        self._epochs: EpochCheckpoints | None = None  # on rank zero
+        found = distributed.from_rank_zero(self._find)
+        self._point, self._optimizer_file = found.point, found.optimizer_file
+        self.is_divided = found.point is not None and distributed.world_size() > 1
+        self.recipe_state, self.source = found.recipe_state, found.source
+        self.passed_over, self.holds_earlier_run = found.passed_over, found.holds_earlier_run
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def begin_job(self, run: str) -> None:
+        """Write down which run torchrun has started, so that after a restart this run, and no earlier one, goes on."""
+        if distributed.is_rank_zero() and self._launch is not None:
+            self._job.parent.mkdir(parents=True, exist_ok=True)
+            aside = self._job.with_suffix(".tmp")
+            aside.write_text(json.dumps({"run": run, "launch": self._launch}))
+            os.replace(aside, self._job)
+
+    def _find(self) -> _Found:
+        if self._launch is not None and (found := self._find_of_job()):
+            return found
+        return self._find_saved() if self._cfg.resume_from_checkpoint else self._find_base()
+
+    def _find_of_job(self) -> _Found | None:
+        """What the run has saved that torchrun has started again; None where that is nothing."""
+        try:
+            job = json.loads(self._job.read_text())
+            if job["launch"] != self._launch:
+                return None  # an earlier launch's: this one was ended before it wrote its own
+            found = self._find_saved()
+        except (OSError, ValueError, KeyError, CheckpointError):
+            return None
+        state = (found.recipe_state or {}).get(STATE_KEY, {})
+        return found if state.get("run") == job["run"] else None
+
+    def _find_base(self) -> _Found:
+        folder = Path(self._cfg.output_dir)
+        self._epochs = EpochCheckpoints(self._cfg.checkpointer, resume=False)
+        there = (folder / "recipe_state").exists() or any(folder.glob("step_*/resume.json"))
+        return _Found(source=self._epochs.source, holds_earlier_run=there)
+
+    def _find_saved(self) -> _Found:
+        cfg = self._cfg
+        point, others = newest_whole(Path(cfg.output_dir))
+        passed_over = [passed.describe() for passed in others]
+        try:
+            epochs = EpochCheckpoints(cfg.checkpointer, resume=True)
+        except CheckpointError as error:
+            has_epoch = (Path(cfg.checkpointer.output_dir) / "recipe_state").exists()
+            if point is None:
+                why = str(error) if has_epoch else ""
+                raise CheckpointError(self._nothing_whole(cfg.output_dir, why, passed_over)) from error
+            if has_epoch:
+                passed_over.append(str(error))
+            epochs = EpochCheckpoints(cfg.checkpointer, resume=False)
+        if point is None or self._is_newer(epochs, point):
+            self._epochs, state = epochs, dict(epochs.recipe_state or {})
+            state.pop(training.OPT_KEY, None)
+            return _Found(None, state, epochs.recipe_state_file, epochs.source, passed_over)
+        if epochs.recipe_state is not None:
+            epochs = EpochCheckpoints(cfg.checkpointer, resume=False)
+        self._epochs = epochs
+        return _Found(point, point.load_small_state(), None, str(point.path), passed_over)
+
+    @staticmethod
+    def _is_newer(epochs: EpochCheckpoints, point: ResumePoint) -> bool:
+        """Whether the last epoch was saved after the resume point; of one run, by its steps, whatever the clock said.
+
+        Where an epoch was begun anew, steps were counted anew.
+        """
+        if epochs.recipe_state is None:
+            return False
+        ours, theirs = epochs.recipe_state.get(STATE_KEY, {}), point.load_small_state()[STATE_KEY]
+        if ours.get("run") == theirs["run"]:
+            steps, others = ((state["begun_anew"], state["progress"]["steps"]) for state in (ours, theirs))
+            return bool(steps >= others)
+        return epochs.order > point.order
+
+    @staticmethod
+    def _nothing_whole(folder: str, epoch: str, passed_over: list[str]) -> str:
+        """Why there is nothing to go on from; `epoch` is what is wrong with the last epoch, if there is one."""
+        reasons = [*filter(None, [epoch]), *passed_over]
+        if len(reasons) == 1 and epoch:
+            return epoch
+        if reasons:
+            return "\n".join(
+                [
+                    f"{folder} holds nothing whole to go on from; restore one of these, or give another output_dir:",
+                    *reasons,
+                ]
+            )
+        if any(Path(folder).glob("epoch_*")):
+            return (
+                f"{folder} holds the weights of a run that is done, and nothing to go on from: the last epoch is saved without "
+                "its recipe_state; train on from its weights with another output_dir and resume_from_checkpoint=False"
+            )
+        return (
+            f"{folder} holds nothing to go on from: no resume point (step_N), and no recipe_state of an epoch; check output_dir, "
+            "or set resume_from_checkpoint=False to begin, as for a run that was ended before its first save"
+        )
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def load_weights(self) -> Mapping[str, Any]:
+        """The whole model's state dict, in torchtune's naming, on rank zero; nothing on others.
+
+        torchtune's checkpointer learns from reading the base how to save, so rank zero reads it in any case.
+        """
+
+        def load() -> Mapping[str, Any]:
+            assert self._epochs is not None
+            weights = self._epochs.load_weights()
+            if self._point is None:
+                return weights
+            del weights
+            return {} if self.is_divided else self._point.load()[0]["model"]
+
+        return distributed.on_rank_zero(load) or {}
+
+    def load_divided(self, model: torch.nn.Module) -> None:
+        """Load what each rank holds of a model from a resume point."""
+        assert self._point is not None
+        self._point.load_into({"model": model.state_dict()}, process_group=self._group)
+
+    def load_optimizer(self, parts: TrainingParts) -> None:
+        """Load the optimizer's state, where training is resumed."""
+        if self._point is not None:
+            state: Mapping[str, Any] = self._point.load_optimizer(
+                parts.optimizers, parts.names_of_parameters, process_group=self._group
+            )
+        elif self._optimizer_file is not None:
+            saved = torch.load(self._optimizer_file, map_location="cpu", mmap=True, weights_only=True)
+            if not (state := saved.get(training.OPT_KEY, {})):
+                return
+        else:
+            return
+        load_named_optimizer_state(state, parts.optimizers, parts.names_of_parameters)
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def save_epoch(self, parts: TrainingParts, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
+        """Save an epoch, once a resume point that is being written is whole or has failed.
+
+        Args:
+            parts: with model and optimizers, which are put together on rank zero.
+            recipe_state: the rest; None where training is done, and the optimizer is not saved either.
+            epoch: that is over.
+
+        Raises:
+            CheckpointError: saving failed; what was saved before is untouched.
+        """
+        self._settle()
+        optimizer: Any
+        if distributed.world_size() == 1:
+            model, optimizer = parts.model.state_dict(), parts.optimizer.state_dict()
+        else:
+            model = training.gather_cpu_state_dict(parts.model, distributed.is_rank_zero(), device=parts.device)
+            named = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
+            if recipe_state is not None and distributed.any_rank(_holds_low_bit(named)):
+                # which cannot be put together: what it takes to go on is a resume point, the epoch the weights alone
+                self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], parts, state=recipe_state)
+                recipe_state = None
+            optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
+        state = None if recipe_state is None else {**recipe_state, training.OPT_KEY: optimizer}
+
+        epochs = self._epochs
+        distributed.on_rank_zero(lambda: epochs and epochs.save(model, recipe_state=state, epoch=epoch))
+
+    def mark_preempted(self, epoch: int) -> None:
+        """Say of an epoch that is saved that its run was asked to end."""
+
+        epochs = self._epochs
+        distributed.on_rank_zero(lambda: epochs and epochs.mark_preempted(epoch))
+
+    def save_step(self, step: int, parts: TrainingParts, *, state: Mapping[str, Any]) -> float:
+        """Save a resume point; returns the seconds that training stood still.
+
+        Raises:
+            CheckpointError: saving failed, unless it goes on in the background; what was saved before is untouched.
+        """
+        start = time.perf_counter()
+        self._settle()
+        optimizer = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
+        self._points.save(step, {"model": parts.model.state_dict(), "optimizer": optimizer}, dict(state))
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Wait for a resume point that is being written.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._points.wait()
+
+    def close(self) -> None:
+        """Wait, and take no more.
+
+        Raises:
+            CheckpointError: the last one failed.
+        """
+        self._points.close()
+
+    def _settle(self) -> None:
+        """Wait for a resume point that is being written in the background; that it failed is said, and no more."""
+        try:
+            self._points.wait()
+        except CheckpointError as error:
+            self.on_failure(error)
+
+
+def _warn(error: CheckpointError) -> None:
+    log.warning("training goes on without a resume point: %s", error)
+
+
+def _whole_on_rank_zero(tree: Any) -> Any:
+    """A tree whose tensors are put together and lie on the host of rank zero; a collective, and empty on other ranks."""
+    if isinstance(tree, dict):
+        return {key: _whole_on_rank_zero(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_whole_on_rank_zero(value) for value in tree)
+    if not isinstance(tree, torch.Tensor):
+        return tree
+    whole = tree.full_tensor() if hasattr(tree, "full_tensor") else tree
+    return whole.cpu() if distributed.is_rank_zero() else None
+
+
+def _holds_low_bit(tree: Any) -> bool:
+    """Whether this rank's part of a tensor in a tree is in a form of its own, such as torchao's low-bit states."""
+    if isinstance(tree, dict):
+        return any(map(_holds_low_bit, tree.values()))
+    if isinstance(tree, list | tuple):
+        return any(map(_holds_low_bit, tree))
+    return hasattr(tree, "to_local") and is_traceable_wrapper_subclass(tree.to_local())

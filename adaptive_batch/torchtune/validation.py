@@ -1,0 +1,82 @@
+"""Validation during training: the loss on rows that are not trained on, with a capacity of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from adaptive_batch import distributed
+from adaptive_batch.data import Capacity
+from adaptive_batch.memory import RandomState
+from adaptive_batch.report import RunRecord
+from adaptive_batch.training import Evaluator
+
+from .bound import BoundSearch
+from .capacity import TrainingCapacity
+from .parts import TrainingParts
+
+
+class Validation:
+    """The rows of `dataset_val`, and how many of them are run at once.
+
+    Which rows are validated on depends on ``batch_size_val`` (or ``batch_size``, where that is ``auto``) and
+    ``max_validation_batches`` alone, never on what fits.
+
+    Args:
+        parts: with model and optimizer built.
+        bounds: finds what fits, for ``batch_size_val: auto``.
+        capacities: of training; out-of-memory errors are counted and written down there.
+        record: of the run.
+
+    Attributes:
+        num_rows: rows that are validated on.
+        capacity: what one micro-batch may hold at first.
+
+    Raises:
+        DoesNotFitError: not one row fits.
+    """
+
+    def __init__(
+        self, parts: TrainingParts, bounds: BoundSearch, *, capacities: TrainingCapacity, record: RunRecord
+    ) -> None:
+        settings = parts.settings.validation
+        assert settings is not None
+        self._parts = parts
+        self.num_rows = settings.rows_of(len(parts.dataset_val), ranks=parts.ranks)
+        self.capacity = Capacity(settings.batch_size)
+        if settings.fits_itself:
+            bound = bounds.of_validation()
+            capacities.num_out_of_memory += bound.num_out_of_memory
+            padded = parts.shapes_val.padded(bound.sequence_length)
+            self.capacity = Capacity(bound.max_batch_size * padded, "tokens")
+            record.decision(
+                "validation_bound",
+                f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",
+                max_batch_size=bound.max_batch_size,
+                sequence_length=bound.sequence_length,
+                trials=len(bound.trials),
+                out_of_memory=bound.num_out_of_memory,
+                seconds=round(sum(bound.seconds), 2),
+            )
+        self._evaluator = Evaluator(
+            parts.model,
+            parts.accumulator,
+            collate=parts.collate_val,
+            capacity=self.capacity,
+            shapes=parts.shapes_val,
+            on_change=partial(capacities.write_down, kind="validation_capacity"),
+            filler=lambda: parts.dataset_val[0],
+        )
+
+    def run(self) -> float:
+        """The mean loss over the label tokens of the rows. Training goes on as if this had not been."""
+        random_state = RandomState(self._parts.device)
+        try:
+            return self._evaluator.run(self._rows())
+        finally:
+            random_state.restore()
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())
+        return (self._parts.dataset_val[row] for row in mine)

@@ -1,0 +1,621 @@
+"""What a training loop of one's own needs, put together: the bound, steps that grow, micro-batches, the learning rate.
+
+loop = AdaptiveLoop(model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size=8, batch_increase_function=grow)
+loop.find_bound()
+for epoch in range(loop.progress.epoch, epochs):
+    for step_rows in loop:
+        result = loop.run(step_rows)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from adaptive_batch import distributed
+from adaptive_batch._util import check_bool, check_share, check_whole
+from adaptive_batch.data import (
+    IGNORE_INDEX,
+    AnyRows,
+    Capacity,
+    HandedOut,
+    RowLength,
+    StepRows,
+    checked_loss,
+    label_tokens,
+    moved,
+)
+from adaptive_batch.distributed import Sharding, reshard
+from adaptive_batch.errors import DoesNotFitError, SettingError, sized
+from adaptive_batch.memory import (
+    DeviceMemory,
+    RandomState,
+    budget_bytes,
+    check_device_memory,
+    device_memory,
+    optimizer_state_tensors,
+    storage_bytes,
+)
+from adaptive_batch.probe import Predictive, ProbeResult, Rehearsal, Trial, run_search
+from adaptive_batch.schedules import (
+    RULES,
+    EpochPlan,
+    LearningRate,
+    Progress,
+    Reference,
+    Schedule,
+    describe_unscaled,
+    parse_reference,
+    schedule_clock,
+)
+
+from .accumulation import Accumulator, StepResult, has_batch_norm
+from .replay import CapacityChange
+
+log = logging.getLogger("adaptive_batch")
+
+__all__ = ["AdaptiveLoop", "label_tokens"]
+
+_MEMORY_REMEDIES = (
+    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less state or a chunked loss, "
+    "or allow more memory"
+)
+_NAMED = 3  # parameters that a message names, of however many
+
+
+class AdaptiveLoop:
+    """The rows of each step, and the gradients of their mean loss; the loop around them, and the optimizer's step, are the user's.
+
+    Iterating hands out what is left of the current epoch, each row once, step by step; :meth:`run` leaves the gradients of a
+    step and sets its learning rate. On several ranks, which must hold a model that `fully_shard` has divided, each is
+    handed its own rows of a step, and on all of them the loop is built and called alike.
+
+    Arguments that are keys of the configuration mean what docs/configuration.md says of them.
+
+    Args:
+        model: on its device.
+        optimizer: of its parameters; the state of another that steps the rest is in no trial.
+        dataset: map-style.
+        collate: makes one padded batch of a list of rows, on the host.
+        mean_loss: the loss of a batch on the device: a tensor of one number, averaged over its labels, each of which counts
+            the same, whatever other rows are there.
+        batch_size: rows of a step on one device, before a rule changes it.
+        num_labels: how many labels a batch has that `mean_loss` averages over, asked on the host and on the device; None for
+            :func:`label_tokens`.
+        row_length: tokens of a row, or a number where all rows are alike; None for those of its ``tokens`` or ``input_ids``.
+        to_device: gives a batch on the device; None moves the tensors in mappings and sequences, and what has ``to``.
+        shuffle: take the rows in a new order in each epoch.
+        seed: of that order.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts, 0 included.
+        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each step.
+        grow_beyond_maximum: let these pass the bound, in several micro-batches.
+        micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows of a step.
+        max_grad_norm: clip the norm of all gradients to this.
+        lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
+        reference_batch_size: the global batch that the optimizer's rates belong to: rows, or ``"8192tok"``; None for
+            `batch_size` on all ranks.
+        lr_scheduler: built around `optimizer` for steps of `batch_size` rows; its clock is the part of training that is done,
+            so that growing the batch does not stretch it. Nobody else must step it, unless it is a function of the number of
+            steps alone, as ``LambdaLR`` is.
+        on_out_of_memory: ``shrink`` replays a step with less capacity, ``raise`` lets the error through.
+        sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
+        memory: of the model's device; None asks torch.
+
+    Attributes:
+        progress: what training has consumed; moves in :meth:`run`.
+        bound: the most rows that were tried and fit at once; None before :meth:`find_bound`.
+        num_out_of_memory: steps that were replayed.
+
+    Raises:
+        SettingError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any,
+        *,
+        collate: Callable[[list[Any]], Any],
+        mean_loss: Callable[[Any], torch.Tensor],
+        batch_size: int,
+        num_labels: Callable[[Any], int | torch.Tensor] | None = None,
+        row_length: RowLength = None,
+        to_device: Callable[[Any], Any] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        batch_increase_function: Callable[[int, int], int] | None = None,
+        batch_size_schedule: Schedule | None = None,
+        grow_beyond_maximum: bool = False,
+        micro_batch_size: int | None = None,
+        max_grad_norm: float | None = None,
+        lr_scaling: str = "none",
+        reference_batch_size: int | str | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        on_out_of_memory: str = "shrink",
+        sync_gradients_every_micro_batch: bool = True,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        check_whole("batch_size", batch_size)
+        check_bool("grow_beyond_maximum", grow_beyond_maximum)
+        for key, value in (("collate", collate), ("mean_loss", mean_loss)):
+            if not callable(value):
+                raise SettingError(key, value, "give a function")
+        _check_parameters(model, optimizer)
+        if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
+            raise SettingError("max_grad_norm", max_grad_norm, "give a number above 0, or None to clip nothing")
+        if micro_batch_size is not None:
+            check_whole("micro_batch_size", micro_batch_size)
+        _check_choice("lr_scaling", lr_scaling, RULES)
+        _check_choice("on_out_of_memory", on_out_of_memory, ("shrink", "raise"))
+        self._model, self._optimizer = model, optimizer
+        self._device = next(model.parameters()).device
+        self._memory = memory or device_memory(self._device, shared_by=distributed.local_world_size())
+        self._sharding = Sharding(
+            model, finishes=not _is_replicated(model), syncs_every_micro_batch=sync_gradients_every_micro_batch
+        )
+        if distributed.world_size() > 1 and not (self._sharding.is_sharded and _is_divided_by_rows(model)):
+            needed = "several ranks need one that torch's fully_shard, and nothing else, has divided over all of them"
+            raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
+        if distributed.world_size() > 1 and (whole := _undivided(model)):
+            needed = f"{_some(whole)} are not divided by fully_shard, so each rank would train its own"
+            raise SettingError(
+                "model", type(model).__name__, f"{needed}; call fully_shard on the whole model too, after its parts"
+            )
+        if has_batch_norm(model):
+            log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
+        self._rows = AnyRows(dataset, row_length)
+        self._collate, self._num_labels = collate, num_labels or label_tokens
+        self._micro_batch_size = micro_batch_size
+        self._grow_beyond_maximum = grow_beyond_maximum
+        self._steps = StepRows(
+            self._rows,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            increment=batch_increase_function,
+            schedule=batch_size_schedule,
+            on_change=self._say_rate,
+        )
+        move = to_device or (lambda batch: moved(batch, self._device))
+        shrinks = on_out_of_memory == "shrink"
+        self._accumulator = Accumulator(
+            model,
+            # A step may be run again: a collate function that takes from its rows takes from copies.
+            collate=lambda rows: {"batch": collate([dict(row) if type(row) is dict else row for row in rows])},
+            to_device=lambda batch: batch.update(batch=move(batch["batch"])),
+            mean_loss=lambda batch: checked_loss(mean_loss(batch.pop("batch"))),
+            num_real_tokens=self._rows.length,
+            ignore_index=IGNORE_INDEX,
+            capacity=Capacity(batch_size),
+            max_grad_norm=max_grad_norm,
+            replays=shrinks,
+            on_change=self._lower,
+            memory=self._memory,
+            sharding=self._sharding,
+            filler=lambda: self._labelled_row,
+            row_length=self._rows.length,
+            num_labels=lambda batch: _whole(self._num_labels(batch["batch"])),
+            remedies=_MEMORY_REMEDIES,
+        )
+        self._keeps_gradients = distributed.world_size() > 1 and not sync_gradients_every_micro_batch
+        self._learns_collectives = distributed.world_size() > 1 and shrinks and not _is_compiled(model)
+        self._batch_size, self._reference_batch_size = batch_size, reference_batch_size
+        self._lr_scaling, self._lr_scheduler = lr_scaling, lr_scheduler
+        self._built_with = {
+            "batch_size": batch_size,
+            "reference_batch_size": reference_batch_size,
+            "lr_scaling": lr_scaling,
+        }
+        self._batch_can_change = batch_increase_function is not None or batch_size_schedule is not None
+        self._begin_rate()
+        self.progress = Progress(rows_per_epoch=len(self._rows))
+        self.bound: int | None = None
+        self._bound_accumulates = False  # it was tried with the gradients of earlier micro-batches there
+        self.num_out_of_memory = 0
+        self._lowered: Capacity | None = None
+        self._said_unlabelled = False
+
+    # --- the bound --------------------------------------------------------------------------------------------------
+
+    def find_bound(
+        self,
+        *,
+        device_memory: int | float | str | None = None,
+        headroom: float = 0.05,
+        maximum: int = 4096,
+        round_to_power_of_two: bool = False,
+    ) -> ProbeResult:
+        """Find the most of the longest rows whose whole training step fits; training is left as it was, bit for bit.
+
+        Steps of more rows run as micro-batches, beside whose gradients fewer rows fit: the bound is of the batch as it is now.
+        Call it after :meth:`load_state_dict` and after `batch_size` was set above what fits.
+
+        Args:
+            device_memory: what a trial may use: a size such as ``"12GiB"``, a share such as 0.9, or None for what is available.
+            headroom: share of that which is left free.
+            maximum: no larger size is tried.
+            round_to_power_of_two: also try the power of two at or below the bound, which is the result's `batch_size`.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+            SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
+        """
+        self._memory.check_it_can_be_measured()
+        check_device_memory("device_memory", device_memory)
+        check_share("headroom", headroom)
+        check_whole("maximum", maximum)
+        check_bool("round_to_power_of_two", round_to_power_of_two)
+        search = partial(
+            self._search,
+            device_memory=device_memory,
+            headroom=headroom,
+            maximum=maximum,
+            round_to_power_of_two=round_to_power_of_two,
+        )
+        reshard(self._model)
+        random_state = RandomState(self._device)  # reading a row of some datasets draws from it
+        try:
+            # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
+            splits = self._grow_beyond_maximum or self._micro_batch_size is not None
+            splits = splits or self._steps.ranks > distributed.data_parallel_size()
+            found = search(accumulates=splits)
+            if self._rows_at_most(self.batch_size) > found.max_batch_size and not splits:
+                splits = True
+                found = search(accumulates=splits)
+        finally:
+            self._rows.forget()
+            random_state.restore()
+            if _is_compiled(self._model):
+                torch.compiler.reset()  # the sizes of trials must not use up the compiler's limit of variants
+        bound, given = found.max_batch_size, self._micro_batch_size
+        if given is not None and given > bound:
+            raise SettingError("micro_batch_size", given, f"{bound} rows fit; give {bound} or less, or None")
+        if bound != self.bound:
+            self._lowered = None
+        self.bound, self._bound_accumulates = bound, splits
+        self._steps.maximum = None if self._grow_beyond_maximum else bound
+        return found
+
+    def _search(
+        self,
+        *,
+        accumulates: bool,
+        device_memory: int | float | str | None,
+        headroom: float,
+        maximum: int,
+        round_to_power_of_two: bool,
+    ) -> ProbeResult:
+        memory, rows = self._memory, self._rows
+        resident = [*self._model.parameters(), *self._model.buffers(), *optimizer_state_tensors([self._optimizer])]
+        available = memory.available_bytes(resident)
+        if self._device.type == "cpu":  # the probe's own copies lie in the same memory
+            available = max(1, available - storage_bytes(resident))
+        budget = budget_bytes(
+            device_memory,
+            headroom=headroom,
+            total_bytes=memory.total_bytes(),
+            available_bytes=available,
+            key="device_memory",
+        )
+        budgets = distributed.gather(budget)
+        (longest,) = rows.longest(1)
+        keeps = accumulates and self._keeps_gradients
+        if keeps:
+            self._learn_collectives()  # what is kept can be dropped once FSDP has run
+        rehearsal = Rehearsal(
+            model=self._model,
+            optimizer=self._optimizer,
+            forward_backward=lambda size: self._accumulator.rehearse(rows.longest(size)),
+            step=lambda: (self._accumulator.clip(), self._optimizer.step()),
+            accumulates=accumulates,
+            memory=memory,
+            budget_bytes=budget,
+            row=rows.describe(longest),
+            sharding=self._sharding,
+            keep_gradients=(lambda: self._accumulator.rehearse([longest], is_last=False)) if keeps else None,
+            remedies=_MEMORY_REMEDIES,
+        )
+
+        def run_trial(size: int) -> Trial:
+            rows.longest(size)  # read before anything is measured
+            return rehearsal(size)
+
+        with rehearsal:
+            resident_bytes = distributed.maximum(rehearsal.resident_bytes)
+            found = run_search(
+                run_trial,
+                search=Predictive(
+                    budget_bytes=min(budgets),
+                    maximum=min(maximum, max(1, len(rows) // distributed.data_parallel_size())),
+                    resident_bytes=resident_bytes,
+                    granularity_bytes=memory.granularity_bytes,
+                ),
+                round_to_power_of_two=round_to_power_of_two,
+                sequence_length=rows.length(longest),
+                resident_bytes=resident_bytes,
+                budget_bytes=min(budgets),
+            )
+        if not found.max_batch_size:
+            allowed = sized(found.budget_bytes)
+            raise DoesNotFitError(f"{rows.describe(longest)} does not fit in {allowed}; {_MEMORY_REMEDIES}")
+        return replace(found, budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else ())
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step on one device now; to be set between two epochs, as to the bound."""
+        return self._steps.batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        if self._steps.follows_schedule:
+            raise SettingError("batch_size", batch_size, "batch_size_schedule says what a step holds; set one of them")
+        self._steps.batch_size = check_whole("batch_size", batch_size)
+
+    @property
+    def capacity(self) -> Capacity:
+        """What one micro-batch may hold now; lowered after an out-of-memory error, and not won back."""
+        return self._accumulator.capacity
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Hand out this rank's rows of each step that is left of the current epoch; they may be taken ahead of :meth:`run`."""
+        return self._steps.rest_of_epoch(self.progress)
+
+    def num_steps(self, epochs: int) -> int:
+        """Optimizer steps that are left of so many epochs, as the rules answer now."""
+        return self._steps.num_steps(self.progress, epochs)
+
+    def run(self, rows: Sequence[Any]) -> StepResult:
+        """Leave in the gradients the mean over the labels of a step, clipped, and set the step's learning rate.
+
+        A step that runs out of memory is replayed with less capacity. Gradients must be clear before. The step counts as
+        done: ``optimizer.step()`` and ``optimizer.zero_grad()`` are to follow. Where it raises, the same rows can be run again.
+
+        Args:
+            rows: of the step that was handed out first of those that have not been run.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: out of memory on this rank where the others cannot be told; end the process, so that they end too.
+            SettingError: the step has more rows than the bound, which was tried for steps of one micro-batch; or the loss or
+                its labels are none.
+            ValueError: other rows than were handed out, or gradients are there.
+        """
+        step, accumulator = self._steps.next_of(rows), self._accumulator
+        reshard(self._model)
+        self._check_gradients_are_clear()
+        self._learn_collectives()
+        accumulator.capacity = self._capacity_for(step)
+        most, thrashes = distributed.maxima([accumulator.num_micro_batches(rows), int(accumulator.thrashes)])
+        if thrashes:
+            accumulator.reduce_capacity()
+        result = accumulator.run(rows, num_micro_batches=None if thrashes else max(1, most))
+        assert result.rows == step.rows, f"a step of {step.rows} rows trained {result.rows} of them"
+        self._steps.has_run(step)
+        if not result.micro_batches and not self._said_unlabelled:
+            self._said_unlabelled = True
+            log.warning(
+                "a step of %d rows had no label to learn from; see num_labels, if that should not be", step.rows
+            )
+        clock = schedule_clock(self.progress, plan=self._epoch, reference=self._epoch)
+        self._rate.set(clock, batch=max(1, result.tokens) if self._reference.unit == "tokens" else result.rows)
+        progress = replace(self.progress, batch=step.asked).after_step(rows=result.rows, tokens=result.tokens)
+        self.progress = progress if progress.epoch_rows < len(self._rows) else progress.after_epoch()
+        return result
+
+    def _check_gradients_are_clear(self) -> None:
+        dirty = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None and bool(self._sharding.of_this_rank(parameter.grad).any())
+        }
+        if not dirty:
+            return
+        stepped = _stepped_by(self._optimizer)
+        others = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
+        if len(others) < len(dirty):
+            remedy = "call optimizer.step() and optimizer.zero_grad() after each run"
+        else:
+            remedy = (
+                f"{_some(others)} are not the optimizer's, so its zero_grad() leaves theirs; freeze them with requires_grad_(False), "
+                "or call model.zero_grad() after each step"
+            )
+        raise ValueError(f"gradients are there before a step: {remedy}")
+
+    def _learn_collectives(self) -> None:
+        """Once, so that even the first micro-batch can fail on one rank and be brought to its end."""
+        if self._learns_collectives:
+            self._accumulator.learn_collectives()
+            self._learns_collectives = False
+
+    def _capacity_for(self, step: HandedOut) -> Capacity:
+        rows = self._rows_at_most(step.asked)
+        if self.bound is not None and rows > self.bound and not (self._bound_accumulates or self._micro_batch_size):
+            tried = f"{self.bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
+            raise SettingError(
+                "batch_size",
+                rows,
+                f"{tried}; call find_bound again, which sees this batch, or give {self.bound} or less",
+            )
+        capacity = Capacity(self._micro_batch_size or self.bound or rows)
+        return self._lowered if self._lowered and self._lowered.amount < capacity.amount else capacity
+
+    def _rows_at_most(self, batch_size: int) -> int:
+        """Of a step, on the rank that has most: there may be other ranks than training began with."""
+        return -(-batch_size * self._steps.ranks // distributed.data_parallel_size())
+
+    def _lower(self, change: CapacityChange) -> None:
+        self._lowered = change.after
+        self.num_out_of_memory += change.out_of_memory
+        if distributed.is_rank_zero():
+            log.warning("%s", change.describe())
+
+    # --- going on ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands, as plain values, the same on all ranks; to be taken after ``optimizer.step()``.
+
+        Weights, the optimizer's state and that of random numbers are the user's to save.
+        """
+        return {
+            "progress": self.progress.state_dict(),
+            "steps": self._steps.state_dict(),
+            "built_with": self._built_with,
+            "bound": self.bound,
+            "bound_accumulates": self._bound_accumulates,
+            "lowered": asdict(self._lowered) if self._lowered else None,
+            "num_out_of_memory": self.num_out_of_memory,
+            "learning_rate": self._rate.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, in a loop that was built as the saved one was, before :meth:`find_bound` or without it.
+
+        A bound that was found before is kept; otherwise it is the saved one. Either may have been tried for smaller steps than
+        the state brings: :meth:`run` then refuses, and asks for :meth:`find_bound`. On another number of ranks a step has as
+        many rows as before.
+
+        Raises:
+            SettingError: rows would come in another order, or the rate would follow another batch.
+        """
+        for key, now in self._built_with.items():
+            if (saved := state["built_with"][key]) != now:
+                raise SettingError(key, now, f"what was saved was built with {saved}; go on with that")
+        self._steps.load_state_dict(state["steps"])
+        self.progress = Progress(**state["progress"])
+        self.num_out_of_memory = state["num_out_of_memory"]
+        if self.bound is None and state["bound"] is not None:
+            self.bound, self._bound_accumulates = state["bound"], state.get("bound_accumulates", False)
+            self._steps.maximum = None if self._grow_beyond_maximum else self.bound
+        self._lowered = Capacity(**state["lowered"]) if state["lowered"] and self.bound == state["bound"] else None
+        self._begin_rate()
+        self._rate.load_state_dict(state["learning_rate"])
+
+    def _begin_rate(self) -> None:
+        """Count the schedule's time in steps of the batch that was given, on the ranks that training began with."""
+        step_rows = self._batch_size * self._steps.ranks
+        self._epoch = EpochPlan.of(len(self._rows), step_rows=step_rows, drop_last=False)
+        self._reference = _reference_batch(self._reference_batch_size, default=step_rows)
+        self._rate = LearningRate(
+            self._optimizer,
+            self._lr_scheduler,
+            rule=self._lr_scaling,
+            reference=self._reference,
+            batch_can_change=self._batch_can_change,
+        )
+
+    def _say_rate(self, before: int, after: int) -> None:
+        """Of a batch that has changed, what the rules would make of a rate that does not follow it."""
+        if self._lr_scaling == "none" and self._reference.unit == "rows" and distributed.is_rank_zero():
+            group = self._optimizer.param_groups[0]
+            rate, batch = float(group.get("initial_lr", group["lr"])), after * self._steps.ranks
+            log.info("%s", describe_unscaled(rate, batch=batch, reference=int(self._reference.amount)))
+
+    @cached_property
+    def _labelled_row(self) -> Any:
+        """The first row that has a label, for a rank that has no row of a step."""
+        for number in range(len(self._rows)):
+            row = self._rows[number]
+            if self._num_labels(self._collate([row])):
+                return row
+        raise SettingError("dataset", type(self._rows).__name__, "no row has a label")
+
+
+def _check_parameters(model: object, optimizer: object) -> None:
+    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not know; say what it leaves out."""
+    if not isinstance(model, nn.Module):
+        raise SettingError("model", type(model).__name__, "give an nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        remedy = "give one torch.optim.Optimizer; where several step the model, that with most state"
+        raise SettingError("optimizer", type(optimizer).__name__, remedy)
+    reshard(model)
+    known = {id(parameter) for parameter in model.parameters()}
+    if not known:
+        raise SettingError("model", type(model).__name__, "it has no parameters")
+    others = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    if others:
+        remedy = (
+            f"{others} tensors of the optimizer are no parameters of it; put all that is trained into one nn.Module"
+        )
+        raise SettingError("model", type(model).__name__, remedy)
+    stepped = _stepped_by(optimizer)
+    left = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in stepped]
+    if left and distributed.is_rank_zero():
+        log.warning(
+            "%s need gradients and are not the optimizer's: freeze them with requires_grad_(False), or, where another optimizer steps "
+            "them, clear their gradients after each step too, and note that its state is in no trial of find_bound",
+            _some(left),
+        )
+
+
+def _stepped_by(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)} parameters ({', '.join(names[:_NAMED])}{more})"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(count: Any) -> torch.Tensor:
+    """What `num_labels` has answered, if it is a whole number."""
+    tensor = torch.as_tensor(count)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
+        remedy = "give a function that returns a whole number: how many labels are averaged over"
+        raise SettingError("num_labels", count, remedy)
+    return tensor.to(torch.int64)
+
+
+def _check_choice(key: str, value: str, options: Sequence[str]) -> None:
+    if value not in options:
+        raise SettingError(key, value, f"give one of {', '.join(options)}")
+
+
+def _reference_batch(value: int | str | None, *, default: int) -> Reference:
+    try:
+        return parse_reference(default if value is None else value)
+    except ValueError as error:
+        raise SettingError("reference_batch_size", value, str(error)) from None
+
+
+def _is_divided_by_rows(model: nn.Module) -> bool:
+    """Whether each rank runs rows of its own: with tensor parallelism some run the same."""
+    dimensions = [sum(not place.is_replicate() for place in one.placements) for one in _divided(model)]
+    everywhere = all(one.device_mesh.size() == distributed.world_size() for one in _divided(model))
+    return everywhere and max(dimensions) <= 1
+
+
+def _is_replicated(model: nn.Module) -> bool:
+    """Whether ranks also hold copies of parts, which they keep alike by collectives of another kind."""
+    return any(one.device_mesh.ndim > 1 for one in _divided(model))
+
+
+def _divided(model: nn.Module) -> list[Any]:
+    return [parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
+
+
+def _undivided(model: nn.Module) -> list[str]:
+    """The parameters that train and of which each rank holds a whole one."""
+    divided = {id(one) for one in _divided(model) if not all(place.is_replicate() for place in one.placements)}
+    return [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in divided]
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules())
