@@ -32,20 +32,20 @@ from torchtune.models.qwen2_5 import qwen2_5_0_5b
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.utils import batch_to_device
 
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import GIB, OptimizerInBackward, device_memory, parse_size
 from adaptive_batch.probe import (
     BinarySearch,
+    DryRun,
     Halving,
     Predictive,
     ProbeResult,
-    Rehearsal,
     Search,
     Trial,
     run_search,
 )
-from adaptive_batch.training import Accumulator
+from adaptive_batch.training import MicroBatchRunner
 
 MIB = 2**20
 PLENTY = 2**50
@@ -138,14 +138,14 @@ class Bench:
             self._optimizer = OptimizerInBackward({p: make([p]) for p in self.model.parameters()})
         else:
             self._optimizer = make(self.model.parameters())
-        self._accumulator = Accumulator(
+        self._accumulator = MicroBatchRunner(
             self.model,
             collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=IGNORED),
             to_device=partial(batch_to_device, device=device),
             mean_loss=self._mean_loss,
             num_real_tokens=lambda row: len(row["tokens"]),
             ignore_index=IGNORED,
-            capacity=Capacity(1),
+            capacity=MicroBatchLimit(1),
             scale_gradients=not combination.in_backward,
         )
         tokens = torch.randint(1, 500, (combination.length,)).tolist()
@@ -164,8 +164,8 @@ class Bench:
         assert isinstance(self._optimizer, torch.optim.Optimizer)
         self._optimizer.step()
 
-    def rehearsal(self, budget_bytes: int) -> Rehearsal:
-        return Rehearsal(
+    def rehearsal(self, budget_bytes: int) -> DryRun:
+        return DryRun(
             model=self.model,
             optimizer=self._optimizer,
             forward_backward=lambda rows: self._accumulator.rehearse([self._row] * rows),
@@ -404,7 +404,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--memory", help="on CUDA: what may be used, such as 24GiB; default all that is free")
-    parser.add_argument("--quick", action="store_true", help="fewer combinations, smaller maxima")
+    parser.add_argument("--quick", action="store_true", help="fewer combinations, smaller all_reduce_max")
     parser.add_argument("--threads", type=int, help="threads of PyTorch on the CPU")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()

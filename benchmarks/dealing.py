@@ -22,7 +22,14 @@ import records
 import torch
 from batching import lognormal
 
-from adaptive_batch.data import Capacity, Shapes, deal_by_rows, deal_by_tokens, micro_batches, plan_batches
+from adaptive_batch.data import (
+    MicroBatchLayout,
+    MicroBatchLimit,
+    balance_by_rows,
+    balance_by_tokens,
+    micro_batches,
+    plan_batches,
+)
 from adaptive_batch.data.order import row_order
 
 RANKS = 8
@@ -37,7 +44,7 @@ SIZES = (
     (4_096, 16, 2_048),
 )
 
-Deal = Callable[[list[int], int, Capacity, Shapes], list[list[int]]]
+Deal = Callable[[list[int], int, MicroBatchLimit, MicroBatchLayout], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -46,15 +53,15 @@ class Case:
 
     name: str
     steps: list[list[int]]
-    capacity: Capacity
-    shapes: Shapes = field(default_factory=Shapes)
+    capacity: MicroBatchLimit
+    shapes: MicroBatchLayout = field(default_factory=MicroBatchLayout)
 
 
-def in_turn(lengths: list[int], ranks: int, capacity: Capacity, shapes: Shapes) -> list[list[int]]:
-    return [list(rows) for rows in deal_by_rows(len(lengths), ranks)]
+def in_turn(lengths: list[int], ranks: int, capacity: MicroBatchLimit, shapes: MicroBatchLayout) -> list[list[int]]:
+    return [list(rows) for rows in balance_by_rows(len(lengths), ranks)]
 
 
-WAYS: dict[str, Deal] = {"in turn": in_turn, "by tokens": deal_by_tokens}
+WAYS: dict[str, Deal] = {"in turn": in_turn, "by tokens": balance_by_tokens}
 
 
 def cases(lengths: torch.Tensor) -> list[Case]:
@@ -62,8 +69,8 @@ def cases(lengths: torch.Tensor) -> list[Case]:
         rows = row_order(len(lengths), lengths=lengths, **order)
         return plan_batches(lengths, RANKS * each, order=rows, count="real", divisible=divisible).tolist()
 
-    def tokens(amount: int) -> Capacity:
-        return Capacity(amount, "tokens")
+    def tokens(amount: int) -> MicroBatchLimit:
+        return MicroBatchLimit(amount, "tokens")
 
     large, small = steps_by_tokens(16_384), steps_by_tokens(4_096)
     by_length = steps_by_tokens(16_384, order="seqlen", window=WINDOW)
@@ -77,10 +84,10 @@ def cases(lengths: torch.Tensor) -> list[Case]:
         Case("4,096 real tokens a rank", small, tokens(4_096)),
         Case("4,096 real tokens a rank", small, tokens(2_048)),
         Case(f"{STEP_ROWS} rows", by_rows, tokens(16_384)),
-        Case(f"{STEP_ROWS} rows", by_rows, Capacity(STEP_ROWS)),
-        Case(f"{STEP_ROWS} rows", by_rows, Capacity(4)),
-        Case("16,384, divisible, uniform rows", divisible, tokens(16_384), Shapes("rows")),
-        Case("16,384 a rank, uniform lengths", large, tokens(16_384), Shapes("lengths")),
+        Case(f"{STEP_ROWS} rows", by_rows, MicroBatchLimit(STEP_ROWS)),
+        Case(f"{STEP_ROWS} rows", by_rows, MicroBatchLimit(4)),
+        Case("16,384, divisible, uniform rows", divisible, tokens(16_384), MicroBatchLayout("rows")),
+        Case("16,384 a rank, uniform lengths", large, tokens(16_384), MicroBatchLayout("lengths")),
     ]
 
 
@@ -137,12 +144,12 @@ def print_measured(rows: list[dict[str, Any]]) -> None:
 
 
 def measure_seconds(ranks: int, rows: int, max_tokens: int, repeats: int) -> dict[str, Any]:
-    capacity = Capacity(max_tokens, "tokens")
+    capacity = MicroBatchLimit(max_tokens, "tokens")
     lengths = lognormal(ranks * rows).tolist()
     taken: list[float] = []
     for _ in range(repeats):
         start = time.perf_counter()
-        dealt = deal_by_tokens(lengths, ranks, capacity)
+        dealt = balance_by_tokens(lengths, ranks, capacity)
         taken.append(time.perf_counter() - start)
     counts = [len(micro_batches([lengths[row] for row in positions], capacity)) for positions in dealt]
     return {

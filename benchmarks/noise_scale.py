@@ -32,9 +32,9 @@ from torch import nn
 from tqdm import tqdm
 from turns import configuration, our_recipe, printing_into, resampled_interval
 
-from adaptive_batch.data import Capacity, micro_batches
+from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.schedules import NoiseScale
-from adaptive_batch.training import Accumulator
+from adaptive_batch.training import MicroBatchRunner
 
 TARGET = 1.03
 IGNORED = -100
@@ -66,8 +66,8 @@ class MeanEstimation:
         drawn = torch.randn(count, len(self._mean), generator=self._generator) * self._deviations + self._mean
         return [{"tokens": [0, 0], "labels": [IGNORED, 0], "x": x} for x in drawn]
 
-    def accumulator(self, capacity: Capacity) -> Accumulator:
-        return Accumulator(
+    def accumulator(self, capacity: MicroBatchLimit) -> MicroBatchRunner:
+        return MicroBatchRunner(
             self.model,
             collate=lambda rows: {
                 key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in ("tokens", "labels", "x")
@@ -89,7 +89,7 @@ def closed_form(steps: int, seeds: int) -> list[dict[str, Any]]:
         values = []
         for seed in range(seeds):
             problem = MeanEstimation(noise_scale=scale, seed=seed)
-            accumulator = problem.accumulator(Capacity(small))
+            accumulator = problem.accumulator(MicroBatchLimit(small))
             estimate = NoiseScale(decay=1 - 1e-9, min_samples=1)  # so many samples count that all count alike
             for _ in range(steps):
                 problem.model.zero_grad()
@@ -159,7 +159,7 @@ class Population:
         return ((counts @ self._products) * counts).sum(1) / (counts @ self._labels).square()
 
 
-def prefixes(population: Population, drawn: Sequence[Sequence[int]], capacity: Capacity) -> list[list[int]]:
+def prefixes(population: Population, drawn: Sequence[Sequence[int]], capacity: MicroBatchLimit) -> list[list[int]]:
     """The first micro-batch of each step."""
     first = (micro_batches([population.lengths[row] for row in rows], capacity)[0].rows for rows in drawn)
     return [[rows[i] for i in piece] for rows, piece in zip(drawn, first, strict=True)]
@@ -170,16 +170,16 @@ def unequal_rows(population: Population, steps: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(SEED)
     found = []
     for big, capacity in (
-        (16, Capacity(1)),
-        (16, Capacity(4)),
-        (16, Capacity(8)),
-        (64, Capacity(1)),
-        (64, Capacity(8)),
-        (64, Capacity(32)),
-        (16, Capacity(768, "tokens")),
-        (16, Capacity(1536, "tokens")),
-        (64, Capacity(1536, "tokens")),
-        (64, Capacity(6144, "tokens")),
+        (16, MicroBatchLimit(1)),
+        (16, MicroBatchLimit(4)),
+        (16, MicroBatchLimit(8)),
+        (64, MicroBatchLimit(1)),
+        (64, MicroBatchLimit(8)),
+        (64, MicroBatchLimit(32)),
+        (16, MicroBatchLimit(768, "tokens")),
+        (16, MicroBatchLimit(1536, "tokens")),
+        (64, MicroBatchLimit(1536, "tokens")),
+        (64, MicroBatchLimit(6144, "tokens")),
     ):
         drawn = torch.randint(len(population.lengths), (steps, big), generator=generator).tolist()
         small = prefixes(population, drawn, capacity)
@@ -274,7 +274,7 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
                 parts.accumulator.run(rows)
                 parts.step()
 
-            def measured(rows: list[Any] = rows, parts: Any = parts, measuring: Accumulator = accumulator) -> None:
+            def measured(rows: list[Any] = rows, parts: Any = parts, measuring: MicroBatchRunner = accumulator) -> None:
                 sample = measuring.run(rows).noise
                 assert sample is not None
                 parts.step()
@@ -302,11 +302,11 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
     }
 
 
-def measuring_accumulator(recipe: AdaptiveFullFinetuneRecipe) -> Accumulator:
+def measuring_accumulator(recipe: AdaptiveFullFinetuneRecipe) -> MicroBatchRunner:
     """As the recipe's own, on the same model."""
     parts = recipe.parts
     limit = recipe.cfg.get("clip_grad_norm")
-    return Accumulator(
+    return MicroBatchRunner(
         parts.model,
         collate=parts.collate,
         to_device=parts.to_device,

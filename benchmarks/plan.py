@@ -35,10 +35,10 @@ import torchtune
 from omegaconf import OmegaConf
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.estimate import LengthPlan, cuda_difference, planned_devices
+from adaptive_batch.estimate import LengthEstimate, cuda_difference, parse_devices
 from adaptive_batch.memory import GIB, device_memory, parse_size
 from adaptive_batch.probe import Trial
-from adaptive_batch.torchtune import BoundSearch, config_path, plan_memory, set_up_terminal, shipped_configs
+from adaptive_batch.torchtune import BatchSizeFinder, config_path, estimate_devices, set_up_terminal, shipped_configs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from small_plans import BoundByEach, Combination, RealParts, found, peaks_on_ranks, tried
@@ -47,7 +47,7 @@ from small_ranks import run_on_ranks
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 SIZES = (*range(1, 25), 32, 48, 64)
 QUICK_SIZES = (1, 2, 3, 4, 7, 8, 16)
-PROBED = (1, 2, 3, 7, 16)  # true maxima that the recipes' own search is asked for
+PROBED = (1, 2, 3, 7, 16)  # true all_reduce_max that the recipes' own search is asked for
 REPEATS = 4  # on ranks: a thread of gloo's may hold a buffer a little longer than the collective takes
 
 PEAKS = (
@@ -117,7 +117,7 @@ def on_cuda(quick: bool) -> list[Combination]:
     ]
 
 
-def said(plan: LengthPlan, rows: int) -> int:
+def said(plan: LengthEstimate, rows: int) -> int:
     """Peak of forward and backward of so many rows, as the plan has it."""
     return plan.one_row_bytes if rows == 1 else plan.curve.peak_bytes(rows)
 
@@ -130,7 +130,7 @@ def relative(counted: int | None, estimate: int | None) -> float:
     return (estimate - counted) / counted
 
 
-def bound_of(plan: LengthPlan, budget_bytes: int, maximum: int) -> int:
+def bound_of(plan: LengthEstimate, budget_bytes: int, maximum: int) -> int:
     """The plan's bound; `maximum` where any number of rows fits."""
     rows = plan.max_rows(budget_bytes)
     return maximum if rows is None else min(rows, maximum)
@@ -218,11 +218,11 @@ def num_equal(entries: Sequence[dict[str, Any]]) -> int:
     return sum(entry["true"] == entry["planned"] for entry in entries)
 
 
-def probed(combination: Combination, budget_bytes: int, plan: LengthPlan) -> dict[str, Any]:
+def probed(combination: Combination, budget_bytes: int, plan: LengthEstimate) -> dict[str, Any]:
     """What the recipes' own search finds within a budget, beside the plan."""
     maximum = 64
     parts = RealParts(combination, device_memory=budget_bytes, maximum=maximum).built()
-    result = found(BoundSearch(parts))
+    result = found(BatchSizeFinder(parts))
     assert result.budget_bytes == budget_bytes, f"{result.budget_bytes} may be used, not {budget_bytes}"
     return {
         "budget_bytes": budget_bytes,
@@ -356,7 +356,7 @@ def measure_configs(names: Sequence[str]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"config": name, "ranks": cfg.probe.plan_world_size, "rows": None, "refused": ""}
         start = time.perf_counter()
         try:
-            plan = plan_memory(cfg, say=lambda text: None)
+            plan = estimate_devices(cfg, say=lambda text: None)
             row["rows"] = plan.bound(plan.lengths[0], plan.targets[0])
             row["checked"] = plan.lengths[0].checked
         except Exception as error:  # what is not made for these recipes fails in its own ways
@@ -440,7 +440,7 @@ def device_here() -> tuple[str, str]:
         return "1TiB", ""
     name, architecture = torch.cuda.get_device_name(), "sm_{}{}".format(*torch.cuda.get_device_capability())
     try:
-        planned_devices([name])
+        parse_devices([name])
     except SettingError:
         return f"{torch.cuda.mem_get_info()[1]}B", architecture
     return name, architecture
@@ -469,7 +469,7 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
                 result = found(BoundByEach(parts, Doubling(maximum=maximum)))
             seconds = time.perf_counter() - start
             with real_parts(combination, **limits) as parts:
-                probe = found(BoundSearch(parts))
+                probe = found(BatchSizeFinder(parts))
         except DoesNotFitError as error:
             row["refused"] = str(error)
             print(f"{combination!s:<68} {budget / GIB:>6.2f} {row['planned']:>7} {error}", flush=True)

@@ -7,7 +7,7 @@ No rank but those of part `sync` exists: one process does what one rank of so ma
     steps     what each rank does on its host between two steps, and how evenly the step is dealt
     epochs    what each rank does once an epoch
     exchange  what our own collectives send in a step; computed
-    store     the connections of `Watch`, and how long the word that a run ends takes to reach all ranks
+    store     the connections of `Watchdog`, and how long the word that a run ends takes to reach all ranks
     objects   what ranks tell each other when they begin and when they save
     sync      two real ranks on gloo: gradients reduced after each micro-batch, or after the last of eight
     memory    what forward and backward of Llama 3 take on rank 0 of 8, counted on tensors without content
@@ -39,11 +39,18 @@ import torch
 import torch.distributed as dist
 from batching import lognormal
 
-from adaptive_batch.data import Capacity, RowStream, deal_by_rows, deal_by_tokens, micro_batches, plan_batches
-from adaptive_batch.distributed import Watch
-from adaptive_batch.estimate.attribution import AttributedBytes
+from adaptive_batch.data import (
+    MicroBatchLimit,
+    RowSampler,
+    balance_by_rows,
+    balance_by_tokens,
+    micro_batches,
+    plan_batches,
+)
+from adaptive_batch.distributed import Watchdog
+from adaptive_batch.estimate.attribution import AttributedTracker
 from adaptive_batch.memory import RandomState
-from adaptive_batch.report import RunRecord
+from adaptive_batch.report import RunLog
 from adaptive_batch.torchtune import config_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -51,7 +58,7 @@ from small_ranks import run_on_ranks
 
 RANKS = (8, 64, 512, 4_096)
 ROWS = 16  # of one rank in a step
-CAPACITY = Capacity(4_096, "tokens")  # such rows are two micro-batches
+CAPACITY = MicroBatchLimit(4_096, "tokens")  # such rows are two micro-batches
 STEPS = 4
 TARGET_MILLISECONDS = 100
 EPOCH_ROWS = 1_000_000
@@ -102,21 +109,21 @@ def peak_bytes_of(call: Callable[[], object]) -> int:
 
 
 def deal(lengths: torch.Tensor, numbers: Sequence[int], ranks: int, by: str) -> Sequence[Sequence[int]]:
-    """Which rows are whose, as `TrainingBatches.deal` finds it on each rank."""
+    """Which rows are whose, as `StepPlanner.deal` finds it on each rank."""
     if by == "rows":
-        return deal_by_rows(len(numbers), ranks)
-    return deal_by_tokens(lengths[torch.as_tensor(numbers, dtype=torch.int64)], ranks, CAPACITY)
+        return balance_by_rows(len(numbers), ranks)
+    return balance_by_tokens(lengths[torch.as_tensor(numbers, dtype=torch.int64)], ranks, CAPACITY)
 
 
 def measure_steps(ranks: int, by: str, *, steps: int, folder: Path) -> dict[str, Any]:
     """What one rank does between two steps, and how evenly all would run them."""
     rows = ranks * ROWS
     lengths = lognormal(rows * steps)
-    stream = RowStream(Rows(len(lengths)), shuffle=True)
-    capacity = Capacity(ROWS) if by == "rows" else CAPACITY
+    stream = RowSampler(Rows(len(lengths)), shuffle=True)
+    capacity = MicroBatchLimit(ROWS) if by == "rows" else CAPACITY
     stream.start_epoch(0)
     path = folder / "run.jsonl"
-    record = RunRecord(path)
+    record = RunLog(path)
     dealing, taking, cutting, recording = [], [], [], []
     imbalance, counts = [], []
     padded = waited_for = 0
@@ -204,7 +211,7 @@ def part_steps(*, ranks: Sequence[int], quick: bool, folder: Path) -> list[dict[
 def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
     rows = 50_000 if quick else EPOCH_ROWS
     lengths = lognormal(rows)
-    stream = RowStream(Rows(rows), shuffle=True)
+    stream = RowSampler(Rows(rows), shuffle=True)
     order = stream.order(0)
     in_order = seconds_of(lambda: stream.order(0), times=2)
     peak = peak_bytes_of(lambda: stream.order(0)) / MIB
@@ -287,14 +294,14 @@ def part_store(*, ranks: Sequence[int], quick: bool) -> dict[str, Any]:
     before = connections_to(port)
     named = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with environment(**named, TORCHELASTIC_USE_AGENT_STORE="True"):
-        watch = Watch.connect()
+        watch = Watchdog.connect()
         assert watch is not None
         of_watch = connections_to(port) - before
         watch.start()
         watch.stop()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     print(
-        f"\nstore: a rank's Watch holds {of_watch} connections, beside 1 of its process group. The machine that holds the store (torchrun's "
+        f"\nstore: a rank's Watchdog holds {of_watch} connections, beside 1 of its process group. The machine that holds the store (torchrun's "
         f"agent of the first\nnode) has a file open for each: `ulimit -n` there is to be above 3 a rank, and a few. It is {limit:,} here. The words that "
         "end a run are set one after another:\n'end' is how long that took here, on one machine, where a message takes less than between two."
     )
@@ -363,9 +370,9 @@ def train_two_ways(pairs: int) -> dict[str, Any]:
     from torchtune.models.qwen2 import qwen2
 
     from adaptive_batch.distributed import Sharding
-    from adaptive_batch.training import Accumulator
+    from adaptive_batch.training import MicroBatchRunner
 
-    def accumulator(*, every: bool) -> Accumulator:
+    def accumulator(*, every: bool) -> MicroBatchRunner:
         torch.manual_seed(0)
         model = qwen2(**adaptive_demo.MODEL)
         training.shard_model(model=model, shard_conditions=[training.get_shard_conditions], cpu_offload=False)
@@ -377,14 +384,14 @@ def train_two_ways(pairs: int) -> dict[str, Any]:
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
             return {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")}
 
-        return Accumulator(
+        return MicroBatchRunner(
             model,
             collate=collate,
             to_device=lambda batch: None,
             mean_loss=mean_loss,
             num_real_tokens=lambda row: len(row["tokens"]),
             ignore_index=-100,
-            capacity=Capacity(1),
+            capacity=MicroBatchLimit(1),
             sharding=Sharding(model, syncs_every_micro_batch=every),
         )
 
@@ -478,7 +485,7 @@ def bytes_of_a_micro_batch(name: str, *, ranks: int, rows: int, tokens: int) -> 
             model.to_empty(device="cpu")
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            counting = AttributedBytes()
+            counting = AttributedTracker()
             counting.add([*model.parameters(), *(parameter.grad for parameter in model.parameters())])
             stays = counting.live_bytes
             counting.add(model.buffers())

@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.probe import BinarySearch, Halving, Predictive, Rehearsal, Search, Trial, run_search
+from adaptive_batch.probe import BinarySearch, DryRun, Halving, Predictive, Search, Trial, run_search
 
 BUDGET = 16 * 1024**3
 MAXIMUM = 4096  # the default of probe.maximum
@@ -294,12 +294,12 @@ class CountedModule(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def search_ours(make: Callable[[Rehearsal], Search], budget_bytes: int) -> Run:
+def search_ours(make: Callable[[DryRun], Search], budget_bytes: int) -> Run:
     """Our whole probe: snapshot, rehearsal of a step, trials, restoring."""
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(VOCABULARY, (2048, LENGTH))
-    rehearsal = Rehearsal(
+    rehearsal = DryRun(
         model=model,
         optimizer=optimizer,
         forward_backward=lambda rows: model(tokens[:rows]).backward(),

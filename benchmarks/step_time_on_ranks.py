@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from turns import Enough, Relay, configuration, printing_into
 
 from adaptive_batch import distributed
-from adaptive_batch.distributed import Watch
+from adaptive_batch.distributed import Watchdog
 from adaptive_batch.torchtune import all_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -76,13 +76,13 @@ def stock_recipe(cfg: DictConfig) -> Any:
     return recipe
 
 
-def our_recipe(cfg: DictConfig, watch: Watch | None) -> AdaptiveFullFinetuneRecipe:
+def our_recipe(cfg: DictConfig, watch: Watchdog | None) -> AdaptiveFullFinetuneRecipe:
     recipe = AdaptiveFullFinetuneRecipe(cfg=cfg, watch=watch)
     recipe.setup()
     return recipe
 
 
-def build(name: str, cfg: DictConfig, watch: Watch | None, steps: Any) -> Any:
+def build(name: str, cfg: DictConfig, watch: Watchdog | None, steps: Any) -> Any:
     """A recipe that tells `steps`, in the place of its profiler, of every step: on all ranks, where only one of them logs."""
     if name == "stock":
         recipe = stock_recipe(cfg)

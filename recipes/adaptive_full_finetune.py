@@ -27,21 +27,21 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
-from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watch
+from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import NoiseScale, Progress, describe_unscaled
 from adaptive_batch.torchtune import (
     STATE_KEY,
-    BoundSearch,
+    BatchSizeFinder,
     Checkpoints,
+    LimitFinder,
+    RateController,
     Settings,
-    TrainingBatches,
-    TrainingCapacity,
+    StepPlanner,
     TrainingLog,
     TrainingParts,
-    TrainingPlan,
-    TrainingRate,
+    TrainingPreview,
     Validation,
     agree_on_step,
     all_ranks,
@@ -71,7 +71,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         SettingError: a setting cannot be used; nothing has been loaded or written yet.
     """
 
-    def __init__(self, cfg: DictConfig, watch: Watch | None = None) -> None:
+    def __init__(self, cfg: DictConfig, watch: Watchdog | None = None) -> None:
         self.cfg = cfg
         self.watch = watch
         plain = OmegaConf.to_container(cfg, resolve=True)
@@ -81,7 +81,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             raise SettingError("probe.plan_for", self.settings.probe.plan_for, remedy)
         self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
         self.parts = TrainingParts(cfg, self.settings)
-        self.bounds = BoundSearch(self.parts)
+        self.bounds = BatchSizeFinder(self.parts)
         self.bounds.watch = watch
         self.device = self.parts.device
         self.output_dir = Path(cfg.output_dir)
@@ -153,7 +153,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         parts.build_data()
         self.load_checkpoint()
         parts.check_rows()
-        self.batches = TrainingBatches(parts, seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch)
+        self.batches = StepPlanner(parts, seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch)
         follows_schedule = bool(self.saved) and settings.batch_size_schedule is not None
         if self.continues_batch or follows_schedule:
             self.batches.batch_size = self.saved["batch_size"]
@@ -162,7 +162,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if settings.needs_bound or validates_what_fits:
             self.bounds.check()
         check_scheduler(self.cfg)
-        self.plan = TrainingPlan(parts, self.batches)
+        self.plan = TrainingPreview(parts, self.batches)
         self.plan.check(self.progress)
         if settings.plan_only:
             plan = self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch)
@@ -184,7 +184,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             continues_batch=self.continues_batch,
             without_effect=self.without_effect,
         )
-        self.capacity = TrainingCapacity(parts, self.bounds, self.record, run=self.run)
+        self.capacity = LimitFinder(parts, self.bounds, self.record, run=self.run)
         if self.watch:
             self.watch.on_end = self._write_down_end
         parts.build_model(self.checkpoints, on_change=self.capacity.lower)
@@ -221,7 +221,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.full_batch_loss.load_state_dict(self.saved["full_batch_loss"])
         if "noise_scale" in self.saved:
             self.noise_scale.load_state_dict(self.saved["noise_scale"])
-        self.rate = TrainingRate(
+        self.rate = RateController(
             parts,
             self.batches,
             parts.optimizers,
@@ -418,11 +418,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         last = epoch + 1 >= self.settings.epochs
         state = None if last else self._state()
         if state:
-            state[STATE_KEY]["preempted"] = distributed.any_rank(self.preemption.requested)
+            state[STATE_KEY]["preempted"] = distributed.any_of_ranks(self.preemption.requested)
         self.record.sync()
         self.checkpoints.save_epoch(self.parts, recipe_state=state, epoch=epoch)
         self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
-        if distributed.any_rank(self.preemption.requested) and not last:
+        if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
             self.checkpoints.wait()
             self._end_early()
@@ -488,7 +488,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 "begun_anew": self.begun_anew,
                 "full_batch_loss": self.full_batch_loss.state_dict(),
                 "noise_scale": self.noise_scale.state_dict(),
-                "random_states": distributed.gather_on_rank_zero(RandomState(self.device).state_dict()),
+                "random_states": distributed.gather_to_rank_zero(RandomState(self.device).state_dict()),
             },
         }
 

@@ -14,28 +14,28 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
 from adaptive_batch import distributed
-from adaptive_batch.distributed import Watch
+from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
-from adaptive_batch.estimate import MemoryPlan
+from adaptive_batch.estimate import MemoryEstimate
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.report import write_plan_picture
 from adaptive_batch.torchtune import (
-    BoundSearch,
+    BatchSizeFinder,
     Checkpoints,
-    PlannedParts,
+    FakeParts,
     Settings,
     TrainingParts,
     all_ranks,
     complete,
-    plan_memory,
+    estimate_devices,
     set_up_terminal,
     use_shipped_config,
     without_effect_on_probe,
 )
 
 
-def probe(cfg: DictConfig, watch: Watch | None = None) -> list[ProbeResult]:
+def probe(cfg: DictConfig, watch: Watchdog | None = None) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
 
     Args:
@@ -54,7 +54,7 @@ def probe(cfg: DictConfig, watch: Watch | None = None) -> list[ProbeResult]:
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     parts.build_data()
     parts.check_rows()
-    bounds = BoundSearch(parts)
+    bounds = BatchSizeFinder(parts)
     bounds.watch = watch
     checkpoints = Checkpoints(cfg, settings)
     bounds.check()
@@ -98,13 +98,13 @@ def summary(results: list[ProbeResult]) -> str:
     return "\n".join(lines)
 
 
-def plan(cfg: DictConfig) -> MemoryPlan:
+def plan(cfg: DictConfig) -> MemoryEstimate:
     """Plan for devices that are not here; tables, ``plan.json`` and, where matplotlib is there, a figure.
 
     Raises:
         SettingError: a setting cannot be used, or a component cannot be planned.
     """
-    complete(cfg, needs=(*PlannedParts.needs, "output_dir"))
+    complete(cfg, needs=(*FakeParts.needs, "output_dir"))
     path = Path(cfg.output_dir) / "adaptive_batch" / "plan.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def plan(cfg: DictConfig) -> MemoryPlan:
         raise SettingError(
             "output_dir", cfg.output_dir, f"it cannot be made ({error}); give a folder of yours"
         ) from None
-    planned = plan_memory(cfg, save=lambda plan: plan.save(path))
+    planned = estimate_devices(cfg, save=lambda plan: plan.save(path))
     print(f"\nwritten to {path}, in {planned.seconds:.1f} s")
     try:
         write_plan_picture(planned, path.with_suffix(".png"))

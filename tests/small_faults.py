@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.training import Accumulator, CapacityChange
+from adaptive_batch.training import LimitChange, MicroBatchRunner
 
 IGNORED = -100
 PHASES = ("forward", "backward", "around them")
@@ -137,7 +137,7 @@ class Way:
 
 # Of the rows of a step: two micro-batches of four either way, pairs after a failure in one, single rows after one more.
 LENGTHS = (9, 7, 9, 9, 6, 9, 8, 9)
-CAPACITIES = {"rows": Capacity(4), "tokens": Capacity(36, "tokens")}
+CAPACITIES = {"rows": MicroBatchLimit(4), "tokens": MicroBatchLimit(36, "tokens")}
 
 
 def step_rows(step: int) -> list[dict[str, Any]]:
@@ -166,9 +166,9 @@ class Trained:
 
     state: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
-    capacities: list[Capacity] = field(default_factory=list)
+    capacities: list[MicroBatchLimit] = field(default_factory=list)
     run_rows: list[list[int]] = field(default_factory=list)
-    changes: list[CapacityChange] = field(default_factory=list)
+    changes: list[LimitChange] = field(default_factory=list)
     failed_in: list[str] = field(default_factory=list)
 
 
@@ -177,7 +177,7 @@ def train(
     *,
     operations: Sequence[int] = (),
     at_step: int = 0,
-    capacities: Sequence[Capacity] = (),
+    capacities: Sequence[MicroBatchLimit] = (),
     steps: int = 3,
 ) -> Trained:
     """Train from the start, as if what was given before had never been.
@@ -205,7 +205,7 @@ def train(
         attempts[-1].extend(row["row"] for row in rows)
         return collate(rows)
 
-    accumulator = Accumulator(
+    accumulator = MicroBatchRunner(
         model,
         collate=collate_seen,
         to_device=lambda batch: None,
@@ -258,7 +258,7 @@ class Undisturbed:
     def __init__(self) -> None:
         self._known: dict[Any, Trained] = {}
 
-    def like(self, way: Way, capacities: Sequence[Capacity]) -> Trained:
+    def like(self, way: Way, capacities: Sequence[MicroBatchLimit]) -> Trained:
         """One that was given these capacities."""
         key = way.unit, way.checkpointing, tuple(capacities)
         if key not in self._known:

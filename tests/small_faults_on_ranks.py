@@ -32,16 +32,16 @@ from small_ranks_model import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity
-from adaptive_batch.distributed import Watch
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import RankLostError
 from adaptive_batch.memory import RandomState, TensorSnapshot, optimizer_state_tensors
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.probe import Rehearsal
-from adaptive_batch.training import Accumulator, StepResult
+from adaptive_batch.probe import DryRun
+from adaptive_batch.training import MicroBatchRunner, StepResult
 
 RANKS = 2
-START = Capacity(2)
+START = MicroBatchLimit(2)
 LENGTHS = ((9, 7, 9, 4), (6, 9, 8, 5))  # of each rank's rows: two micro-batches, single rows after a failure
 PHASES = ("forward", "backward", "between", "collective", "counting", "clipping")
 PATIENCE_SECONDS = 60.0  # at one place without a word, and it counts as hung
@@ -133,7 +133,7 @@ class RunsOut(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Accumulator(Accumulator):
+class _Accumulator(MicroBatchRunner):
     """Says what it is doing around the micro-batches."""
 
     doing = "before"
@@ -229,7 +229,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         return plain(result), sorted(self.rows_run[-1])
 
-    def two_steps(self, fault: RunsOut | None, capacity: Capacity = START) -> dict[str, Any]:
+    def two_steps(self, fault: RunsOut | None, capacity: MicroBatchLimit = START) -> dict[str, Any]:
         """From the start: a step that may fail and one more; all that they leave."""
         self.restore()
         self.accumulator.capacity = capacity
@@ -245,9 +245,9 @@ class Training:
         finally:
             self._in_trial = False
 
-    def rehearsal(self) -> Rehearsal:
+    def rehearsal(self) -> DryRun:
         """Of this training."""
-        return Rehearsal(
+        return DryRun(
             model=self.model,
             optimizer=self.optimizer,
             forward_backward=self.trial,
@@ -277,7 +277,7 @@ class Training:
 class _Notes:
     """What a rank writes down for the process that started it, which outlives it."""
 
-    def __init__(self, folder: Path, watch: Watch) -> None:
+    def __init__(self, folder: Path, watch: Watchdog) -> None:
         self._file = (folder / f"rank{distributed.rank()}").open("a")
         self._watch = watch
 
@@ -289,7 +289,7 @@ class _Notes:
 
 def run_places(way: Way, places: Sequence[Place], folder: str) -> None:
     """Run each place; a rank that cannot go on ends all, as the recipe has it."""
-    watch = Watch.connect(stall_seconds=PATIENCE_SECONDS)
+    watch = Watchdog.connect(stall_seconds=PATIENCE_SECONDS)
     assert watch is not None
     watch.start()
     notes = _Notes(Path(folder), watch)
@@ -350,7 +350,7 @@ def _run_trials(way: Way, places: Sequence[Place], notes: _Notes) -> None:
     notes.write(after_all=differing)
 
 
-def _peak(trial: Rehearsal, rows: int) -> int:
+def _peak(trial: DryRun, rows: int) -> int:
     """To the byte: a thread of gloo's may hold a buffer a little longer than its collective takes."""
     return min(trial(rows).peak_bytes or 0 for _ in range(4))
 

@@ -159,7 +159,7 @@ def went_well(status: int, folder: Path) -> bool:
     return True
 
 
-class Watch:
+class Watchdog:
     """What a run's files show since it was started."""
 
     def __init__(self, folder: Path) -> None:
@@ -283,7 +283,7 @@ def kill_once(
     setup: SmallSetup, folder: Path, overrides: tuple[str, ...], *, aim: str, whole: Whole, chance: random.Random
 ) -> str | None:
     """Start a run, or go on with it, and kill it; returns the moment that was hit, None where it came to its end before."""
-    watch, count, delay = Watch(folder), chance.randint(1, 6), chance.uniform(0, MOMENTS[aim])
+    watch, count, delay = Watchdog(folder), chance.randint(1, 6), chance.uniform(0, MOMENTS[aim])
     child = start(setup, folder, *overrides)
     while not watch.is_at(aim, count):
         if ended(child, folder):

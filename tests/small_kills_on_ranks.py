@@ -109,7 +109,7 @@ class Killer:
         aim, victims = self.aims.pop(0) if self.aims else self._by_chance()
         if aim == "in the probe" and (self.folder / "adaptive_batch" / "probe.json").exists():
             aim = "among steps"
-        watch, count = small_kills.Watch(self.folder), self.chance.randint(1, 5)
+        watch, count = small_kills.Watchdog(self.folder), self.chance.randint(1, 5)
         until = None
         delay = self.chance.uniform(0, MOMENTS[aim])
         while until is None or time.perf_counter() < until:
@@ -174,7 +174,7 @@ def send_after(folder: Path, step: int, number: int, victims: tuple[int, ...]) -
     """What sends a signal to ranks once the record of this start has so many steps."""
 
     def send(processes: list[int]) -> None:
-        watch = small_kills.Watch(folder)
+        watch = small_kills.Watchdog(folder)
         while not watch.is_at("among steps", step) and all(map(_lives, processes)):
             time.sleep(_PAUSE)
         for victim in victims:
@@ -355,7 +355,7 @@ def killed_before_its_first_save(setup: SmallSetup, whole: small_kills.Whole) ->
     def act(processes: list[int]) -> None:
         if len(done) == 2:
             return
-        watch = small_kills.Watch(folder)
+        watch = small_kills.Watchdog(folder)
         while done and not watch.is_at("among steps", 1):
             time.sleep(_PAUSE)
         for process in processes if done else processes[:1]:

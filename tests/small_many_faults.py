@@ -10,8 +10,8 @@ import torch
 
 import adaptive_batch.torchtune.parts
 from adaptive_batch.distributed.fsdp import _Recorded
-from adaptive_batch.probe import Rehearsal
-from adaptive_batch.training import Accumulator
+from adaptive_batch.probe import DryRun
+from adaptive_batch.training import MicroBatchRunner
 
 
 def more_than_two_rows_on_rank_one() -> None:
@@ -38,7 +38,7 @@ def second_validation_on_rank_one() -> None:
 def clipping_on_rank_one() -> None:
     """Rank one runs out of memory in the clipping of its fifth step, in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        _fail(Accumulator, "clip", from_call=5)
+        _fail(MicroBatchRunner, "clip", from_call=5)
 
 
 def first_forward_on_rank_one() -> None:
@@ -55,17 +55,17 @@ def first_forward_on_rank_one() -> None:
 def clipping_in_the_first_step_on_rank_one() -> None:
     """Rank one runs out of memory in the clipping of its first step, in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        _fail(Accumulator, "clip", from_call=1)
+        _fail(MicroBatchRunner, "clip", from_call=1)
 
 
 def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
     """Rank one runs out of memory within a collective of a trial of more than two rows, in every attempt, and in clipping in the second."""
     if os.environ["RANK"] == "1":
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-            _fail(Accumulator, "clip", from_call=4)  # the one of the probe's first step is another
-        whole_trial, whole_call, rows = Rehearsal.__call__, _Recorded.__call__, [0]
+            _fail(MicroBatchRunner, "clip", from_call=4)  # the one of the probe's first step is another
+        whole_trial, whole_call, rows = DryRun.__call__, _Recorded.__call__, [0]
 
-        def trial(self: Rehearsal, batch_size: int) -> Any:
+        def trial(self: DryRun, batch_size: int) -> Any:
             rows[0] = batch_size
             try:
                 return whole_trial(self, batch_size)
@@ -78,7 +78,7 @@ def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return whole_call(self, *arguments, **options)
 
-        Rehearsal.__call__, _Recorded.__call__ = trial, call  # type: ignore[method-assign]
+        DryRun.__call__, _Recorded.__call__ = trial, call  # type: ignore[method-assign]
 
 
 def a_bug_on_rank_one() -> None:

@@ -18,10 +18,10 @@ from torch import nn
 from torchtune import config, training
 from torchtune.models.qwen2 import qwen2
 
-from adaptive_batch.estimate import LengthPlan
+from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import ProbeResult, Search, Trial
-from adaptive_batch.torchtune import BoundSearch, Settings, TrainingParts, plan_memory
+from adaptive_batch.torchtune import BatchSizeFinder, Settings, TrainingParts, estimate_devices
 
 _NARROW = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "intermediate_dim": 160, "max_seq_len": 256}
 _GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}
@@ -123,11 +123,11 @@ class Combination:
         assert isinstance(cfg, DictConfig)
         return cfg
 
-    def planned(self, **probe: Any) -> LengthPlan:
+    def planned(self, **probe: Any) -> LengthEstimate:
         """What a plan says of it, of a single row too: on 1 MiB no two rows fit."""
         settings = {"plan_for": ["1MiB"], "plan_changes": False, "plan_world_size": self.ranks, **probe}
         cfg = self.config(sequence_lengths=[self.length], **settings)
-        return plan_memory(cfg, say=lambda text: None).lengths[0]
+        return estimate_devices(cfg, say=lambda text: None).lengths[0]
 
 
 class RealParts(TrainingParts):
@@ -205,7 +205,7 @@ class EachSize:
         return max((trial.batch_size for trial in self.tried if trial.fits), default=0)
 
 
-class BoundByEach(BoundSearch):
+class BoundByEach(BatchSizeFinder):
     """The recipes' search with another choice of sizes."""
 
     def __init__(self, parts: TrainingParts, search: Search) -> None:
@@ -221,7 +221,7 @@ def tried(parts: TrainingParts, sizes: Sequence[int]) -> ProbeResult:
     return found(BoundByEach(parts, EachSize(sizes)))
 
 
-def found(search: BoundSearch) -> ProbeResult:
+def found(search: BatchSizeFinder) -> ProbeResult:
     """What a search of the longest rows finds."""
     with tempfile.TemporaryDirectory() as folder:
         *_, result = search.of_training(length="longest", batch_size=1, path=Path(folder) / "probe.json")

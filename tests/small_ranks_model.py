@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.training import Accumulator, StepResult
+from adaptive_batch.training import MicroBatchRunner, StepResult
 
 VOCABULARY, WIDTH, LAYERS = 53, 16, 2
 IGNORED = -100
@@ -125,12 +125,12 @@ def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], reduction: st
 def accumulator(
     model: Decoder,
     *,
-    capacity: Capacity,
-    kind: type[Accumulator] = Accumulator,
+    capacity: MicroBatchLimit,
+    kind: type[MicroBatchRunner] = MicroBatchRunner,
     syncs_every_micro_batch: bool = True,
     mean_loss: Callable[[dict[str, Any]], torch.Tensor] | None = None,
     **options: Any,
-) -> Accumulator:
+) -> MicroBatchRunner:
     """What trains the model; a filler is a row of three tokens."""
     return kind(
         model,

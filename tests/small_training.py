@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, device_memory, plain_tensors
-from adaptive_batch.probe import Rehearsal
+from adaptive_batch.probe import DryRun
 
 VOCABULARY, WIDTH, LENGTH = 128, 64, 24
 PLENTY = 2**40
@@ -220,8 +220,8 @@ class Training:
         accumulates: bool = False,
         forward_backward: Callable[[int], None] | None = None,
         memory: DeviceMemory | None = None,
-    ) -> Rehearsal:
-        return Rehearsal(
+    ) -> DryRun:
+        return DryRun(
             model=self.model,
             optimizer=self.optimizer,
             forward_backward=forward_backward or self.forward_backward,

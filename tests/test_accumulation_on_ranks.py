@@ -25,12 +25,12 @@ from small_ranks_model import (
 )
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.training import Evaluator
 
 CLOSE = 1e-10
-CAPACITIES = {"rows": Capacity(2), "tokens": Capacity(18, "tokens")}
+CAPACITIES = {"rows": MicroBatchLimit(2), "tokens": MicroBatchLimit(18, "tokens")}
 LENGTHS = (9, 7, 9, 4, 6, 9, 8, 2, 5, 3)
 
 # For two ranks and for four: the rows of each rank, and which of them have no label at all.
@@ -183,8 +183,8 @@ def fillers_that_do_not_fit() -> list[str]:
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, _ = _dealt("the last rank has no rows", world_size)
     model = divided(Decoder())
-    run = accumulator(model, capacity=Capacity(2))
-    evaluator = Evaluator(model, run, collate=collate, capacity=Capacity(2), filler=lambda: make_rows([5])[0])
+    run = accumulator(model, capacity=MicroBatchLimit(2))
+    evaluator = Evaluator(model, run, collate=collate, capacity=MicroBatchLimit(2), filler=lambda: make_rows([5])[0])
     run.run(dealt[rank])
     evaluator.run(dealt[rank])
     model.burden = {"forward": out_of_memory} if rank == world_size - 1 else {}

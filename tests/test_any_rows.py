@@ -10,7 +10,7 @@ from small_ranks_model import make_rows
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adaptive_batch.data import AnyRows, checked_loss, label_tokens
+from adaptive_batch.data import DatasetAdapter, checked_loss, label_tokens
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveLoop
 
@@ -121,6 +121,6 @@ def test_the_labels_of_an_encoder_decoder_are_counted_by_a_function_of_the_batch
 
 def test_a_row_is_named_with_its_length_unless_all_are_alike() -> None:
     rows = make_rows([5])
-    assert AnyRows(rows).describe(rows[0]) == "one row of 5 tokens"
-    assert AnyRows(rows, lambda row: 7).describe(rows[0]) == "one row of 7 tokens"
-    assert AnyRows(rows, 1).describe(rows[0]) == "one row"
+    assert DatasetAdapter(rows).describe(rows[0]) == "one row of 5 tokens"
+    assert DatasetAdapter(rows, lambda row: 7).describe(rows[0]) == "one row of 7 tokens"
+    assert DatasetAdapter(rows, 1).describe(rows[0]) == "one row"

@@ -10,8 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn import functional as F
 
 from adaptive_batch.estimate import FakeDevice
-from adaptive_batch.estimate.attribution import AttributedBytes, ModuleNames, Where
-from adaptive_batch.memory import LiveBytes
+from adaptive_batch.estimate.attribution import AttributedTracker, ModuleNames, Where
+from adaptive_batch.memory import MemoryTracker
 
 ROWS = 4
 
@@ -122,7 +122,7 @@ def test_gradients_are_counted_from_where_they_are_made():
 def test_counting_without_explaining_counts_what_live_bytes_counts():
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     traces = []
-    for counter in (LiveBytes(2**40), AttributedBytes()):
+    for counter in (MemoryTracker(2**40), AttributedTracker()):
         counter.add(model.parameters())
         with counter:
             model(torch.ones(5, 32)).sum().backward()
@@ -177,7 +177,7 @@ def test_a_layer_that_is_wrapped_to_be_recomputed_has_one_name_in_forward_and_ba
     model[1] = checkpoint_wrapper(model[1])
     model[2] = checkpoint_wrapper(model[2])
     names = ModuleNames(model)
-    counter = AttributedBytes(explain=range(1000), names=names)
+    counter = AttributedTracker(explain=range(1000), names=names)
     counter.add(model.parameters())
     with names.following(), counter:
         model(torch.ones(4, 8, requires_grad=True)).sum().backward()

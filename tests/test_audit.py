@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import RunRecord, audit
+from adaptive_batch.report import RunLog, audit
 from adaptive_batch.report.auditing import audit_records
 from adaptive_batch.report.history.lineage import follow, trace
 from adaptive_batch.schedules import Progress
@@ -467,7 +467,7 @@ def test_the_command_needs_no_torch(tmp_path):
     "garbage", [b"\x00" * 40, b"\xff\xfe{", b"17", b"[1]", b"null", b'{"kind": "step"', b"[" * 100_000]
 )
 def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
-    with RunRecord(tmp_path / "adaptive_batch" / "run.jsonl") as record:
+    with RunLog(tmp_path / "adaptive_batch" / "run.jsonl") as record:
         for one in Run().records():
             values = {key: value for key, value in one.items() if key != "kind"}
             record.step(**values) if one["kind"] == "step" else record.decision(one["kind"], "", **values)

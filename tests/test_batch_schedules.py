@@ -19,8 +19,8 @@ from adaptive_batch.schedules import (
     batch_schedules,
     by_noise_scale,
     check_schedule,
-    follows_measurements,
     linear_ramp,
+    needs_noise_scale,
     ramp_by_doubling,
     steps,
 )
@@ -264,8 +264,8 @@ def test_configurations_name_the_rules_in_growth():
 
 
 def test_only_a_rule_that_follows_measurements_says_so():
-    assert [follows_measurements(rule) for rule in RULES] == [False, False, False, True]
-    assert not follows_measurements(lambda progress: 8)
+    assert [needs_noise_scale(rule) for rule in RULES] == [False, False, False, True]
+    assert not needs_noise_scale(lambda progress: 8)
 
 
 # ask

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.data import Capacity, MicroBatch, Shapes, micro_batches, split_by_rows, split_by_tokens
+from adaptive_batch.data import (
+    MicroBatch,
+    MicroBatchLayout,
+    MicroBatchLimit,
+    micro_batches,
+    split_by_rows,
+    split_by_tokens,
+)
 
 
 @given(rows=st.lists(st.integers()), micro_batch_size=st.integers(1, 50))
@@ -104,13 +111,13 @@ def test_a_row_above_the_budget_is_refused_with_the_numbers():
 
 UNITS = st.sampled_from(["rows", "tokens"])
 SHAPES = st.builds(
-    Shapes,
+    MicroBatchLayout,
     uniform=st.sampled_from([None, "rows", "lengths", "both"]),
     pad_to_multiple_of=st.integers(1, 8),
     longest=st.none() | st.integers(1, 40),
 )
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
-CAPACITIES = st.builds(Capacity, st.integers(1, 200), UNITS)
+CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 200), UNITS)
 
 
 def may_hold(capacity, rows, length):
@@ -144,15 +151,15 @@ def test_micro_batches_keep_to_their_shapes(lengths, capacity, shapes):
 
 @given(LENGTHS, st.integers(1, 30))
 def test_by_rows_they_are_those_of_a_split_by_rows(lengths, rows):
-    pieces = micro_batches(lengths, Capacity(rows))
+    pieces = micro_batches(lengths, MicroBatchLimit(rows))
     assert [piece.rows for piece in pieces] == split_by_rows(range(len(lengths)), rows)
     assert [piece.length for piece in pieces] == [max(piece) for piece in split_by_rows(lengths, rows)]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60), st.integers(1, 4))
 def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_capacity_is_alone(lengths, tokens, multiple):
-    shapes = Shapes(pad_to_multiple_of=multiple)
-    pieces = micro_batches(lengths, Capacity(tokens, "tokens"), shapes)
+    shapes = MicroBatchLayout(pad_to_multiple_of=multiple)
+    pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), shapes)
     padded = [shapes.padded(length) for length in lengths]
     found = len(pieces), sum(len(piece.rows) * piece.length for piece in pieces)
     assert found == best_of_all(padded, tokens)
@@ -164,17 +171,17 @@ def test_uniform_micro_batches_are_as_few_as_there_can_be(lengths, capacity, uni
     most = max(n for n in range(1, len(lengths) + 1) if n == 1 or may_hold(capacity, n, max(lengths)))
     if uniform != "lengths":
         most = max(n for n in range(1, most + 1) if len(lengths) % n == 0)
-    assert len(micro_batches(lengths, capacity, Shapes(uniform))) == -(-len(lengths) // most)
+    assert len(micro_batches(lengths, capacity, MicroBatchLayout(uniform))) == -(-len(lengths) // most)
 
 
 def test_uniform_micro_batches_by_tokens_pad_rows_beside_rows_of_their_length():
-    pieces = micro_batches([9, 2, 8, 3], Capacity(18, "tokens"), Shapes("rows"))
+    pieces = micro_batches([9, 2, 8, 3], MicroBatchLimit(18, "tokens"), MicroBatchLayout("rows"))
     assert [(piece.rows, piece.length) for piece in pieces] == [([0, 2], 9), ([1, 3], 3)]
 
 
 @given(length=st.integers(1, 100), multiple=st.integers(1, 16), longest=st.none() | st.integers(1, 100))
 def test_a_padded_length_is_the_next_multiple_unless_the_model_takes_less(length, multiple, longest):
-    padded = Shapes(pad_to_multiple_of=multiple, longest=longest).padded(length)
+    padded = MicroBatchLayout(pad_to_multiple_of=multiple, longest=longest).padded(length)
     next_multiple = min(n for n in range(length, length + multiple) if n % multiple == 0)
     if longest is None or next_multiple <= longest:
         assert padded == next_multiple
@@ -183,19 +190,19 @@ def test_a_padded_length_is_the_next_multiple_unless_the_model_takes_less(length
 
 
 def test_no_rows_make_no_micro_batch():
-    assert micro_batches([], Capacity(4)) == []
-    assert micro_batches([], Capacity(4, "tokens"), Shapes("both")) == []
+    assert micro_batches([], MicroBatchLimit(4)) == []
+    assert micro_batches([], MicroBatchLimit(4, "tokens"), MicroBatchLayout("both")) == []
 
 
 def test_a_row_without_tokens_is_padded_to_one():
     assert sorted(split_by_tokens([0, 5, 0], 10)) == [[0, 2], [1]]
-    for capacity in (Capacity(1), Capacity(1, "tokens")):
+    for capacity in (MicroBatchLimit(1), MicroBatchLimit(1, "tokens")):
         assert [piece.length for piece in micro_batches([0, 0], capacity)] == [1, 1]
 
 
 def test_a_capacity_says_what_it_counts():
-    assert str(Capacity(4)) == "4 rows"
-    assert str(Capacity(512, "tokens")) == "512 padded tokens"
+    assert str(MicroBatchLimit(4)) == "4 rows"
+    assert str(MicroBatchLimit(512, "tokens")) == "512 padded tokens"
 
 
 # lowering it
@@ -235,8 +242,8 @@ def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(lengths, c
 @given(rows=st.integers(2, 500), length=st.integers(1, 100), unit=UNITS)
 def test_capacity_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, unit):
     tokens = length if unit == "tokens" else 1
-    capacity = Capacity(10**6, unit)
-    assert capacity.halved(rows=rows, length=length) == Capacity(rows * tokens // 2, unit)
+    capacity = MicroBatchLimit(10**6, unit)
+    assert capacity.halved(rows=rows, length=length) == MicroBatchLimit(rows * tokens // 2, unit)
     reduced = capacity.reduced(rows=rows, length=length)
     assert may_hold(reduced, rows - max(1, rows // 16), length)
     assert not may_hold(reduced, rows - max(1, rows // 16) + 1, length)
@@ -244,12 +251,12 @@ def test_capacity_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, uni
 
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
 def test_one_row_cannot_be_halved(unit):
-    assert Capacity(64, unit).halved(rows=1, length=64) is None
-    assert Capacity(64, unit).reduced(rows=1, length=64) is None
+    assert MicroBatchLimit(64, unit).halved(rows=1, length=64) is None
+    assert MicroBatchLimit(64, unit).reduced(rows=1, length=64) is None
 
 
 def test_the_fullest_micro_batch_is_one_that_can_be_made_smaller():
     long, several, more = MicroBatch([0], 192), MicroBatch([1, 2], 90), MicroBatch([3, 4, 5], 10)
-    assert Capacity(192, "tokens").fullest([long, several, more]) is several
-    assert Capacity(3, "rows").fullest([long, several, more]) is more
-    assert Capacity(192, "tokens").fullest([long]) is long
+    assert MicroBatchLimit(192, "tokens").fullest([long, several, more]) is several
+    assert MicroBatchLimit(3, "rows").fullest([long, several, more]) is more
+    assert MicroBatchLimit(192, "tokens").fullest([long]) is long

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import OptimizerInBackward
-from adaptive_batch.training import Accumulator
+from adaptive_batch.training import MicroBatchRunner
 
 ROWS = (5, 6)
 
@@ -60,7 +60,7 @@ def own_forward(model: nn.Module) -> None:
         model(torch.ones(2, 4, dtype=torch.long))
 
 
-def collectives_of_a_step(model: Any, accumulator: Accumulator) -> int:
+def collectives_of_a_step(model: Any, accumulator: MicroBatchRunner) -> int:
     accumulator.run(make_rows(ROWS))
     model.zero_grad()
     return len(accumulator.sharding._calls)
@@ -68,7 +68,7 @@ def collectives_of_a_step(model: Any, accumulator: Accumulator) -> int:
 
 def collectives_around(model: Any, between: str) -> tuple[int, int]:
     """Of a step before and after another forward."""
-    accumulates = accumulator(model, capacity=Capacity(8))
+    accumulates = accumulator(model, capacity=MicroBatchLimit(8))
     accumulates.learn_collectives()
     before = collectives_of_a_step(model, accumulates)
     if between == "a validation":
@@ -85,7 +85,7 @@ def replayed_after_own_forward() -> tuple[float, float]:
     losses = []
     for fails in (False, True):
         model = divided(Decoder())
-        accumulates = accumulator(model, capacity=Capacity(8))
+        accumulates = accumulator(model, capacity=MicroBatchLimit(8))
         accumulates.run(make_rows(ROWS))
         model.zero_grad()
         own_forward(model)
@@ -105,7 +105,7 @@ def moved_without_labels() -> tuple[list[float], list[int]]:
     """How far the parameters go in steps with the optimizer in backward: with labels, on one rank alone, with none, with labels."""
     model = divided(Decoder())
     OptimizerInBackward({p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad})
-    accumulates = accumulator(model, capacity=Capacity(8), scale_gradients=False, replays=False)
+    accumulates = accumulator(model, capacity=MicroBatchLimit(8), scale_gradients=False, replays=False)
     moved, run = [], []
     on_one_rank = (0, 1) if dist.get_rank() else ()
     for unlabelled in ((), on_one_rank, (0, 1), ()):

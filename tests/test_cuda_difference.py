@@ -21,7 +21,7 @@ from adaptive_batch.estimate.cuda_difference import (
     left_out,
     library_workspace_bytes,
 )
-from adaptive_batch.memory import LiveBytes, storage_bytes
+from adaptive_batch.memory import MemoryTracker, storage_bytes
 
 MIB = 1024**2
 LLAMA_8B = Attention(batch=1, heads=32, queries=8192, keys=8192, head_dim=128, dtype=torch.bfloat16, key_heads=32)
@@ -52,7 +52,7 @@ def test_what_a_cpu_saves_and_its_peak_are_as_the_formulas_say(dtype, mask, key_
     call = Attention(batch=2, heads=4, queries=24, keys=40, head_dim=16, dtype=dtype, key_heads=key_heads, mask=mask)
     query, key, value, is_allowed = tensors(call)
     gradient = torch.ones_like(query)
-    with LiveBytes(2**40) as counter:
+    with MemoryTracker(2**40) as counter:
         counter.add([query, key, value, gradient])
         before = counter.live_bytes
         output = scaled_dot_product_attention(

@@ -7,13 +7,20 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from adaptive_batch.data import Capacity, Shapes, deal_by_rows, deal_by_tokens, micro_batches, plan_batches
+from adaptive_batch.data import (
+    MicroBatchLayout,
+    MicroBatchLimit,
+    balance_by_rows,
+    balance_by_tokens,
+    micro_batches,
+    plan_batches,
+)
 
 UNIFORM = st.sampled_from([None, "rows", "lengths", "both"])
 UNITS = st.sampled_from(["rows", "tokens"])
-CAPACITIES = st.builds(Capacity, st.integers(1, 200), UNITS)
+CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 200), UNITS)
 ROUNDING = {"pad_to_multiple_of": st.integers(1, 8), "longest": st.none() | st.integers(1, 40)}
-SHAPES = st.builds(Shapes, uniform=UNIFORM, **ROUNDING)
+SHAPES = st.builds(MicroBatchLayout, uniform=UNIFORM, **ROUNDING)
 LENGTHS = st.lists(st.integers(1, 30), max_size=60)
 FEW_LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 RANKS = st.integers(1, 9)
@@ -46,7 +53,7 @@ def all_dealings(num_rows, ranks):
 
 @given(st.integers(0, 60), RANKS)
 def test_in_turn_every_row_is_dealt_once_and_ranks_differ_by_one_row_at_most(num_rows, ranks):
-    dealt = deal_by_rows(num_rows, ranks)
+    dealt = balance_by_rows(num_rows, ranks)
     assert sorted(row for rows in dealt for row in rows) == list(range(num_rows))
     assert len(dealt) == ranks
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
@@ -54,7 +61,7 @@ def test_in_turn_every_row_is_dealt_once_and_ranks_differ_by_one_row_at_most(num
 
 def test_in_turn_rows_are_those_of_torchs_distributed_sampler():
     samplers = [torch.utils.data.DistributedSampler(range(12), 3, rank, shuffle=False) for rank in range(3)]
-    assert [list(rows) for rows in deal_by_rows(12, 3)] == [list(sampler) for sampler in samplers]
+    assert [list(rows) for rows in balance_by_rows(12, 3)] == [list(sampler) for sampler in samplers]
 
 
 # by tokens
@@ -62,31 +69,31 @@ def test_in_turn_rows_are_those_of_torchs_distributed_sampler():
 
 @given(LENGTHS, RANKS, CAPACITIES, SHAPES)
 def test_every_row_is_dealt_once_in_order_and_none_goes_without_while_there_are_rows(lengths, ranks, capacity, shapes):
-    dealt = deal_by_tokens(lengths, ranks, capacity, shapes)
+    dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
     assert all(rows == sorted(rows) for rows in dealt)
     assert len(dealt) == ranks
     assert sum(map(bool, dealt)) == min(ranks, len(lengths))
 
 
-@given(LENGTHS, RANKS, CAPACITIES, st.builds(Shapes, uniform=st.sampled_from([None, "lengths"]), **ROUNDING))
+@given(LENGTHS, RANKS, CAPACITIES, st.builds(MicroBatchLayout, uniform=st.sampled_from([None, "lengths"]), **ROUNDING))
 def test_no_rank_has_more_micro_batches_than_its_share_of_the_whole_steps(lengths, ranks, capacity, shapes):
-    dealt = deal_by_tokens(lengths, ranks, capacity, shapes)
+    dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     alone = len(micro_batches(lengths, capacity, shapes))
     assert most_pieces(lengths, dealt, capacity, shapes) <= -(-alone // ranks)
 
 
 @given(FEW_LENGTHS, st.integers(2, 3), st.integers(1, 40))
 def test_no_dealing_has_fewer_micro_batches(lengths, ranks, max_tokens):
-    capacity = Capacity(max_tokens, "tokens")
+    capacity = MicroBatchLimit(max_tokens, "tokens")
     fewest = min(most_pieces(lengths, dealt, capacity) for dealt in all_dealings(len(lengths), ranks))
-    assert most_pieces(lengths, deal_by_tokens(lengths, ranks, capacity), capacity) == fewest
+    assert most_pieces(lengths, balance_by_tokens(lengths, ranks, capacity), capacity) == fewest
 
 
 @given(FEW_LENGTHS, st.integers(2, 3), st.integers(12, 72), UNITS, st.sampled_from([None, "lengths"]))
 def test_where_a_rank_has_one_group_no_dealing_has_a_smaller_largest_one(lengths, ranks, amount, unit, uniform):
-    capacity, shapes = Capacity(amount, unit), Shapes(uniform)
-    dealt = deal_by_tokens(lengths, ranks, capacity, shapes)
+    capacity, shapes = MicroBatchLimit(amount, unit), MicroBatchLayout(uniform)
+    dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     fewest = most_pieces(lengths, dealt, capacity, shapes)
     assume(uniform == "lengths" or fewest == 1)
     others = all_dealings(len(lengths), ranks)
@@ -107,58 +114,62 @@ def test_groups_that_may_have_any_number_of_rows_are_as_small_as_neighbours_can_
         return groups
 
     least = next(tokens for tokens in count(max(lengths)) if groups_of(tokens) <= ranks)
-    capacity = Capacity(len(lengths))
-    assert largest_total(lengths, deal_by_tokens(lengths, ranks, capacity), capacity) == least
+    capacity = MicroBatchLimit(len(lengths))
+    assert largest_total(lengths, balance_by_tokens(lengths, ranks, capacity), capacity) == least
 
 
 @given(
     st.lists(st.integers(1, 30), min_size=3, max_size=20),
     st.integers(2, 4),
-    st.builds(Capacity, st.integers(1, 120), st.just("tokens")),
-    st.builds(Shapes, uniform=st.sampled_from([None, "lengths"]), pad_to_multiple_of=st.integers(2, 8)),
+    st.builds(MicroBatchLimit, st.integers(1, 120), st.just("tokens")),
+    st.builds(MicroBatchLayout, uniform=st.sampled_from([None, "lengths"]), pad_to_multiple_of=st.integers(2, 8)),
 )
 def test_rows_count_as_what_they_are_padded_to(lengths, ranks, capacity, shapes):
-    padded, plain = list(map(shapes.padded, lengths)), Shapes(shapes.uniform)
-    by_rank = pieces_of_ranks(lengths, deal_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes)
-    as_padded = pieces_of_ranks(padded, deal_by_tokens(padded, ranks, capacity, plain), capacity, plain)
+    padded, plain = list(map(shapes.padded, lengths)), MicroBatchLayout(shapes.uniform)
+    by_rank = pieces_of_ranks(lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes)
+    as_padded = pieces_of_ranks(padded, balance_by_tokens(padded, ranks, capacity, plain), capacity, plain)
     assert list(map(shapes_of, by_rank)) == list(map(shapes_of, as_padded))
 
 
 @given(st.integers(1, 30), st.integers(1, 12), RANKS, CAPACITIES, SHAPES)
 def test_rows_of_equal_length_that_come_out_even_give_every_rank_the_same(length, rows, ranks, capacity, shapes):
     lengths = [length] * (rows * ranks)
-    pieces = pieces_of_ranks(lengths, deal_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes)
+    pieces = pieces_of_ranks(lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes)
     assert all(shapes_of(of_rank) == shapes_of(pieces[0]) for of_rank in pieces)
 
 
-@given(LENGTHS, RANKS, CAPACITIES, st.builds(Shapes, uniform=st.sampled_from(["rows", "both"]), **ROUNDING))
+@given(LENGTHS, RANKS, CAPACITIES, st.builds(MicroBatchLayout, uniform=st.sampled_from(["rows", "both"]), **ROUNDING))
 def test_where_equal_rows_are_asked_for_ranks_differ_by_one_row_at_most(lengths, ranks, capacity, shapes):
-    sizes = list(map(len, deal_by_tokens(lengths, ranks, capacity, shapes)))
+    sizes = list(map(len, balance_by_tokens(lengths, ranks, capacity, shapes)))
     assert max(sizes) - min(sizes) <= (len(lengths) % ranks != 0)
 
 
 def test_where_equal_rows_are_asked_for_the_longest_rows_are_one_on_each_rank():
     lengths = [9, 2, 8, 3, 7, 4, 5, 6]
-    dealt = deal_by_tokens(lengths, 2, Capacity(18, "tokens"), Shapes("rows"))
+    dealt = balance_by_tokens(lengths, 2, MicroBatchLimit(18, "tokens"), MicroBatchLayout("rows"))
     assert [[lengths[row] for row in rows] for rows in dealt] == [[9, 3, 7, 5], [2, 8, 4, 6]]
 
 
 def test_by_rows_several_micro_batches_keep_the_order_of_the_step():
     lengths = [5, 1, 4, 2, 3, 6, 9, 7]
-    for shapes in (None, Shapes("rows")):
-        assert deal_by_tokens(lengths, 2, Capacity(2), shapes) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    for shapes in (None, MicroBatchLayout("rows")):
+        assert balance_by_tokens(lengths, 2, MicroBatchLimit(2), shapes) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_what_one_micro_batch_holds_is_counted_padded():
-    lengths, capacity, shapes = [30, 2, 16, 11], Capacity(37, "tokens"), Shapes("lengths", pad_to_multiple_of=7)
-    dealt = deal_by_tokens(lengths, 2, capacity, shapes)
+    lengths, capacity, shapes = (
+        [30, 2, 16, 11],
+        MicroBatchLimit(37, "tokens"),
+        MicroBatchLayout("lengths", pad_to_multiple_of=7),
+    )
+    dealt = balance_by_tokens(lengths, 2, capacity, shapes)
     assert dealt == [[0, 2], [1, 3]]
     assert list(map(shapes_of, pieces_of_ranks(lengths, dealt, capacity, shapes))) == [[(1, 35), (1, 35)], [(2, 14)]]
 
 
 def test_the_groups_of_a_wave_are_neighbours():
-    lengths, capacity = [2, 40, 3, 38, 2, 41, 3, 39, 2, 3, 2, 3], Capacity(82, "tokens")
-    dealt = deal_by_tokens(lengths, 2, capacity)
+    lengths, capacity = [2, 40, 3, 38, 2, 41, 3, 39, 2, 3, 2, 3], MicroBatchLimit(82, "tokens")
+    dealt = balance_by_tokens(lengths, 2, capacity)
     assert dealt == [[1, 2, 5, 6, 9, 11], [0, 3, 4, 7, 8, 10]]
     pieces = pieces_of_ranks(lengths, dealt, capacity)
     assert list(map(shapes_of, pieces)) == [[(2, 41), (4, 3)], [(2, 39), (4, 2)]]
@@ -166,13 +177,13 @@ def test_the_groups_of_a_wave_are_neighbours():
 
 @given(LENGTHS, RANKS, CAPACITIES, SHAPES)
 def test_lists_tuples_and_tensors_are_dealt_alike(lengths, ranks, capacity, shapes):
-    dealt = deal_by_tokens(lengths, ranks, capacity, shapes)
+    dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     for same in (tuple(lengths), torch.tensor(lengths, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int32)):
-        assert deal_by_tokens(same, ranks, capacity, shapes) == dealt
+        assert balance_by_tokens(same, ranks, capacity, shapes) == dealt
 
 
 @pytest.mark.parametrize(
-    "deal", [lambda ranks: deal_by_rows(4, ranks), lambda ranks: deal_by_tokens([1], ranks, Capacity(1))]
+    "deal", [lambda ranks: balance_by_rows(4, ranks), lambda ranks: balance_by_tokens([1], ranks, MicroBatchLimit(1))]
 )
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_no_ranks_are_refused(deal, ranks):
@@ -198,12 +209,12 @@ def waiting(totals_of_places, ranks):
     ("max_tokens", "most_imbalance", "most_waiting"), [(16_384, 0.03, 0.04), (8_192, 0.035, 0.05), (32_768, 0.03, 0.04)]
 )
 def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(max_tokens, most_imbalance, most_waiting):
-    ranks, capacity = 8, Capacity(max_tokens, "tokens")
+    ranks, capacity = 8, MicroBatchLimit(max_tokens, "tokens")
     drawn = lognormal(5_000)
     imbalances, places, places_in_turn = [], [], []
     for step in plan_batches(drawn, ranks * 16_384, count="real").tolist()[:-1]:
         lengths = drawn[step].tolist()
-        ways = (deal_by_tokens(lengths, ranks, capacity), deal_by_rows(len(lengths), ranks))
+        ways = (balance_by_tokens(lengths, ranks, capacity), balance_by_rows(len(lengths), ranks))
         for dealt, found in zip(ways, (places, places_in_turn), strict=True):
             tokens = [[p.padded_tokens for p in pieces] for pieces in pieces_of_ranks(lengths, dealt, capacity)]
             found += zip_longest(*tokens, fillvalue=0)
@@ -216,7 +227,7 @@ def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(max_tok
 
 
 def test_4096_ranks_of_16_rows_are_dealt_with_the_fewest_micro_batches():
-    lengths, ranks, capacity = lognormal(65_536).tolist(), 4_096, Capacity(4_096, "tokens")
-    dealt = deal_by_tokens(lengths, ranks, capacity)
+    lengths, ranks, capacity = lognormal(65_536).tolist(), 4_096, MicroBatchLimit(4_096, "tokens")
+    dealt = balance_by_tokens(lengths, ranks, capacity)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
     assert most_pieces(lengths, dealt, capacity) == -(-len(micro_batches(lengths, capacity)) // ranks) == 2

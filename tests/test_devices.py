@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import planned_devices
+from adaptive_batch.estimate import parse_devices
 from adaptive_batch.estimate.devices import _TABLE, DEVICES, _plain, device_capacity
 from adaptive_batch.memory import GIB
 
@@ -115,12 +115,12 @@ def test_what_is_no_size_and_no_device_is_refused_with_what_would_do(value, reme
     with pytest.raises(SettingError, match=rf"^probe\.plan_for={re.escape(repr(value))}: .*{remedy}"):
         device_capacity(value)
     with pytest.raises(SettingError, match=remedy):
-        planned_devices(["T4", value])
+        parse_devices(["T4", value])
 
 
 def test_one_entry_or_a_list_of_them_is_read_in_its_order():
-    assert [device.name for device in planned_devices("H100")] == ["H100"]
-    assert [device.name for device in planned_devices(["80GiB", "l4", "A100-40GB"])] == ["80 GiB", "L4", "A100-40GB"]
+    assert [device.name for device in parse_devices("H100")] == ["H100"]
+    assert [device.name for device in parse_devices(["80GiB", "l4", "A100-40GB"])] == ["80 GiB", "L4", "A100-40GB"]
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_one_entry_or_a_list_of_them_is_read_in_its_order():
 )
 def test_a_list_that_is_empty_or_names_a_device_twice_is_refused(value, remedy):
     with pytest.raises(SettingError, match=re.escape(remedy)):
-        planned_devices(value)
+        parse_devices(value)

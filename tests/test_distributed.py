@@ -41,8 +41,8 @@ def test_one_rank_needs_no_process_group():
 def test_one_rank_gets_back_what_it_gave():
     result = object()  # not a copy, and nothing that could be pickled on the way
     assert distributed.from_rank_zero(lambda: result) is result
-    assert [f(-7) for f in (distributed.minimum, distributed.maximum, distributed.total)] == [-7, -7, -7]
-    assert [distributed.any_rank(flag) for flag in (True, False)] == [True, False]
+    assert [f(-7) for f in (distributed.minimum, distributed.maximum, distributed.all_reduce_total)] == [-7, -7, -7]
+    assert [distributed.any_of_ranks(flag) for flag in (True, False)] == [True, False]
 
 
 def test_one_rank_sees_the_error_itself():
@@ -128,9 +128,9 @@ def run_rank(rank: int, folder: Path) -> None:
         "who": (distributed.world_size(), distributed.rank(), distributed.is_rank_zero()),
         "minimum": distributed.minimum(10 + rank),
         "maximum": distributed.maximum(10 + rank),
-        "total": distributed.total(10 + rank),
-        "large": distributed.total(2**60),
-        "any": [distributed.any_rank(flag) for flag in (False, rank == 0, rank == 1, True)],
+        "total": distributed.all_reduce_total(10 + rank),
+        "large": distributed.all_reduce_total(2**60),
+        "any": [distributed.any_of_ranks(flag) for flag in (False, rank == 0, rank == 1, True)],
         "result": distributed.from_rank_zero(compute),
         "calls": calls,
         "none": distributed.from_rank_zero(lambda: None),

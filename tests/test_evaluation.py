@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from small_faults import IGNORED, Decoder, collate, mean_loss
 from small_training import CPU, VOCABULARY
 
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.training import Accumulator, Evaluator
+from adaptive_batch.training import Evaluator, MicroBatchRunner
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,7 +26,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-FOUR = Capacity(4)
+FOUR = MicroBatchLimit(4)
 
 
 class Validated:
@@ -38,14 +38,14 @@ class Validated:
         self.model.layer.norm.eval()
         self.shapes_run, self.changes, self.changes_in_training = [], [], []
         self.too_large = lambda tokens: False
-        self.accumulator = Accumulator(
+        self.accumulator = MicroBatchRunner(
             self.model,
             collate=collate,
             to_device=lambda batch: None,
             mean_loss=self.mean_loss,
             num_real_tokens=lambda row: len(row["tokens"]),
             ignore_index=IGNORED,
-            capacity=Capacity(8),
+            capacity=MicroBatchLimit(8),
             on_change=self.changes_in_training.append,
         )
         self.evaluator = Evaluator(
@@ -86,8 +86,8 @@ def mean_of_label_tokens(model, batch):
     return sum(sums) / sum(counts) if sum(counts) else math.nan
 
 
-CAPACITIES = st.builds(Capacity, st.integers(1, 9), st.just("rows")) | st.builds(
-    Capacity, st.integers(1, 150), st.just("tokens")
+CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 9), st.just("rows")) | st.builds(
+    MicroBatchLimit, st.integers(1, 150), st.just("tokens")
 )
 
 
@@ -99,7 +99,7 @@ def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_capacity(batch,
     assert found == pytest.approx(mean_of_label_tokens(validated.model, batch), rel=1e-12, nan_ok=True)
 
 
-@pytest.mark.parametrize("capacity", [Capacity(100), Capacity(300, "tokens")], ids=str)
+@pytest.mark.parametrize("capacity", [MicroBatchLimit(100), MicroBatchLimit(300, "tokens")], ids=str)
 def test_more_rows_than_are_read_at_a_time_are_each_evaluated_once(capacity):
     batch = [row(2 + seed % 7, masked=seed % 3, seed=seed) for seed in range(600)]
     validated = Validated(capacity)
@@ -168,7 +168,9 @@ def test_gradients_statistics_and_random_numbers_are_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("capacity", "after"), [(Capacity(8), Capacity(2)), (Capacity(72, "tokens"), Capacity(18, "tokens"))], ids=str
+    ("capacity", "after"),
+    [(MicroBatchLimit(8), MicroBatchLimit(2)), (MicroBatchLimit(72, "tokens"), MicroBatchLimit(18, "tokens"))],
+    ids=str,
 )
 def test_running_out_lowers_its_own_capacity_and_never_that_of_training(capacity, after):
     batch = [row(9, masked=seed % 4, seed=seed) for seed in range(8)]
@@ -179,7 +181,7 @@ def test_running_out_lowers_its_own_capacity_and_never_that_of_training(capacity
     assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
     assert validated.evaluator.capacity == after
     assert [change.out_of_memory for change in validated.changes] == [True, True]
-    assert (validated.accumulator.capacity, validated.changes_in_training) == (Capacity(8), [])
+    assert (validated.accumulator.capacity, validated.changes_in_training) == (MicroBatchLimit(8), [])
     assert validated.modes() == before
     validated.shapes_run.clear()
     validated.evaluator.run(batch)
@@ -219,7 +221,9 @@ class Thrashing(CountedMemory):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "after"), [(Capacity(32), Capacity(30)), (Capacity(288, "tokens"), Capacity(270, "tokens"))], ids=str
+    ("capacity", "after"),
+    [(MicroBatchLimit(32), MicroBatchLimit(30)), (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens"))],
+    ids=str,
 )
 def test_where_it_thrashes_the_largest_micro_batch_is_made_a_little_smaller(capacity, after):
     """Not the rest that comes last."""
@@ -230,12 +234,12 @@ def test_where_it_thrashes_the_largest_micro_batch_is_made_a_little_smaller(capa
 
 
 def test_as_many_rows_are_run_at_once_as_the_capacity_holds():
-    validated = Validated(Capacity(1000))
+    validated = Validated(MicroBatchLimit(1000))
     validated.evaluator.run([row(2, seed=i) for i in range(1100)])
     assert [rows for rows, _ in validated.shapes_run] == [1000, 100]
-    validated = Validated(Capacity(100))
+    validated = Validated(MicroBatchLimit(100))
     validated.evaluator.run([row(2, seed=i) for i in range(650)])
     assert [rows for rows, _ in validated.shapes_run] == [100] * 6 + [50]
-    validated = Validated(Capacity(800, "tokens"))
+    validated = Validated(MicroBatchLimit(800, "tokens"))
     validated.evaluator.run([row(2, seed=i) for i in range(1200)])
     assert [rows for rows, _ in validated.shapes_run] == [400] * 3

@@ -25,7 +25,7 @@ from adaptive_batch.memory import (
     storage_bytes,
 )
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.probe import Rehearsal
+from adaptive_batch.probe import DryRun
 
 WORDS, WIDTH, LENGTH, PLENTY = 600, 64, 24, 2**40
 OPTIMIZERS = {
@@ -125,7 +125,7 @@ def fake_step(optimizer="AdamW fused", *, in_backward=False, accumulates=False, 
 def rehearsal(optimizer="AdamW fused", *, in_backward=False, accumulates=False, **options):
     model = Decoder(**options)
     taking = made(model, optimizer, in_backward)
-    return Rehearsal(
+    return DryRun(
         model=model,
         optimizer=taking,
         forward_backward=partial(run, model, lambda batch: None),

@@ -10,11 +10,11 @@ from small_training import CUDA_OPTIMIZERS, Case, Training, deterministic, diffe
 from torch import nn
 
 from adaptive_batch.checkpoint import ResumePoints, newest_whole
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import GIB, RandomState, device_memory, is_out_of_memory
 from adaptive_batch.memory.device import AcceleratorMemory
 from adaptive_batch.probe import BinarySearch, Predictive, run_search
-from adaptive_batch.training import Accumulator, CapacityChange
+from adaptive_batch.training import LimitChange, MicroBatchRunner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,7 +154,7 @@ def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(1000, 256), nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 1000)).to(CUDA)
     rows = [{"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 1000, (64, 256)).tolist()]
-    changes: list[CapacityChange] = []
+    changes: list[LimitChange] = []
 
     def collate(rows):
         return {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")}
@@ -166,14 +166,14 @@ def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
         logits = model(batch["tokens"])[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
-    accumulator = Accumulator(
+    accumulator = MicroBatchRunner(
         model,
         collate=collate,
         to_device=to_device,
         mean_loss=mean_loss,
         num_real_tokens=lambda row: len(row["tokens"]),
         ignore_index=-100,
-        capacity=Capacity(64),
+        capacity=MicroBatchLimit(64),
         on_change=changes.append,
     )
 
@@ -244,14 +244,14 @@ def test_the_noise_of_a_step_is_not_waited_for():
     torch.manual_seed(0)
     model = nn.Embedding(100, 32).to(CUDA)
     rows = [{"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 100, (16, 8)).tolist()]
-    accumulator = Accumulator(
+    accumulator = MicroBatchRunner(
         model,
         collate=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")},
         to_device=lambda batch: batch.update({key: value.to(CUDA) for key, value in batch.items()}),
         mean_loss=lambda batch: model(batch["tokens"])[:, 1:].square().mean(),
         num_real_tokens=lambda row: len(row["tokens"]),
         ignore_index=-100,
-        capacity=Capacity(4),
+        capacity=MicroBatchLimit(4),
         measures_noise=True,
     )
     noise = accumulator.run(rows).noise

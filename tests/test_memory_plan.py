@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.estimate import Change, Kinds, LengthPlan, MemoryPlan, Target, ranked
+from adaptive_batch.estimate import Change, Kinds, LengthEstimate, MemoryEstimate, Target, ranked
 from adaptive_batch.estimate.attribution import Held, Where
 from adaptive_batch.estimate.fake_step import Resident
 from adaptive_batch.memory import GIB, Line, MemoryCurve
@@ -27,7 +27,7 @@ HELD = Held(
         (Where("layers.1.mlp", "mm", True), 2 * GIB),
     ),
 )
-LENGTH = LengthPlan(
+LENGTH = LengthEstimate(
     sequence_length=512,
     resident=RESIDENT,
     curve=MemoryCurve((FLAT, STEEP)),
@@ -42,7 +42,7 @@ SMALL = Target("small", 12 * GIB, 11 * GIB)
 
 
 def plan(*targets, **options):
-    return MemoryPlan(
+    return MemoryEstimate(
         targets or (BIG, SMALL), options.pop("lengths", (LENGTH,)), options.pop("maximum", 4096), **options
     )
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from small_faults import IGNORED
 from torch import nn
 
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.schedules import NoiseScale, squared_norm
 from adaptive_batch.schedules.noise_scale import noise, squared_gradient
-from adaptive_batch.training import Accumulator
+from adaptive_batch.training import MicroBatchRunner
 
 ROWS = st.integers(-9, 9).map(float)
 
@@ -176,7 +176,7 @@ class MeanEstimation:
         return [{"tokens": [0, 0], "labels": [IGNORED, 0], "x": x} for x in drawn]
 
     def accumulator(self, capacity, **settings):
-        return Accumulator(
+        return MicroBatchRunner(
             self.model,
             collate=lambda rows: {
                 key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in ("tokens", "labels", "x")
@@ -195,11 +195,11 @@ class MeanEstimation:
 @pytest.mark.parametrize(
     ("true", "capacity", "big", "settings"),
     [
-        (4.0, Capacity(1), 8, {}),
-        (16.0, Capacity(4), 16, {"max_grad_norm": 0.1}),
-        (16.0, Capacity(3), 16, {}),
-        (16.0, Capacity(8), 16, {}),
-        (40.0, Capacity(16, "tokens"), 32, {}),
+        (4.0, MicroBatchLimit(1), 8, {}),
+        (16.0, MicroBatchLimit(4), 16, {"max_grad_norm": 0.1}),
+        (16.0, MicroBatchLimit(3), 16, {}),
+        (16.0, MicroBatchLimit(8), 16, {}),
+        (40.0, MicroBatchLimit(16, "tokens"), 32, {}),
     ],
     ids=["1 of 8", "4 of 16, clipped", "3 of 16", "8 of 16", "8 of 32, by tokens"],
 )

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from adaptive_batch.estimate import Change, Kinds, LengthPlan, MemoryPlan, Target, read_plan
+from adaptive_batch.estimate import Change, Kinds, LengthEstimate, MemoryEstimate, Target, read_plan
 from adaptive_batch.estimate.fake_step import Resident
 from adaptive_batch.estimate.saved_plan import plan_of
 from adaptive_batch.memory import GIB, Line, MemoryCurve
@@ -46,12 +46,12 @@ def length_of(*lines, tokens=512, one_row=None, optimizer=3.0, resident=(1.0, 0.
     )
     curve = MemoryCurve(tuple(kind.line for kind in kinds))
     peak = curve.peak_bytes(1) if one_row is None else int(one_row * GIB)
-    return LengthPlan(tokens, parts, curve, kinds, peak, None if optimizer is None else int(optimizer * GIB))
+    return LengthEstimate(tokens, parts, curve, kinds, peak, None if optimizer is None else int(optimizer * GIB))
 
 
 def plan_with(*lengths, targets=(("80 GiB", 75.0), ("L4 (21.96 GiB)", 20.0)), **values):
     lengths = lengths or (length_of((4.0, 0.5), (3.2, 1.0)),)
-    return MemoryPlan(tuple(target(*one) for one in targets), lengths, **{"maximum": 4096, **values})
+    return MemoryEstimate(tuple(target(*one) for one in targets), lengths, **{"maximum": 4096, **values})
 
 
 def areas(figure):

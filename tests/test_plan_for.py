@@ -25,7 +25,7 @@ from torchtune.data import padded_collate_packed
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FakeDevice, cuda_difference
 from adaptive_batch.estimate.saved_plan import plan_of
-from adaptive_batch.torchtune import PlannedParts, Settings, config_path, plan_memory, shipped_configs
+from adaptive_batch.torchtune import FakeParts, Settings, config_path, estimate_devices, shipped_configs
 
 SMALL = Combination("qwen2", 32)
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -48,7 +48,7 @@ def planned(cfg, **keys):
     """The plan of a configuration with these keys over it, and what it says."""
     merged = OmegaConf.merge(cfg, {"probe": {"plan_for": ["80GiB"], "plan_changes": False}}, keys)
     said = []
-    return plan_memory(merged, say=said.append), "\n".join(said)
+    return estimate_devices(merged, say=said.append), "\n".join(said)
 
 
 def small(**keys):
@@ -98,7 +98,7 @@ def test_packed_rows_are_within_a_thousandth():
 
 def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     cfg = Combination("llama3_2", 64, packed=True).config()
-    parts = PlannedParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
+    parts = FakeParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
     parts.build_data()
     rows = [parts.made_up_row(24)] * 3
     ours, theirs = parts.collate(rows), padded_collate_packed(rows)
@@ -513,7 +513,7 @@ def test_a_change_that_components_refuse_is_said_and_the_plan_stands():
         },
     )
     said, saved = [], []
-    plan = plan_memory(cfg, say=said.append, save=saved.append)
+    plan = estimate_devices(cfg, say=said.append, save=saved.append)
     assert any("not planned: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: TypeError" in line for line in said)
     assert [bool(one.changes) for one in saved] == [False, True]
     assert any("TypeError" in change["refused"] for change in plan.as_json()["changes"])
@@ -538,7 +538,7 @@ def test_training_does_not_plan(small):
 
 def test_ranks_without_a_plan_are_refused():
     with pytest.raises(SettingError, match=r"probe\.plan_world_size=8: it is for a plan"):
-        plan_memory(SMALL.config(sequence_lengths=[SMALL.length], plan_world_size=8))
+        estimate_devices(SMALL.config(sequence_lengths=[SMALL.length], plan_world_size=8))
 
 
 def test_a_device_that_is_neither_is_refused():

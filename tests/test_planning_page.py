@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 from small_pages import ROOT, blocks, is_read_only
 
-from adaptive_batch.estimate import planned_devices
+from adaptive_batch.estimate import parse_devices
 from adaptive_batch.estimate.devices import DEVICES
 from adaptive_batch.memory import GIB
 from adaptive_batch.torchtune import Settings, config_path
@@ -57,7 +57,7 @@ def test_each_change_that_is_planned_is_in_the_table_of_changes(changed, ideas):
         OmegaConf.load(config_path("demo_cpu")), OmegaConf.from_dotlist(["probe.plan_for=80GiB", *changed])
     )
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
-    planner = _Planner(cfg, settings, planned_devices("80GiB"))
+    planner = _Planner(cfg, settings, parse_devices("80GiB"))
     typed = {idea.overrides[0] for idea in planner._ideas(SimpleNamespace(sequence_length=512))}
     assert len(typed) >= ideas
     rows = re.findall(r"^\| `(.*?)\|", PAGE.split("## What one change would bring")[1], re.MULTILINE)

@@ -94,7 +94,7 @@ def test_what_differs_is_named_with_both_values():
 
 
 def test_a_function_that_answers_differently_is_refused_with_the_rank(monkeypatch):
-    monkeypatch.setattr(distributed, "gather", lambda mine: [mine, {"f in epoch 1": "9"}])
+    monkeypatch.setattr(distributed, "all_gather", lambda mine: [mine, {"f in epoch 1": "9"}])
     with pytest.raises(GrowthFunctionError, match="f in epoch 1 answers 9 on rank 1 and 8 on rank 0"):
         same_answers({"f in epoch 1": 8})
 

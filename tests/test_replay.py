@@ -25,11 +25,11 @@ from small_faults import (
 )
 from small_training import CPU
 
-from adaptive_batch.data import Capacity, MicroBatch, Shapes
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.training import Accumulator, CapacityChange
-from adaptive_batch.training.replay import Replay
+from adaptive_batch.training import LimitChange, MicroBatchRunner
+from adaptive_batch.training.replay import OOMRetry
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,11 +59,11 @@ def test_the_comparison_sees_another_step_and_another_capacity():
     trained = train(way)
     assert differences(trained, train(way)) == []
     assert differences(trained, train(way, steps=2)) == [*trained.state, "steps", "run_rows"]
-    other = train(way, capacities=[Capacity(2)] * 3)
+    other = train(way, capacities=[MicroBatchLimit(2)] * 3)
     assert set(differences(trained, other)) >= {"model", "optimizer", "python", "numpy", "steps"}
 
 
-FOUR = Capacity(4)
+FOUR = MicroBatchLimit(4)
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has none."
 
 
@@ -78,7 +78,7 @@ class Step:
         self.changes = []
         settings.setdefault("on_change", self.changes.append)
         settings.setdefault("memory", AttemptedMemory(begin))
-        self.accumulator = Accumulator(
+        self.accumulator = MicroBatchRunner(
             self.model,
             collate=collate,
             to_device=lambda batch: None,
@@ -130,11 +130,11 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_replay_begins(checkpointi
 
 
 def test_the_largest_micro_batch_is_replayed_until_it_fits_and_capacity_stays_lowered():
-    step = Step(capacity=Capacity(8))
+    step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape[0] > 3
     assert step.accumulator.run(step_rows(0)).micro_batches == 4
     assert [(change.before.amount, change.after.amount) for change in step.changes] == [(8, 4), (4, 2)]
-    assert step.accumulator.capacity == Capacity(2)
+    assert step.accumulator.capacity == MicroBatchLimit(2)
     step.model.zero_grad()
     assert step.accumulator.run(step_rows(1)).micro_batches == 4
     assert len(step.changes) == 2
@@ -149,37 +149,39 @@ def rows(*lengths):
 
 def test_by_rows_capacity_becomes_half_of_the_micro_batch_that_failed():
     """Also where that was a rest below the capacity."""
-    step = Step(capacity=Capacity(8))
+    step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape == (6, 9)
     step.accumulator.run(rows(*[3] * 8, *[9] * 6))
-    assert step.changes == [CapacityChange(Capacity(8), Capacity(3), 6, 9, True, SAID)]
+    assert step.changes == [LimitChange(MicroBatchLimit(8), MicroBatchLimit(3), 6, 9, True, SAID)]
     assert step.shapes_run == [(8, 3), (6, 9), (3, 3), (3, 3), (3, 9), (3, 9), (2, 9)]
 
 
 def test_by_tokens_capacity_becomes_half_of_the_group_that_failed():
-    step = Step(capacity=Capacity(40, "tokens"))
+    step = Step(capacity=MicroBatchLimit(40, "tokens"))
     step.too_large = lambda tokens: tokens.shape == (6, 3)
     step.accumulator.run(rows(20, 20, *[3] * 6))
     (change,) = step.changes
-    assert (change.rows, change.length, change.after) == (6, 3, Capacity(9, "tokens"))
+    assert (change.rows, change.length, change.after) == (6, 3, MicroBatchLimit(9, "tokens"))
     assert step.shapes_run == [(2, 20), (6, 3), (1, 20), (1, 20), (3, 3), (3, 3)]
 
 
 def test_padding_counts_in_the_group_that_failed():
-    step = Step(capacity=Capacity(64, "tokens"), shapes=Shapes(pad_to_multiple_of=16))
+    step = Step(capacity=MicroBatchLimit(64, "tokens"), shapes=MicroBatchLayout(pad_to_multiple_of=16))
     step.too_large = lambda tokens: tokens.numel() > 32
     step.accumulator.run(rows(3, 4, 5, 6))
-    assert step.changes[0].after == Capacity(32, "tokens")
+    assert step.changes[0].after == MicroBatchLimit(32, "tokens")
     assert step.shapes_run == [(4, 16), (2, 16), (2, 16)]
 
 
 def test_a_change_is_described_with_its_numbers():
-    change = CapacityChange(Capacity(64, "tokens"), Capacity(24, "tokens"), 6, 8, True, "CUDA out of memory.\nGPU 0")
+    change = LimitChange(
+        MicroBatchLimit(64, "tokens"), MicroBatchLimit(24, "tokens"), 6, 8, True, "CUDA out of memory.\nGPU 0"
+    )
     assert change.describe() == (
         "out of memory with 6 rows of 8 tokens at once: it is run again, and a micro-batch holds 24 padded tokens from now "
         "on, not 64 padded tokens (CUDA out of memory.)"
     )
-    thrashed = CapacityChange(Capacity(32), Capacity(30), 32, 8, False, "")
+    thrashed = LimitChange(MicroBatchLimit(32), MicroBatchLimit(30), 32, 8, False, "")
     assert thrashed.describe() == (
         "the allocator gave back its cache and asked again with 32 rows of 8 tokens at once: a micro-batch holds 30 rows "
         "from now on, not 32 rows"
@@ -193,7 +195,7 @@ def test_a_change_is_logged_where_nobody_else_is_told(caplog):
     assert [record.getMessage()[:31] for record in caplog.records] == ["out of memory with 4 rows of 9 "]
 
 
-@pytest.mark.parametrize("capacity", [Capacity(8), Capacity(72, "tokens")], ids=str)
+@pytest.mark.parametrize("capacity", [MicroBatchLimit(8), MicroBatchLimit(72, "tokens")], ids=str)
 def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(capacity):
     step = Step(capacity=capacity)
     step.too_large = lambda tokens: tokens.shape[1] >= 9
@@ -248,7 +250,11 @@ class Thrashing(CountedMemory):
 
 @pytest.mark.parametrize(
     ("capacity", "after"),
-    [(Capacity(32), Capacity(30)), (Capacity(288, "tokens"), Capacity(270, "tokens")), (Capacity(2), Capacity(1))],
+    [
+        (MicroBatchLimit(32), MicroBatchLimit(30)),
+        (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens")),
+        (MicroBatchLimit(2), MicroBatchLimit(1)),
+    ],
     ids=str,
 )
 def test_a_size_that_thrashes_is_made_a_little_smaller_once_and_nothing_is_replayed(capacity, after):
@@ -264,13 +270,13 @@ def test_a_size_that_thrashes_is_made_a_little_smaller_once_and_nothing_is_repla
 
 
 def test_one_row_that_thrashes_is_left_as_it_is():
-    step = Step(capacity=Capacity(1), memory=Thrashing())
+    step = Step(capacity=MicroBatchLimit(1), memory=Thrashing())
     step.accumulator.run(rows(9, 9))
-    assert (step.changes, step.accumulator.capacity) == ([], Capacity(1))
+    assert (step.changes, step.accumulator.capacity) == ([], MicroBatchLimit(1))
 
 
 def test_after_thrashing_it_may_still_run_out():
-    step = Step(capacity=Capacity(32), memory=Thrashing())
+    step = Step(capacity=MicroBatchLimit(32), memory=Thrashing())
     step.accumulator.run(rows(*[9] * 32))
     step.too_large = lambda tokens: tokens.shape[0] > 20
     step.accumulator.run(rows(*[9] * 32))
@@ -279,7 +285,7 @@ def test_after_thrashing_it_may_still_run_out():
 
 def test_what_was_undone_is_undone_before_anybody_is_told():
     told = []
-    replay = Replay(Capacity(4), memory=CountedMemory(CPU), on_change=lambda change: told.append("changed"))
+    replay = OOMRetry(MicroBatchLimit(4), memory=CountedMemory(CPU), on_change=lambda change: told.append("changed"))
 
     def attempt():
         replay.current = MicroBatch([0, 1, 2, 3], 8)

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import RunRecord, read_records
+from adaptive_batch.report import RunLog, read_records
 from adaptive_batch.report.run_log import iterate_records
 
 
 def test_steps_and_decisions_are_read_back_in_order(tmp_path, caplog):
     path = tmp_path / "deep" / "run.jsonl"
-    with caplog.at_level("INFO", logger="adaptive_batch"), RunRecord(path) as record:
+    with caplog.at_level("INFO", logger="adaptive_batch"), RunLog(path) as record:
         record.decision("batch_size", "batch_size 4 -> 16", before=4, after=16)
         record.step(step=1, loss=2.5)
     first, second = read_records(path)
@@ -22,7 +22,7 @@ def test_steps_and_decisions_are_read_back_in_order(tmp_path, caplog):
 
 def test_a_record_is_on_disk_before_the_run_ends(tmp_path):
     path = tmp_path / "run.jsonl"
-    record = RunRecord(path)
+    record = RunLog(path)
     record.step(step=1)
     assert json.loads(path.read_text())["step"] == 1
     record.close()
@@ -30,21 +30,21 @@ def test_a_record_is_on_disk_before_the_run_ends(tmp_path):
 
 def test_a_line_torn_by_a_kill_at_any_byte_costs_that_line_alone(tmp_path):
     path = tmp_path / "run.jsonl"
-    with RunRecord(path) as record:
+    with RunLog(path) as record:
         record.step(step=1)
         record.step(step=2)
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
     for size in range(first + 1, len(whole)):
         path.write_bytes(whole[:size])
-        with RunRecord(path) as record:
+        with RunLog(path) as record:
             record.step(step=3)
         steps = [found["step"] for found in read_records(path)]
         assert steps == ([1, 2, 3] if size == len(whole) - 1 else [1, 3])
 
 
 def test_other_ranks_write_nothing(tmp_path, caplog):
-    with caplog.at_level("INFO", logger="adaptive_batch"), RunRecord(tmp_path / "run.jsonl", enabled=False) as record:
+    with caplog.at_level("INFO", logger="adaptive_batch"), RunLog(tmp_path / "run.jsonl", enabled=False) as record:
         record.decision("batch_size", "said once")
         record.step(step=1)
     assert not list(tmp_path.iterdir())
@@ -52,11 +52,11 @@ def test_other_ranks_write_nothing(tmp_path, caplog):
 
 
 def test_what_was_synced_is_on_disk_and_other_ranks_have_nothing_to_sync(tmp_path):
-    with RunRecord(tmp_path / "run.jsonl") as record:
+    with RunLog(tmp_path / "run.jsonl") as record:
         record.step(step=1)
         record.sync()
         assert [one["step"] for one in read_records(tmp_path / "run.jsonl")] == [1]
-    with RunRecord(tmp_path / "other.jsonl", enabled=False) as record:
+    with RunLog(tmp_path / "other.jsonl", enabled=False) as record:
         record.sync()
     assert not (tmp_path / "other.jsonl").exists()
 
@@ -67,7 +67,7 @@ def test_a_long_record_is_opened_without_being_read(tmp_path):
         file.truncate(1 << 40)
         file.seek(0, 2)
         file.write(b"\n")
-    RunRecord(path).close()
+    RunLog(path).close()
     assert path.stat().st_size == (1 << 40) + 1
 
 
@@ -82,10 +82,10 @@ def test_records_come_one_by_one_and_a_torn_line_is_none(tmp_path):
 
 def test_a_record_that_another_run_is_writing_is_refused(tmp_path):
     path = tmp_path / "adaptive_batch" / "run.jsonl"
-    with RunRecord(path) as first:
+    with RunLog(path) as first:
         with pytest.raises(SettingError, match=r"output_dir=.*another run is writing there; give this one a folder"):
-            RunRecord(path)
+            RunLog(path)
         first.decision("still", "written")
-    with RunRecord(path) as second:  # it ended, by whatever means
+    with RunLog(path) as second:  # it ended, by whatever means
         second.decision("next", "written")
     assert [record["kind"] for record in read_records(path)] == ["still", "next"]

@@ -15,7 +15,7 @@ from small_run import SmallSetup
 from adaptive_batch.memory import DeviceMemory, Usage
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import BoundSearch, Checkpoints, Settings, TrainingParts
+from adaptive_batch.torchtune import BatchSizeFinder, Checkpoints, Settings, TrainingParts
 
 BLOCK = 64 * 1024
 
@@ -34,12 +34,12 @@ class InBlocks(CountedMemory):
             usage.peak_bytes = -(-usage.peak_bytes // BLOCK) * BLOCK
 
 
-class SearchInBlocks(BoundSearch):
+class SearchInBlocks(BatchSizeFinder):
     def _memory(self) -> DeviceMemory:
         return InBlocks(torch.device("cpu"))
 
 
-def searched(small: SmallSetup, *overrides: str, kind: type[BoundSearch] = BoundSearch) -> ProbeResult:
+def searched(small: SmallSetup, *overrides: str, kind: type[BatchSizeFinder] = BatchSizeFinder) -> ProbeResult:
     """One search, as the probe recipe runs it, into a folder of its own."""
     folder = small.fresh_folder()
     given = [override for override in overrides if override != "~fused"]

@@ -21,9 +21,9 @@ from small_ranks_model import (
 )
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.training import Accumulator
+from adaptive_batch.training import MicroBatchRunner
 
 ROWS = make_rows((9, 7, 8, 6))
 PHASES = ("forward", "backward")
@@ -37,15 +37,15 @@ def fail() -> None:
     raise Broken
 
 
-def run_of(model: Decoder, **options: Any) -> Accumulator:
-    return accumulator(model, capacity=Capacity(2), **options)
+def run_of(model: Decoder, **options: Any) -> MicroBatchRunner:
+    return accumulator(model, capacity=MicroBatchLimit(2), **options)
 
 
 def my_rows() -> list[dict[str, Any]]:
     return ROWS[2 * distributed.rank() :][:2]
 
 
-def fails_in(run: Accumulator, model: Decoder, phase: str, *, is_last: bool = True) -> None:
+def fails_in(run: MicroBatchRunner, model: Decoder, phase: str, *, is_last: bool = True) -> None:
     """A micro-batch that fails half-way through the layers."""
     model.burden = {phase: fail}
     with pytest.raises(Broken):
@@ -95,7 +95,7 @@ def when_it_can_finish() -> dict[str, Any]:
     group._all_gather_comm._comm = comm
     sharding.reset()
     whole = divided(Decoder())
-    forbidden = accumulator(whole, capacity=Capacity(2), sharding=Sharding(whole, finishes=False))
+    forbidden = accumulator(whole, capacity=MicroBatchLimit(2), sharding=Sharding(whole, finishes=False))
     forbidden.rehearse(my_rows())
     fails_in(forbidden, whole, "forward")
     found["it must not"] = forbidden.sharding.can_finish

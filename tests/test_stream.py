@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from adaptive_batch.data import RowStream
+from adaptive_batch.data import RowSampler
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -14,7 +14,7 @@ sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, shuffle):
     sampler = DistributedSampler(range(rows), 1, 0, shuffle=shuffle, seed=0)
     sampler.set_epoch(epoch)
-    stream = RowStream(list(range(rows)), shuffle=shuffle)
+    stream = RowSampler(list(range(rows)), shuffle=shuffle)
     stream.start_epoch(epoch)
     taken = [row for count in counts for row in stream.take(count)]
     assert taken == list(sampler)[: sum(counts)]
@@ -24,7 +24,7 @@ def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, s
 @given(rows=st.integers(1, 100), position=st.integers(0, 100), counts=sizes)
 @settings(max_examples=50)
 def test_going_on_from_any_position_hands_out_the_rest(rows, position, counts):
-    whole, rest = (RowStream(list(range(rows)), shuffle=True) for _ in range(2))
+    whole, rest = (RowSampler(list(range(rows)), shuffle=True) for _ in range(2))
     whole.start_epoch(2)
     rest.start_epoch(2, position=position)
     whole.take(position)
@@ -32,7 +32,7 @@ def test_going_on_from_any_position_hands_out_the_rest(rows, position, counts):
 
 
 def test_epochs_have_orders_of_their_own():
-    stream = RowStream(list(range(50)), shuffle=True)
+    stream = RowSampler(list(range(50)), shuffle=True)
     orders = []
     for epoch in range(2):
         stream.start_epoch(epoch)
@@ -44,6 +44,6 @@ def test_epochs_have_orders_of_their_own():
 
 def test_rows_are_handed_on_as_they_are():
     rows = [{"tokens": [1, 2], "labels": [1, 2]}, {"tokens": [3], "labels": [3]}]
-    stream = RowStream(rows, shuffle=False)
+    stream = RowSampler(rows, shuffle=False)
     stream.start_epoch(0)
     assert stream.take(2)[0] is rows[0]

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import GIB, OptimizerInBackward, optimizer_state_tensors
 from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
-from adaptive_batch.probe import BinarySearch, Rehearsal, run_search
+from adaptive_batch.probe import BinarySearch, DryRun, run_search
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -424,7 +424,7 @@ def test_the_host_must_have_room_for_the_copies():
 
     model = Vast()
     gradient = model.weight.grad
-    rehearsal = Rehearsal(
+    rehearsal = DryRun(
         model=model,
         optimizer=torch.optim.SGD([model.weight], lr=0.1),
         forward_backward=lambda rows: None,

@@ -20,11 +20,11 @@ from small_ranks_model import (
 from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import optimizer_state_tensors, storage_bytes
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.probe import BinarySearch, Rehearsal, run_search
-from adaptive_batch.training import Accumulator
+from adaptive_batch.probe import BinarySearch, DryRun, run_search
+from adaptive_batch.training import MicroBatchRunner
 
 CPU, PLENTY, MOST = torch.device("cpu"), 2**40, 6
 TIMES = 8  # each peak is counted: on a machine with much to do several in a row may be too high
@@ -35,7 +35,7 @@ def rows(number: int, length: int = 12) -> list[Row]:
     return make_rows((length,) * number)
 
 
-def peak(trial: Rehearsal, size: int) -> int | None:
+def peak(trial: DryRun, size: int) -> int | None:
     """Of some rows, to the byte: a thread of gloo's may hold a buffer a little longer than the collective takes."""
     peaks = [trial(size).peak_bytes for _ in range(TIMES)]
     return None if None in peaks else min(one for one in peaks if one is not None)
@@ -49,15 +49,15 @@ class Trained:
         model = Decoder(draws=True, checkpointing=checkpointing, dtype=torch.float32)
         torch.manual_seed(distributed.rank())
         self.model = divided(model, reshard_after_forward=reshards)
-        self.accumulator: Accumulator = accumulator(
-            self.model, capacity=Capacity(2), syncs_every_micro_batch=sync, max_grad_norm=1.0
+        self.accumulator: MicroBatchRunner = accumulator(
+            self.model, capacity=MicroBatchLimit(2), syncs_every_micro_batch=sync, max_grad_norm=1.0
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.accumulator.run(rows(3))
         self.optimizer.step()
 
-    def rehearsal(self, budget_bytes: int = PLENTY) -> Rehearsal:
-        return Rehearsal(
+    def rehearsal(self, budget_bytes: int = PLENTY) -> DryRun:
+        return DryRun(
             model=self.model,
             optimizer=self.optimizer,
             forward_backward=lambda size: self.accumulator.rehearse(rows(size)),
@@ -82,7 +82,7 @@ def searched(sync: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"peaks": peaks, "searches": {}}
     for smaller in (0, 1):
         room = [PLENTY, PLENTY]
-        room[smaller] = (distributed.gather(peaks)[smaller][3] + distributed.gather(peaks)[smaller][4]) // 2
+        room[smaller] = (distributed.all_gather(peaks)[smaller][3] + distributed.all_gather(peaks)[smaller][4]) // 2
         with trained.rehearsal(room[distributed.rank()]) as trial:
             result = run_search(trial, search=BinarySearch(maximum=MOST))
             again = peak(trial, 3)
@@ -143,7 +143,7 @@ def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]
     """The peak of a micro-batch by counting, and by the allocator's own reports."""
     torch.manual_seed(0)
     model = divided(Decoder(width=64, dtype=torch.float32, checkpointing=checkpointing), reshard_after_forward=reshards)
-    run = accumulator(model, capacity=Capacity(2), syncs_every_micro_batch=sync)
+    run = accumulator(model, capacity=MicroBatchLimit(2), syncs_every_micro_batch=sync)
     optimizer = torch.optim.AdamW(model.parameters())
     run.run(rows(3))
     optimizer.step()

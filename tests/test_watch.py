@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from small_ranks import end_of_ranks, reserved_port, run_on_ranks
 
-from adaptive_batch.distributed import End, Watch
+from adaptive_batch.distributed import End, Watchdog
 from adaptive_batch.errors import DoesNotFitError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def started(folder: Path, **settings: object) -> Watch:
+def started(folder: Path, **settings: object) -> Watchdog:
     """A watch whose rank zero writes into `folder` why the run ended."""
-    watch = Watch.connect(on_end=lambda end: (folder / "end.json").write_text(json.dumps(asdict(end))), **settings)
+    watch = Watchdog.connect(on_end=lambda end: (folder / "end.json").write_text(json.dumps(asdict(end))), **settings)
     assert watch is not None
     watch.start()
     return watch
@@ -45,7 +45,7 @@ def note_failure(folder: Path) -> None:
     (folder / "failed").write_text(str(time.monotonic()))
 
 
-def reduce_until_it_fails(watch: Watch) -> None:
+def reduce_until_it_fails(watch: Watchdog) -> None:
     try:
         while True:
             dist.all_reduce(torch.ones(1))
@@ -184,7 +184,7 @@ def test_a_rank_that_stands_still_longer_than_its_limit_ends_all(tmp_path, capfd
 
 
 def all_hang(folder: Path) -> None:
-    watch = Watch.connect(stall_seconds=1.0, on_end=lambda end: (folder / "not" / "there").write_text(end.kind))
+    watch = Watchdog.connect(stall_seconds=1.0, on_end=lambda end: (folder / "not" / "there").write_text(end.kind))
     dist.barrier()
     watch.start()
     watch.beat("step 3")
@@ -225,7 +225,7 @@ def test_ranks_that_end_well_at_different_times_end_no_other(tmp_path, capfd):
 def test_where_the_environment_names_no_store_there_is_no_watch(monkeypatch):
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    assert Watch.connect() is None
+    assert Watchdog.connect() is None
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_one_rank_alone_is_watched_too_and_a_beat_costs_nothing(monkeypatch, por
     for name, value in zip(ENVIRONMENT, ("0", "1", "127.0.0.1", str(port)), strict=True):
         monkeypatch.setenv(name, value)
     threads = threading.active_count()
-    watch = Watch.connect(stall_seconds=60)
+    watch = Watchdog.connect(stall_seconds=60)
     watch.start()
     assert threading.active_count() == threads + 2
 
@@ -336,12 +336,12 @@ def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
             os.kill(os.getpid(), signal.SIGKILL)  # without a word; its node alone counts that
         if is_first:
             time.sleep(100)
-        distributed.begin("gloo")
-        counts = distributed.gather(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        distributed.init_process_group("gloo")
+        counts = distributed.all_gather(os.environ["TORCHELASTIC_RESTART_COUNT"])
         if rank == 0:
             print(f"<met with {'+'.join(sorted(counts))}>", flush=True)
         watch.stop()
-        distributed.end()
+        distributed.destroy_process_group()
     """
     endpoint = f"localhost:{port}"
     nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)

@@ -1,23 +1,23 @@
 """Lengths of rows, samplers by rows and by token budget, micro-batches, balance across ranks."""
 
-from .balance import deal_by_rows, deal_by_tokens
+from .balance import balance_by_rows, balance_by_tokens
 from .bin_packing import LONG_ROWS
-from .dataset import IGNORE_INDEX, AnyRows, RowLength, checked_loss, label_tokens, moved
+from .dataset import IGNORE_INDEX, DatasetAdapter, RowLength, checked_loss, label_tokens, moved
 from .lengths import longest_rows, row_lengths
 from .micro_batches import (
     UNIFORM,
-    Capacity,
     MicroBatch,
-    Shapes,
+    MicroBatchLayout,
+    MicroBatchLimit,
     largest_divisor,
     micro_batches,
     split_by_rows,
     split_by_tokens,
 )
 from .order import ORDERS
-from .steps import HandedOut, StepRows
-from .stream import RowStream
-from .token_sampler import TokenBatches, batches_by_tokens, plan_batches
+from .steps import StepRows, StepSampler
+from .stream import RowSampler
+from .token_sampler import TokenBatchPlan, batches_by_tokens, plan_batches
 from .varying_budget import plan_batches_by_rule
 
 __all__ = [
@@ -25,19 +25,19 @@ __all__ = [
     "LONG_ROWS",
     "ORDERS",
     "UNIFORM",
-    "AnyRows",
-    "Capacity",
-    "HandedOut",
+    "DatasetAdapter",
     "MicroBatch",
+    "MicroBatchLayout",
+    "MicroBatchLimit",
     "RowLength",
-    "RowStream",
-    "Shapes",
+    "RowSampler",
     "StepRows",
-    "TokenBatches",
+    "StepSampler",
+    "TokenBatchPlan",
+    "balance_by_rows",
+    "balance_by_tokens",
     "batches_by_tokens",
     "checked_loss",
-    "deal_by_rows",
-    "deal_by_tokens",
     "label_tokens",
     "largest_divisor",
     "longest_rows",

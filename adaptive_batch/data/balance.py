@@ -12,16 +12,16 @@ from operator import mul
 
 import torch
 
-from .micro_batches import Capacity, Shapes
+from .micro_batches import MicroBatchLayout, MicroBatchLimit
 
-__all__ = ["deal_by_rows", "deal_by_tokens"]
+__all__ = ["balance_by_rows", "balance_by_tokens"]
 
 # What the groups of a wave are tried to hold, in percent of what they would hold if those of all waves held alike. Measured on
 # lognormal lengths it makes steps 2% to 7% shorter; twice as many would add 0.2% at most, half of the range lose 0.2% to 0.8%.
 TRIED_PERCENT = range(68, 133, 4)
 
 
-def deal_by_rows(num_rows: int, ranks: int) -> list[range]:
+def balance_by_rows(num_rows: int, ranks: int) -> list[range]:
     """Deals rows in turn, as torch's DistributedSampler does: as many to each rank, or one more to the first ones.
 
     Args:
@@ -39,8 +39,8 @@ def deal_by_rows(num_rows: int, ranks: int) -> list[range]:
     return [range(rank, num_rows, ranks) for rank in range(ranks)]
 
 
-def deal_by_tokens(
-    lengths: Sequence[int] | torch.Tensor, ranks: int, capacity: Capacity, shapes: Shapes | None = None
+def balance_by_tokens(
+    lengths: Sequence[int] | torch.Tensor, ranks: int, capacity: MicroBatchLimit, shapes: MicroBatchLayout | None = None
 ) -> list[list[int]]:
     """Deals rows so that ranks wait little for each other once each has cut its rows into micro-batches.
 
@@ -68,8 +68,8 @@ def deal_by_tokens(
     Raises:
         ValueError: `ranks` is below 1.
     """
-    shapes = shapes or Shapes()
-    in_turn = [list(positions) for positions in deal_by_rows(len(lengths), ranks)]
+    shapes = shapes or MicroBatchLayout()
+    in_turn = [list(positions) for positions in balance_by_rows(len(lengths), ranks)]
     if ranks == 1 or len(lengths) <= ranks:
         return in_turn
     by_length = torch.sort(torch.as_tensor(lengths), descending=True, stable=True)

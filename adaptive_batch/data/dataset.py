@@ -18,7 +18,7 @@ IGNORE_INDEX = -100  # what torch's cross-entropy and Hugging Face's models take
 RowLength = Callable[[Any], int] | int | None
 
 
-class AnyRows(Dataset[Any]):
+class DatasetAdapter(Dataset[Any]):
     """A map-style dataset whose rows may be anything.
 
     Args:
@@ -94,7 +94,7 @@ class AnyRows(Dataset[Any]):
 class _Measured:
     """Rows as :func:`row_lengths` reads them."""
 
-    def __init__(self, rows: AnyRows) -> None:
+    def __init__(self, rows: DatasetAdapter) -> None:
         self._rows = rows
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """Rows into micro-batches: pure functions, no device.
 
-What a step holds is decided elsewhere; here it is cut into what one forward and backward may hold, its :class:`Capacity`.
+What a step holds is decided elsewhere; here it is cut into what one forward and backward may hold, its :class:`MicroBatchLimit`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from typing import TypeVar
 
 from .token_sampler import batches_by_tokens
 
-__all__ = ["Capacity", "MicroBatch", "Shapes", "batches_by_tokens", "micro_batches", "split_by_rows", "split_by_tokens"]
+__all__ = [
+    "MicroBatch",
+    "MicroBatchLayout",
+    "MicroBatchLimit",
+    "batches_by_tokens",
+    "micro_batches",
+    "split_by_rows",
+    "split_by_tokens",
+]
 
 Row = TypeVar("Row")
 
@@ -19,7 +27,7 @@ UNIFORM = ("rows", "lengths", "both")
 
 
 @dataclass(frozen=True)
-class Capacity:
+class MicroBatchLimit:
     """What one micro-batch may hold.
 
     Attributes:
@@ -41,13 +49,13 @@ class Capacity:
 
         return max(pieces, key=key)
 
-    def halved(self, *, rows: int, length: int) -> Capacity | None:
+    def halved(self, *, rows: int, length: int) -> MicroBatchLimit | None:
         """Half of a micro-batch that did not fit, `rows` rows padded to `length`; None where it was one row."""
         if rows == 1:
             return None
         return replace(self, amount=rows // 2 if self.unit == "rows" else rows * length // 2)
 
-    def reduced(self, *, rows: int, length: int) -> Capacity | None:
+    def reduced(self, *, rows: int, length: int) -> MicroBatchLimit | None:
         """A sixteenth less than a micro-batch held that only just fits, one row at least; None where it was one row."""
         if rows == 1:
             return None
@@ -56,7 +64,7 @@ class Capacity:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class MicroBatchLayout:
     """What the shapes of micro-batches must keep to, for pipelines and compiled graphs.
 
     Attributes:
@@ -134,7 +142,9 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return _grouped(lengths, max_tokens)
 
 
-def micro_batches(lengths: Sequence[int], capacity: Capacity, shapes: Shapes | None = None) -> list[MicroBatch]:
+def micro_batches(
+    lengths: Sequence[int], capacity: MicroBatchLimit, shapes: MicroBatchLayout | None = None
+) -> list[MicroBatch]:
     """Cuts the rows of a step into as few micro-batches as capacity and shapes allow.
 
     By rows they stay in their order; by tokens they are grouped by length. A row that alone is above the capacity is a
@@ -145,7 +155,7 @@ def micro_batches(lengths: Sequence[int], capacity: Capacity, shapes: Shapes | N
         capacity: of one micro-batch.
         shapes: what all of them must keep to; None for nothing.
     """
-    shapes = shapes or Shapes()
+    shapes = shapes or MicroBatchLayout()
     if not lengths:
         return []
     padded = [shapes.padded(length) for length in lengths]

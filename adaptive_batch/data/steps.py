@@ -20,21 +20,21 @@ from adaptive_batch.schedules import (
     ask,
     check_increment,
     check_schedule,
-    follows_measurements,
+    needs_noise_scale,
     next_batch_size,
     rows_of_next_step,
     walk,
 )
 
-from .balance import deal_by_rows
-from .dataset import AnyRows
-from .stream import RowStream
+from .balance import balance_by_rows
+from .dataset import DatasetAdapter
+from .stream import RowSampler
 
 log = logging.getLogger("adaptive_batch")
 
 
 @dataclass(frozen=True)
-class HandedOut:
+class StepRows:
     """A step whose rows were handed out.
 
     Attributes:
@@ -48,13 +48,13 @@ class HandedOut:
     mine: list[Any]
 
 
-class StepRows:
+class StepSampler:
     """Hands out the rows of steps, each row once an epoch, to each rank its own.
 
     Args:
         rows: of an epoch.
         batch_size: rows of a step on one device, before a rule changes it.
-        shuffle, seed: of their order, see :class:`adaptive_batch.stream.RowStream`.
+        shuffle, seed: of their order, see :class:`adaptive_batch.stream.RowSampler`.
         increment: ``f(epoch, batch_size) -> rows to add``, asked once as an epoch starts; None adds none.
         schedule: ``rule(progress) -> rows of a step on one device``, asked for each step; None for `batch_size`.
         on_change: is told the batch size before and after a rule has changed it.
@@ -70,7 +70,7 @@ class StepRows:
 
     def __init__(
         self,
-        rows: AnyRows,
+        rows: DatasetAdapter,
         *,
         batch_size: int,
         shuffle: bool,
@@ -83,18 +83,18 @@ class StepRows:
             check_increment(increment)
         if schedule is not None:
             check_schedule(schedule)
-            if follows_measurements(schedule):
+            if needs_noise_scale(schedule):
                 remedy = "this loop measures nothing that it could follow; give steps, linear_ramp or ramp_by_doubling"
                 raise SettingError("batch_size_schedule", schedule, remedy)
             if increment is not None:
                 raise SettingError("batch_size_schedule", schedule, "give it or batch_increase_function, not both")
         self._rows = rows
-        self._stream = RowStream(rows, shuffle=shuffle, seed=seed)
+        self._stream = RowSampler(rows, shuffle=shuffle, seed=seed)
         self._order = {"shuffle": shuffle, "seed": seed, "dataset": len(rows)}
         self._increment, self._schedule = increment, schedule
         self._on_change = on_change
         self._grown_in = -1  # the last epoch whose start has asked the increment
-        self._waiting: deque[HandedOut] = deque()
+        self._waiting: deque[StepRows] = deque()
         self.batch_size = batch_size
         self.ranks = distributed.data_parallel_size()
         self.maximum: int | None = None
@@ -109,14 +109,14 @@ class StepRows:
         while progress.epoch_rows < len(self._rows):
             asked = self._ask(progress)
             size = rows_of_next_step(progress, step_rows=asked * self.ranks, rows=len(self._rows), drop_last=False)
-            mine = deal_by_rows(size, distributed.data_parallel_size())[distributed.data_parallel_rank()]
+            mine = balance_by_rows(size, distributed.data_parallel_size())[distributed.data_parallel_rank()]
             rows = self._stream.take(size, only=mine)
-            self._waiting.append(HandedOut(asked, size, rows))
+            self._waiting.append(StepRows(asked, size, rows))
             yield rows
-            tokens = distributed.total(sum(map(self._rows.length, rows))) if self._schedule else 0
+            tokens = distributed.all_reduce_total(sum(map(self._rows.length, rows))) if self._schedule else 0
             progress = replace(progress, batch=asked).after_step(rows=size, tokens=tokens)
 
-    def next_of(self, rows: Sequence[Any]) -> HandedOut:
+    def next_of(self, rows: Sequence[Any]) -> StepRows:
         """The step of some rows, which must be the first of those that wait to be trained on.
 
         Raises:
@@ -133,7 +133,7 @@ class StepRows:
             raise ValueError("a step that was handed out before has not been run: run each step once, in order")
         return first
 
-    def has_run(self, step: HandedOut) -> None:
+    def has_run(self, step: StepRows) -> None:
         """Let go of the step that :meth:`next_of` has given."""
         assert self._waiting[0] is step
         self._waiting.popleft()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from .order import row_order
 
 
-class RowStream:
+class RowSampler:
     """Hands out the rows of an epoch, as many at a time as are asked for.
 
     The loader delivers rows, not batches, so the batch size can change at any step; the position is counted in rows, so

@@ -22,7 +22,7 @@ HISTOGRAM_WIDTH = 40
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBatches:
+class TokenBatchPlan:
     """The batches of an epoch: a sequence of lists of row numbers, held as tensors.
 
     Attributes:
@@ -163,7 +163,7 @@ def plan_batches(
     uniform_groups: int = 1,
     divisible: bool = False,
     pad_to_multiple_of: int = 1,
-) -> TokenBatches:
+) -> TokenBatchPlan:
     """Plans batches that are filled to a budget of tokens; every row of `order` is in one of them, or listed as dropped.
 
     Rows are taken in order; a batch is closed when the next row would take it beyond `max_tokens` or `max_rows`. One
@@ -226,7 +226,7 @@ def plan_batches(
                 f"long_rows to drop or alone, or max_tokens to {int(rows.sizes.max())} or more",
             )
         dropped, rows = numbers[is_long], rows.pick(~is_long)
-    return TokenBatches(*fill_batches(rows, limits), dropped)
+    return TokenBatchPlan(*fill_batches(rows, limits), dropped)
 
 
 def _whole_numbers(key: str, values: Sequence[int] | torch.Tensor) -> torch.Tensor:

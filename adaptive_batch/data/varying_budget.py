@@ -16,7 +16,7 @@ import torch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import KEY, Progress, ask
 
-from .token_sampler import TokenBatches, plan_batches
+from .token_sampler import TokenBatchPlan, plan_batches
 
 MOST_STEPS = 64  # that a piece is long while the budget stays; it begins with one that can be used
 
@@ -33,7 +33,7 @@ def plan_batches_by_rule(
     divisible: bool,
     maximum: int | None = None,
     world_size: int = 1,
-) -> tuple[TokenBatches, torch.Tensor]:
+) -> tuple[TokenBatchPlan, torch.Tensor]:
     """Plans an epoch, each step of which is filled to the real tokens that a rule asks for at the beginning of the step.
 
     With a rule that always answers the same this is ``plan_batches(..., count="real", uniform_groups=world_size)``.
@@ -102,7 +102,7 @@ def plan_batches_by_rule(
         if is_all and step == len(ends):
             break
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(batch_sizes).cumsum(0)])
-    return TokenBatches(torch.cat(used), starts, order[rest.places]), torch.cat(budgets)
+    return TokenBatchPlan(torch.cat(used), starts, order[rest.places]), torch.cat(budgets)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Limits:
         """Whether a row that is longer than the budget stays behind."""
         return self.long_rows == "drop" or (self.long_rows == "alone" and self.world_size > 1)
 
-    def plan(self, lengths: torch.Tensor, budget: int, *, order: torch.Tensor | None = None) -> TokenBatches:
+    def plan(self, lengths: torch.Tensor, budget: int, *, order: torch.Tensor | None = None) -> TokenBatchPlan:
         return plan_batches(
             lengths,
             budget,

@@ -59,7 +59,7 @@ def _began(process: int) -> str:
         return ""
 
 
-def meet() -> tuple[Store, int, int]:
+def meet_ranks() -> tuple[Store, int, int]:
     """Meets the other ranks in the store that torchrun's environment names; a collective, that needs no process group.
 
     torchrun's store outlives a restart, and what an earlier attempt has left there must not be heard again. Its count of
@@ -105,7 +105,7 @@ def _attempt(store: Store, rank: int, size: int) -> str:
     return name
 
 
-def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
+def init_process_group(backend: str, *, ranks_of_a_model: int = 1) -> None:
     """Begin the process group of all ranks that were launched.
 
     Args:
@@ -113,14 +113,14 @@ def begin(backend: str, *, ranks_of_a_model: int = 1) -> None:
         ranks_of_a_model: of tensor parallelism; divides the world size.
     """
     global _ranks_of_a_model, _patient_group
-    store, rank, size = meet()
+    store, rank, size = meet_ranks()
     dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size)
     _ranks_of_a_model = ranks_of_a_model
     _patient_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 @contextmanager
-def pretend(world_size: int, *, ranks_of_a_model: int = 1) -> Iterator[None]:
+def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterator[None]:
     """Inside, this process is rank zero of that many which are not there: collectives have shapes, and move nothing.
 
     Args:
@@ -139,10 +139,10 @@ def pretend(world_size: int, *, ranks_of_a_model: int = 1) -> Iterator[None]:
     try:
         yield
     finally:
-        end()
+        destroy_process_group()
 
 
-def end() -> None:
+def destroy_process_group() -> None:
     """End the process group, if there is one."""
     global _ranks_of_a_model, _patient_group
     if _has_group():
@@ -197,24 +197,24 @@ def maximum(value: int) -> int:
     return _reduced([value], dist.ReduceOp.MAX)[0] if world_size() > 1 else value
 
 
-def maxima(values: Sequence[int]) -> list[int]:
+def all_reduce_max(values: Sequence[int]) -> list[int]:
     """Returns the greatest of each of `values`, as many on all ranks, in one collective."""
     return _reduced(values, dist.ReduceOp.MAX) if world_size() > 1 else list(values)
 
 
-def total(value: int) -> int:
+def all_reduce_total(value: int) -> int:
     """Returns the sum of `value` over all ranks, on every rank."""
     return _reduced([value], dist.ReduceOp.SUM)[0] if world_size() > 1 else value
 
 
-def add_up(*tensors: torch.Tensor) -> None:
+def all_reduce_sum(*tensors: torch.Tensor) -> None:
     """Puts the sums over all ranks into some tensors, in place; one collective for each, which do not wait for each other."""
     if world_size() > 1:
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
 
-def gather(value: Result) -> list[Result]:
+def all_gather(value: Result) -> list[Result]:
     """Returns the `value` of each rank, by rank, on every rank; it must be picklable when there are other ranks."""
     if world_size() == 1:
         return [value]
@@ -223,7 +223,7 @@ def gather(value: Result) -> list[Result]:
     return values
 
 
-def any_rank(flag: bool) -> bool:
+def any_of_ranks(flag: bool) -> bool:
     """Returns, on every rank, whether `flag` is true on one rank at least."""
     return maximum(int(flag)) > 0
 
@@ -231,10 +231,10 @@ def any_rank(flag: bool) -> bool:
 def barrier() -> None:
     """Returns on no rank before every rank has called it."""
     # A sum rather than dist.barrier(), which on NCCL guesses the device and warns of it.
-    total(0)
+    all_reduce_total(0)
 
 
-def gather_on_rank_zero(value: Result) -> list[Result]:
+def gather_to_rank_zero(value: Result) -> list[Result]:
     """Returns the `value` of each rank, by rank, on rank zero; nothing on others."""
     if world_size() == 1:
         return [value]

@@ -76,7 +76,7 @@ class End:
     node: int = 0
 
 
-class Watch:
+class Watchdog:
     """Ends this process when another rank fails, and the others when this one does. :meth:`connect` makes it.
 
     Args:
@@ -90,7 +90,7 @@ class Watch:
 
     def __init__(self, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None) -> None:
         self.on_end = on_end
-        (store, rank, world_size), (waiting, _, _) = distributed.meet(), distributed.meet()
+        (store, rank, world_size), (waiting, _, _) = distributed.meet_ranks(), distributed.meet_ranks()
         # The store outlives this object: what was said there before is not heard again.
         prefix = f"watch/{store.add(f'watch/started/{rank}', 1)}"
         self._store: Store = PrefixStore(prefix, store)
@@ -114,7 +114,7 @@ class Watch:
     @classmethod
     def connect(
         cls, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None
-    ) -> Watch | None:
+    ) -> Watchdog | None:
         """Returns a watch that has yet to start, or None where the environment names no store, as without torchrun.
 
         A collective, that needs no process group: every rank calls it, all before or all after ``init_process_group``. It holds two

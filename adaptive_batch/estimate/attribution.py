@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from adaptive_batch.memory import LiveBytes, Trace, plain_tensors
+from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
 EVERYTHING = 1 << 62  # more bytes than any device has
 
@@ -71,7 +71,7 @@ class StepTrace:
         return sum(num_bytes for made, num_bytes in self.gradients if made <= operation)
 
 
-class AttributedBytes(LiveBytes):  # type: ignore[no-untyped-call]
+class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     """Counts live bytes without a limit, and notes what made them.
 
     Args:

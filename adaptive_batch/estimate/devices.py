@@ -21,7 +21,7 @@ _GITHUB = "https://github.com/"
 
 
 @dataclass(frozen=True)
-class PlannedDevice:
+class EstimatedDevice:
     """A device that a plan is made for.
 
     Attributes:
@@ -151,8 +151,8 @@ _TABLE = (
     ("MI300X", "gfx942", 196_592 * MIB, f"{_GITHUB}ROCm/ROCm/issues/4203", ("MI300X-192GB",)),
 )
 
-DEVICES: tuple[PlannedDevice, ...] = tuple(
-    PlannedDevice(name, total, source, architecture) for name, architecture, total, source, _ in _TABLE
+DEVICES: tuple[EstimatedDevice, ...] = tuple(
+    EstimatedDevice(name, total, source, architecture) for name, architecture, total, source, _ in _TABLE
 )
 
 
@@ -166,7 +166,7 @@ _BY_NAME = {
 }
 
 
-def device_capacity(name_or_size: object, *, key: str = "probe.plan_for") -> PlannedDevice:
+def device_capacity(name_or_size: object, *, key: str = "probe.plan_for") -> EstimatedDevice:
     """What one entry of ``probe.plan_for`` stands for.
 
     Args:
@@ -205,10 +205,10 @@ def device_capacity(name_or_size: object, *, key: str = "probe.plan_for") -> Pla
             remedy = f'no such device is known; {_near(str(name_or_size))}; or give a size such as "80GiB"'
         raise SettingError(key, name_or_size, remedy) from None
     unit, name = (GIB, "GiB") if total_bytes >= GIB else (MIB, "MiB")
-    return PlannedDevice(f"{total_bytes / unit:.6g} {name}", total_bytes, source="")
+    return EstimatedDevice(f"{total_bytes / unit:.6g} {name}", total_bytes, source="")
 
 
-def planned_devices(value: object, *, key: str = "probe.plan_for") -> tuple[PlannedDevice, ...]:
+def parse_devices(value: object, *, key: str = "probe.plan_for") -> tuple[EstimatedDevice, ...]:
     """What ``probe.plan_for`` names: one size or device, or a list of them.
 
     Raises:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
 
-from .attribution import AttributedBytes, ModuleNames, StepTrace
+from .attribution import AttributedTracker, ModuleNames, StepTrace
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FakeDevice:
     def __init__(self, *, workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None) -> None:
         self.mode = FakeTensorMode()
         self._workspace = workspace
-        self._counter: AttributedBytes | None = None
+        self._counter: AttributedTracker | None = None
 
     def move(self, model: nn.Module) -> None:
         """Put a model here, in place: parameters and buffers on the meta device, or real ones, which are then let go of."""
@@ -87,9 +87,11 @@ class FakeDevice:
         return fake
 
     @contextmanager
-    def counting(self, *, explain: Collection[int] = (), names: ModuleNames | None = None) -> Iterator[AttributedBytes]:
+    def counting(
+        self, *, explain: Collection[int] = (), names: ModuleNames | None = None
+    ) -> Iterator[AttributedTracker]:
         """Inside, tensors that are made are fake, and counted."""
-        self._counter = counter = AttributedBytes(workspace=self._workspace, explain=explain, names=names)
+        self._counter = counter = AttributedTracker(workspace=self._workspace, explain=explain, names=names)
         try:
             # A compiled region fails under a dispatch mode, and would hide its tensors from it.
             with (
@@ -121,7 +123,7 @@ class FakeStep:
         accumulates: gradients are there already when a forward begins.
         device: where all of it is.
         sharding: of the model; needed where there are several ranks.
-        keep_gradients: as in :class:`adaptive_batch.trial.Rehearsal`.
+        keep_gradients: as in :class:`adaptive_batch.trial.DryRun`.
 
     Attributes:
         optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in backward.

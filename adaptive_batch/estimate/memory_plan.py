@@ -67,7 +67,7 @@ class Kinds:
 
 
 @dataclass(frozen=True)
-class LengthPlan:
+class LengthEstimate:
     """What a training step holds with rows of one length.
 
     Attributes:
@@ -168,7 +168,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryEstimate:
     """The answer: for each device and length, the rows that fit.
 
     Attributes:
@@ -183,7 +183,7 @@ class MemoryPlan:
     """
 
     targets: tuple[Target, ...]
-    lengths: tuple[LengthPlan, ...]
+    lengths: tuple[LengthEstimate, ...]
     maximum: int
     world_size: int = 1
     left_out: tuple[str, ...] = ()
@@ -191,7 +191,7 @@ class MemoryPlan:
     refused: tuple[Change, ...] = field(default=())
     seconds: float = 0.0
 
-    def bound(self, length: LengthPlan, target: Target) -> int:
+    def bound(self, length: LengthEstimate, target: Target) -> int:
         """Most rows that fit on a device, none above `maximum`."""
         rows = length.max_rows(target.budget_bytes)
         return self.maximum if rows is None else min(rows, self.maximum)
@@ -313,7 +313,7 @@ class MemoryPlan:
             ],
         }
 
-    def _answer(self, length: LengthPlan, target: Target) -> dict[str, Any]:
+    def _answer(self, length: LengthEstimate, target: Target) -> dict[str, Any]:
         rows = self.bound(length, target)
         return {
             "sequence_length": length.sequence_length,

@@ -11,10 +11,10 @@ from typing import Any
 from adaptive_batch.memory import Line, MemoryCurve
 
 from .fake_step import Resident
-from .memory_plan import Change, Kinds, LengthPlan, MemoryPlan, Target
+from .memory_plan import Change, Kinds, LengthEstimate, MemoryEstimate, Target
 
 
-def read_plan(path: Path) -> MemoryPlan | None:
+def read_plan(path: Path) -> MemoryEstimate | None:
     """The plan in a file; None where there is none that can be read.
 
     It says what the plan said that was saved, but not in which operation of the model a peak is reached.
@@ -25,8 +25,8 @@ def read_plan(path: Path) -> MemoryPlan | None:
         return None
 
 
-def plan_of(saved: Mapping[str, Any]) -> MemoryPlan:
-    """The plan that :meth:`MemoryPlan.as_json` gave.
+def plan_of(saved: Mapping[str, Any]) -> MemoryEstimate:
+    """The plan that :meth:`MemoryEstimate.as_json` gave.
 
     Raises:
         ValueError, KeyError, TypeError: it did not give this.
@@ -40,7 +40,7 @@ def plan_of(saved: Mapping[str, Any]) -> MemoryPlan:
         )
         for change in saved["changes"]
     ]
-    plan = MemoryPlan(
+    plan = MemoryEstimate(
         targets=tuple(
             Target(
                 name=str(device["name"]),
@@ -64,7 +64,7 @@ def plan_of(saved: Mapping[str, Any]) -> MemoryPlan:
     return plan
 
 
-def _length_of(saved: Mapping[str, Any]) -> LengthPlan:
+def _length_of(saved: Mapping[str, Any]) -> LengthEstimate:
     kinds = tuple(
         Kinds(
             line=Line(Fraction(line["fixed_bytes"]), Fraction(line["bytes_per_row"]), operation),
@@ -74,7 +74,7 @@ def _length_of(saved: Mapping[str, Any]) -> LengthPlan:
         for operation, line in enumerate(saved["lines"])
     )
     checked, of_step = saved["checked"], saved["optimizer_peak_bytes"]
-    return LengthPlan(
+    return LengthEstimate(
         sequence_length=int(saved["sequence_length"]),
         resident=Resident(**{name: int(size) for name, size in saved["resident"].items()}),
         curve=MemoryCurve(tuple(one.line for one in kinds)),

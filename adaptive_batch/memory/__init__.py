@@ -15,14 +15,14 @@ from .device import (
 )
 from .in_backward import OptimizerInBackward
 from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
-from .tracker import LiveBytes, plain_tensors, storage_bytes
+from .tracker import MemoryTracker, plain_tensors, storage_bytes
 
 __all__ = [
     "GIB",
     "DeviceMemory",
     "Line",
-    "LiveBytes",
     "MemoryCurve",
+    "MemoryTracker",
     "OptimizerInBackward",
     "RandomState",
     "TensorSnapshot",

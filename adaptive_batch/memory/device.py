@@ -21,7 +21,7 @@ import torch
 from adaptive_batch.errors import SettingError
 
 from .curve import Trace
-from .tracker import LiveBytes, storage_bytes
+from .tracker import MemoryTracker, storage_bytes
 
 GIB = 1024**3
 
@@ -223,7 +223,7 @@ class CountedMemory:
 
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
-        counter = LiveBytes(budget_bytes)
+        counter = MemoryTracker(budget_bytes)
         counter.add(resident)
         usage = Usage(resident_bytes=counter.live_bytes)
         try:

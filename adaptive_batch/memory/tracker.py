@@ -36,7 +36,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     )
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live storages while it is active, through weak references to them.
 
     The trace begins with the first operation on what was resident: before that a batch is collated, row by row.

@@ -3,15 +3,15 @@
 from .curve_cache import CachedCurve
 from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
-from .trial import Rehearsal
+from .trial import DryRun
 
 __all__ = [
     "BinarySearch",
     "CachedCurve",
+    "DryRun",
     "Halving",
     "Predictive",
     "ProbeResult",
-    "Rehearsal",
     "Search",
     "Trial",
     "load_latest",

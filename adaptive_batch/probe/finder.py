@@ -122,7 +122,7 @@ def run_search(
     Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the largest.
 
     Args:
-        run_trial: runs one trial of that many rows; see :class:`adaptive_batch.trial.Rehearsal`.
+        run_trial: runs one trial of that many rows; see :class:`adaptive_batch.trial.DryRun`.
         search: decides which size is tried next.
         round_to_power_of_two: also find the size to train with by rounding the bound down; it is tried if it was not.
         sequence_length, resident_bytes, budget_bytes: what the result should say of the trials.
@@ -248,7 +248,7 @@ def _agree(trial: Trial) -> Trial:
     """One trial for all ranks: fits where it fits everywhere, the largest peaks, and the trace of rank zero, whose shards are largest."""
     if distributed.world_size() == 1:
         return trial
-    fails, peak, optimizer_peak = distributed.maxima(
+    fails, peak, optimizer_peak = distributed.all_reduce_max(
         [not trial.fits, *(-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))]
     )
     trace = distributed.from_rank_zero(lambda: trial.trace) if not fails else None

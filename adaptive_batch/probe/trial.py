@@ -29,7 +29,7 @@ from adaptive_batch.memory import (
 from .search import Trial
 
 
-class Rehearsal:
+class DryRun:
     """Runs trials of a training step; entering copies what training has, leaving puts it back bit for bit.
 
     Entering also rehearses one whole step with a single row, so that the optimizer's state is resident during every trial as
@@ -90,7 +90,7 @@ class Rehearsal:
         self._remedies = remedies
         self._exit = ExitStack()
 
-    def __enter__(self) -> Rehearsal:
+    def __enter__(self) -> DryRun:
         with ExitStack() as stack:
             stack.callback(self._memory.release)
             snapshot = TrainingSnapshot(
@@ -164,7 +164,7 @@ class Rehearsal:
         needs = f"more than {sized(self.budget_bytes)}"
         snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
         available = self._memory.available_bytes(self._resident())
-        if not distributed.any_rank(
+        if not distributed.any_of_ranks(
             available <= self.budget_bytes
         ):  # where the device has more than the budget allows, it can be measured
             again, peaks = self._whole_step(available)
@@ -230,7 +230,7 @@ class Rehearsal:
                 self._drop_gradients()
                 recover(self._memory)
                 self._sharding.finish()
-            fits_everywhere = not distributed.any_rank(not fits)
+            fits_everywhere = not distributed.any_of_ranks(not fits)
         except Exception as error:
             if distributed.world_size() == 1 or not is_out_of_memory(error):
                 raise

@@ -2,10 +2,10 @@
 
 from .auditing import audit
 from .page import write_plan_picture, write_report
-from .run_log import RunRecord, read_records
+from .run_log import RunLog, read_records
 
 __all__ = [
-    "RunRecord",
+    "RunLog",
     "audit",
     "read_records",
     "write_plan_picture",

@@ -16,7 +16,7 @@ from typing import Any
 
 from adaptive_batch import __version__
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import MemoryPlan, read_plan
+from adaptive_batch.estimate import MemoryEstimate, read_plan
 
 from .figures.drawing import events_of
 from .figures.facts import clock, duration, facts_of
@@ -75,7 +75,7 @@ def read_probe(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def write_plan_picture(plan: MemoryPlan, path: Path) -> None:
+def write_plan_picture(plan: MemoryEstimate, path: Path) -> None:
     """Write a plan's figures as a PNG.
 
     Raises:
@@ -91,7 +91,7 @@ def write_plan_picture(plan: MemoryPlan, path: Path) -> None:
 
 
 def render(
-    timeline: Timeline, probe: Mapping[str, Any] | None, plan: MemoryPlan | None = None, *, name: str
+    timeline: Timeline, probe: Mapping[str, Any] | None, plan: MemoryEstimate | None = None, *, name: str
 ) -> tuple[str, bytes]:
     """The page as HTML and the picture as PNG.
 
@@ -167,7 +167,7 @@ def _decisions(timeline: Timeline) -> str:
     )
 
 
-def _plan(plan: MemoryPlan) -> str:
+def _plan(plan: MemoryEstimate) -> str:
     """The tables of a plan, and what it leaves out."""
     length = plan.lengths[0].sequence_length
     tables = [

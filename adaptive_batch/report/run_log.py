@@ -19,7 +19,7 @@ from adaptive_batch.errors import SettingError
 log = logging.getLogger("adaptive_batch")
 
 
-class RunRecord:
+class RunLog:
     """One JSON object a line: ``kind`` is ``step``, or the decision's name. Each line is written out at once, from any thread.
 
     JSON has no word for nan and infinities: they are written as text, which ``float`` reads.
@@ -77,7 +77,7 @@ class RunRecord:
                 self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n")
                 self._file.flush()
 
-    def __enter__(self) -> RunRecord:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(

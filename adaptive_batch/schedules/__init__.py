@@ -1,6 +1,6 @@
 """What training has consumed, and how the batch size and the learning rate follow it."""
 
-from .batch_rule import KEY, Asked, Schedule, ask, check_schedule, follows_measurements
+from .batch_rule import KEY, Asked, Schedule, ask, check_schedule, needs_noise_scale
 from .batch_schedules import by_noise_scale, linear_ramp, ramp_by_doubling, steps
 from .clock import Clock, after_warmup, schedule_clock
 from .epoch_plan import EpochPlan, rows_of_next_step, walk
@@ -35,9 +35,9 @@ __all__ = [
     "check_schedule",
     "check_stages",
     "describe_unscaled",
-    "follows_measurements",
     "geometric",
     "linear_ramp",
+    "needs_noise_scale",
     "next_batch_size",
     "parse_reference",
     "ramp_by_doubling",

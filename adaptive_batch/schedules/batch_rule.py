@@ -110,9 +110,9 @@ def check_call(function: object, /, *arguments: object, key: str, what: str, cal
         raise SettingError(key, name_of(function), f"it takes {signature} ({error}); it is called as {call}") from error
 
 
-def follows_measurements(rule: object) -> bool:
+def needs_noise_scale(rule: object) -> bool:
     """Whether a rule reads what only training shows, such as the noise scale, so that no plan can be made ahead."""
-    return getattr(rule, "follows_measurements", False) is True
+    return getattr(rule, "needs_noise_scale", False) is True
 
 
 def whole_number(value: object) -> int | None:

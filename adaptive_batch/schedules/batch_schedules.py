@@ -225,7 +225,7 @@ class _ByNoiseScale:
     margin: float
     every: int
     monotone: bool
-    follows_measurements: ClassVar[bool] = True
+    needs_noise_scale: ClassVar[bool] = True
 
     def __call__(self, progress: Progress) -> int:
         now, noise = progress.batch or self.start, progress.noise_scale

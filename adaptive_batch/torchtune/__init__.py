@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
-    from .batches import TrainingBatches as TrainingBatches
-    from .bound import BoundSearch as BoundSearch
-    from .capacity import TrainingCapacity as TrainingCapacity
+    from .batches import StepPlanner as StepPlanner
+    from .bound import BatchSizeFinder as BatchSizeFinder
+    from .capacity import LimitFinder as LimitFinder
     from .checkpoint import STATE_KEY as STATE_KEY
     from .conditions import compare as compare
     from .conditions import conditions as conditions
     from .environment import check as check
-    from .estimates import plan_memory as plan_memory
-    from .fake_parts import PlannedParts as PlannedParts
+    from .estimates import estimate_devices as estimate_devices
+    from .fake_parts import FakeParts as FakeParts
     from .log import TrainingLog as TrainingLog
     from .log import base_rate as base_rate
     from .needs import complete as complete
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from .parts import TrainingParts as TrainingParts
     from .parts import set_up_terminal as set_up_terminal
     from .parts import use_shipped_config as use_shipped_config
-    from .preview import TrainingPlan as TrainingPlan
+    from .preview import TrainingPreview as TrainingPreview
     from .ranks import agree_on_step as agree_on_step
     from .ranks import all_ranks as all_ranks
     from .ranks import check_fewer_ranks as check_fewer_ranks
-    from .rate import TrainingRate as TrainingRate
+    from .rate import RateController as RateController
     from .rate import check_scheduler as check_scheduler
     from .rate import reference_batch as reference_batch
     from .resume import Checkpoints as Checkpoints
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 __getattr__ = lazy_names(
     __name__,
     {
-        "TrainingBatches": ".batches",
-        "BoundSearch": ".bound",
-        "TrainingCapacity": ".capacity",
+        "StepPlanner": ".batches",
+        "BatchSizeFinder": ".bound",
+        "LimitFinder": ".capacity",
         "STATE_KEY": ".checkpoint",
         "compare": ".conditions",
         "conditions": ".conditions",
         "check": ".environment",
-        "plan_memory": ".estimates",
-        "PlannedParts": ".fake_parts",
+        "estimate_devices": ".estimates",
+        "FakeParts": ".fake_parts",
         "TrainingLog": ".log",
         "base_rate": ".log",
         "complete": ".needs",
@@ -59,11 +59,11 @@ __getattr__ = lazy_names(
         "TrainingParts": ".parts",
         "set_up_terminal": ".parts",
         "use_shipped_config": ".parts",
-        "TrainingPlan": ".preview",
+        "TrainingPreview": ".preview",
         "agree_on_step": ".ranks",
         "all_ranks": ".ranks",
         "check_fewer_ranks": ".ranks",
-        "TrainingRate": ".rate",
+        "RateController": ".rate",
         "check_scheduler": ".rate",
         "reference_batch": ".rate",
         "Checkpoints": ".resume",
@@ -77,16 +77,16 @@ __getattr__ = lazy_names(
 
 __all__ = [
     "STATE_KEY",
-    "BoundSearch",
+    "BatchSizeFinder",
     "Checkpoints",
-    "PlannedParts",
+    "FakeParts",
+    "LimitFinder",
+    "RateController",
     "Settings",
-    "TrainingBatches",
-    "TrainingCapacity",
+    "StepPlanner",
     "TrainingLog",
     "TrainingParts",
-    "TrainingPlan",
-    "TrainingRate",
+    "TrainingPreview",
     "Validation",
     "agree_on_step",
     "all_ranks",
@@ -99,7 +99,7 @@ __all__ = [
     "conditions",
     "config_path",
     "copy_config",
-    "plan_memory",
+    "estimate_devices",
     "reference_batch",
     "set_up_terminal",
     "shipped_configs",

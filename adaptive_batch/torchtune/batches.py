@@ -10,25 +10,32 @@ from typing import Any
 import torch
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity, RowStream, TokenBatches, deal_by_rows, deal_by_tokens, plan_batches_by_rule
+from adaptive_batch.data import (
+    MicroBatchLimit,
+    RowSampler,
+    TokenBatchPlan,
+    balance_by_rows,
+    balance_by_tokens,
+    plan_batches_by_rule,
+)
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.report import RunRecord
+from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import (
     EpochPlan,
     Progress,
     ask,
-    follows_measurements,
+    needs_noise_scale,
     next_batch_size,
     rows_of_next_step,
     walk,
 )
 
-from .capacity import TrainingCapacity
+from .capacity import LimitFinder
 from .parts import TrainingParts
 
 
-class TrainingBatches:
+class StepPlanner:
     """Hands out the rows of each step, and knows how an epoch divides into steps.
 
     Args:
@@ -49,7 +56,7 @@ class TrainingBatches:
         self._parts = parts
         self._settings = settings
         self._ends: dict[str, Any] = {"drop_last": settings.drop_last, "max_steps": max_steps_per_epoch}
-        self.stream = RowStream(
+        self.stream = RowSampler(
             parts.dataset,
             shuffle=parts.cfg.shuffle,
             seed=0 if settings.sample_order == "dataloader" else seed,  # 0 is the seed of torchtune's sampler
@@ -59,14 +66,14 @@ class TrainingBatches:
         )
         self.batch_size = settings.batch_size
         self.first_batch_size: int | None = None
-        self._is_open = settings.batch_size_schedule is not None and follows_measurements(settings.batch_size_schedule)
+        self._is_open = settings.batch_size_schedule is not None and needs_noise_scale(settings.batch_size_schedule)
         self._token_batches = lru_cache(maxsize=2)(self._plan_tokens)
-        self._capacity: TrainingCapacity | None = None
+        self._capacity: LimitFinder | None = None
         self._said = 0  # the batch that a schedule asked for when that was said last
 
     # --- what a step is asked to hold -------------------------------------------------------------------------------
 
-    def use(self, capacity: TrainingCapacity, record: RunRecord, *, saved_bound: int | None = None) -> None:
+    def use(self, capacity: LimitFinder, record: RunLog, *, saved_bound: int | None = None) -> None:
         """Set what fits, what fitted when the checkpoint was saved, and where decisions are written down."""
         self._capacity, self._record, self._saved_bound = capacity, record, saved_bound or 0
         bound = capacity.bound
@@ -174,7 +181,7 @@ class TrainingBatches:
         mine = self.deal(self.stream.next_numbers(size), self._parts.accumulator.capacity)
         return self.stream.take(size, only=mine)
 
-    def deal(self, numbers: Sequence[int], capacity: Capacity) -> Sequence[int]:
+    def deal(self, numbers: Sequence[int], capacity: MicroBatchLimit) -> Sequence[int]:
         """Which of a step's rows are this rank's: their positions among `numbers`.
 
         They are dealt by their tokens where micro-batches are made by tokens, and one after another as torch's sampler deals
@@ -185,8 +192,8 @@ class TrainingBatches:
             return range(len(numbers))
         if capacity.unit == "tokens" or shapes.uniform is not None:
             lengths = self._parts.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
-            return deal_by_tokens(lengths, ranks, capacity, shapes)[rank]
-        return deal_by_rows(len(numbers), ranks)[rank]
+            return balance_by_tokens(lengths, ranks, capacity, shapes)[rank]
+        return balance_by_rows(len(numbers), ranks)[rank]
 
     def _goes_on(self, progress: Progress) -> bool:
         """Whether the epoch has room for a step of any size."""
@@ -323,14 +330,14 @@ class TrainingBatches:
 
     # --- steps by tokens --------------------------------------------------------------------------------------------
 
-    def _batches(self, progress: Progress) -> TokenBatches:
+    def _batches(self, progress: Progress) -> TokenBatchPlan:
         return self._token_batches(progress.at_epoch_start())[0]
 
     def _budget(self, progress: Progress) -> int:
         budgets = self._token_batches(progress.at_epoch_start())[1]
         return budgets[progress.epoch_steps] if progress.epoch_steps < len(budgets) else progress.batch
 
-    def _plan_tokens(self, begin: Progress) -> tuple[TokenBatches, list[int]]:
+    def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int]]:
         """The rows of each step of an epoch, and the tokens that each was asked to hold."""
         settings, order = self._settings, self.stream.order(begin.epoch)
         rule = settings.batch_size_schedule

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from adaptive_batch import distributed
 from adaptive_batch._util import file_signature, fingerprint
 from adaptive_batch.data import longest_rows
-from adaptive_batch.distributed import Watch
+from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
     GIB,
@@ -34,10 +34,10 @@ from adaptive_batch.memory import (
 from adaptive_batch.probe import (
     BinarySearch,
     CachedCurve,
+    DryRun,
     Halving,
     Predictive,
     ProbeResult,
-    Rehearsal,
     Search,
     Trial,
     load_latest,
@@ -78,7 +78,7 @@ _MEMORY_KEYS = [
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
-class BoundSearch:
+class BatchSizeFinder:
     """Runs trials of what training will run, on the parts of a run.
 
     Use :meth:`check` before the weights are loaded and the others after.
@@ -97,7 +97,7 @@ class BoundSearch:
         self._parts = parts
         self._settings = parts.settings
         self._trials: dict[int | str, tuple[Rows, int]] = {}
-        self.watch: Watch | None = None
+        self.watch: Watchdog | None = None
         self.indeterminate: int | None = None
         self.indeterminate_val: int | None = None
 
@@ -310,10 +310,10 @@ class BoundSearch:
         if parts.device.type == "cpu":  # the probe's own copies lie in the same memory
             available = max(1, available - storage_bytes(resident))
         budget = self._budget(memory, available)
-        budgets = distributed.gather(budget)
+        budgets = distributed.all_gather(budget)
         trained, trained_tokens = self._trials[probe.sequence_length] if evaluates else (rows, tokens)
         depends_on = self._fingerprint(rows(1), tokens, memory, min(budgets), maximum, accumulates, rounds)
-        rehearsal = Rehearsal(
+        rehearsal = DryRun(
             model=parts.model,
             optimizer=parts.in_backward or parts.optimizer,
             forward_backward=lambda size: parts.accumulator.rehearse(trained(size)),
@@ -555,7 +555,7 @@ def _kind_of(device: torch.device) -> list[Any]:
 
 
 def _shapes(batch: Any) -> Any:
-    """Shapes and dtypes of the tensors in a batch, nested as they are."""
+    """MicroBatchLayout and dtypes of the tensors in a batch, nested as they are."""
     if isinstance(batch, torch.Tensor):
         return [list(batch.shape), str(batch.dtype)]
     if isinstance(batch, Mapping):

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity, largest_divisor, longest_rows
+from adaptive_batch.data import MicroBatchLimit, largest_divisor, longest_rows
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.report import RunRecord
-from adaptive_batch.training import CapacityChange, has_batch_norm
+from adaptive_batch.report import RunLog
+from adaptive_batch.training import LimitChange, has_batch_norm
 
-from .bound import BoundSearch
+from .bound import BatchSizeFinder
 from .parts import TrainingParts
 
 
-class TrainingCapacity:
+class LimitFinder:
     """Keeps the bound and the capacity of a run, and writes down every change.
 
     Args:
@@ -36,14 +36,14 @@ class TrainingCapacity:
         num_out_of_memory: out-of-memory errors so far, those of trials included.
     """
 
-    def __init__(self, parts: TrainingParts, bounds: BoundSearch, record: RunRecord, *, run: str = "") -> None:
+    def __init__(self, parts: TrainingParts, bounds: BatchSizeFinder, record: RunLog, *, run: str = "") -> None:
         self._parts = parts
         self._settings = parts.settings
         self._bounds = bounds
         self._record = record
         self._run = run
         self._lost = Path(parts.cfg.output_dir) / "adaptive_batch" / "lost.json"
-        self._lowered: Capacity | None = None
+        self._lowered: MicroBatchLimit | None = None
         self._kept: dict[str, Any] = {}  # what is to be known when training is started again
         self.bound: int | None = None
         self.tried_length = 0
@@ -84,9 +84,9 @@ class TrainingCapacity:
                 batch_size = result.batch_size
             self._check_what_is_configured(batch_size, goes_on=goes_on)
         if saved.get("capacity") and all(saved[key] == value for key, value in self._conditions().items()):
-            self._lowered = Capacity(**saved["capacity"])
+            self._lowered = MicroBatchLimit(**saved["capacity"])
         if lost.get("capacity") and all(lost[key] == value for key, value in self._conditions().items()):
-            less = Capacity(lost["capacity"], lost["unit"])
+            less = MicroBatchLimit(lost["capacity"], lost["unit"])
             holds = self._lowered = min(filter(None, (self._lowered, less)), key=lambda capacity: capacity.amount)
             message = f"a micro-batch holds {holds}: more ran out of memory before all ranks ended"
             self._record.decision("capacity", message, after=holds.amount, unit=holds.unit)
@@ -104,15 +104,15 @@ class TrainingCapacity:
                 message = f"a trial {of}of {rows} rows ended all ranks, so whether they fit is not known; up to half are tried"
                 self._record.decision("indeterminate", message, rows=rows)
 
-    def of(self, batch_size: int) -> Capacity:
+    def of(self, batch_size: int) -> MicroBatchLimit:
         """What a micro-batch may hold now, at a batch size."""
         rows, tokens = self._settings.micro_batch_size, self._settings.micro_batch_tokens
         if tokens is not None:
-            capacity = Capacity(self._tried_tokens() if tokens == "auto" else int(tokens), "tokens")
+            capacity = MicroBatchLimit(self._tried_tokens() if tokens == "auto" else int(tokens), "tokens")
         elif rows is not None:
-            capacity = Capacity((self.bound or 0) if rows == "auto" else int(rows))
+            capacity = MicroBatchLimit((self.bound or 0) if rows == "auto" else int(rows))
         else:
-            capacity = Capacity(min(batch_size, self.bound or batch_size))
+            capacity = MicroBatchLimit(min(batch_size, self.bound or batch_size))
         return self._lowered if self._lowered and self._lowered.amount < capacity.amount else capacity
 
     def _tried_tokens(self) -> int:
@@ -145,7 +145,7 @@ class TrainingCapacity:
                 raise SettingError("probe.sequence_length", self._settings.probe.sequence_length, remedy)
             self.bound = min(self.bound or fit, fit)  # a step cannot be split, so it may not grow beyond this
         elif fit < most:
-            self._lowered = Capacity(fit if capacity.unit == "rows" else fit * padded, capacity.unit)
+            self._lowered = MicroBatchLimit(fit if capacity.unit == "rows" else fit * padded, capacity.unit)
         elif self._settings.micro_batch_tokens == "auto":  # of() would multiply the bound by the new length
             self._lowered = capacity
         self.tried_length = length
@@ -162,7 +162,7 @@ class TrainingCapacity:
         )
         self._parts.accumulator.capacity = after
 
-    def lower(self, change: CapacityChange) -> None:
+    def lower(self, change: LimitChange) -> None:
         """Write down, at once, what an out-of-memory error in training took away."""
         self._lowered = change.after
         self.write_down(change, kind="capacity")
@@ -181,7 +181,7 @@ class TrainingCapacity:
                 "a batch_size with divisors, such as a power of two, would do",
             )
 
-    def write_down(self, change: CapacityChange, *, kind: str) -> None:
+    def write_down(self, change: LimitChange, *, kind: str) -> None:
         """Count and record a capacity that was lowered."""
         self.num_out_of_memory += change.out_of_memory
         self._record.decision(

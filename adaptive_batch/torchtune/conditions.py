@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from adaptive_batch._util import fingerprint
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.report import RunRecord
+from adaptive_batch.report import RunLog
 
 from .parts import TrainingParts
 from .rate import reference_batch
@@ -103,7 +103,7 @@ def compare(
     return differs, in_mid_epoch and any(name in moves_rows for name in differs)
 
 
-def say_changes(differs: Sequence[str], saved: Mapping[str, Any], now: Mapping[str, Any], *, record: RunRecord) -> None:
+def say_changes(differs: Sequence[str], saved: Mapping[str, Any], now: Mapping[str, Any], *, record: RunLog) -> None:
     """One line for each setting that differs from the checkpoint's."""
     for name in differs:
         before, after = _shown(name, saved, now), _shown(name, now, saved)

@@ -28,24 +28,24 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     Change,
+    EstimatedDevice,
     FakeDevice,
     Kinds,
-    LengthPlan,
-    MemoryPlan,
-    PlannedDevice,
+    LengthEstimate,
+    MemoryEstimate,
     StepTrace,
     Target,
     fixed_overhead_bytes,
     left_out,
-    planned_devices,
+    parse_devices,
     ranked,
     workspace_bytes,
 )
 from adaptive_batch.memory import Line, MemoryCurve
 
-from .bound import BoundSearch
+from .bound import BatchSizeFinder
 from .components import load_function
-from .fake_parts import FEW, MORE, PlannedParts, Rows, fake_step, rehearsed
+from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed
 from .needs import complete
 from .no_effect import without_effect_on_probe
 from .ranks import check_parallel
@@ -65,9 +65,12 @@ _CANNOT = (
 )
 
 
-def plan_memory(
-    cfg: DictConfig, *, say: Callable[[str], object] = print, save: Callable[[MemoryPlan], object] = lambda plan: None
-) -> MemoryPlan:
+def estimate_devices(
+    cfg: DictConfig,
+    *,
+    say: Callable[[str], object] = print,
+    save: Callable[[MemoryEstimate], object] = lambda plan: None,
+) -> MemoryEstimate:
     """Plan a configuration for the devices that ``probe.plan_for`` names, without weights, network or accelerator.
 
     Args:
@@ -79,7 +82,7 @@ def plan_memory(
         SettingError: a setting cannot be used, or a component cannot be planned.
     """
     start = time.perf_counter()
-    complete(cfg, needs=PlannedParts.needs)
+    complete(cfg, needs=FakeParts.needs)
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     if distributed.is_launched():
         raise SettingError(
@@ -87,10 +90,10 @@ def plan_memory(
         )
     for key, reason in without_effect_on_probe(settings.probe):
         say(f"{key} has no effect: {reason}")
-    devices = planned_devices(settings.probe.plan_for)
+    devices = parse_devices(settings.probe.plan_for)
     planner = _Planner(cfg, settings, devices)
     lengths, left_out = planner.lengths()
-    plan = MemoryPlan(
+    plan = MemoryEstimate(
         targets=planner.targets,
         lengths=tuple(lengths),
         maximum=settings.probe.maximum,
@@ -137,7 +140,7 @@ class _Planner:
         devices: that are planned for.
     """
 
-    def __init__(self, cfg: DictConfig, settings: Settings, devices: Sequence[PlannedDevice]) -> None:
+    def __init__(self, cfg: DictConfig, settings: Settings, devices: Sequence[EstimatedDevice]) -> None:
         self._cfg = cfg
         self._settings = settings
         self._on_accelerator = not str(cfg.device).startswith("cpu")
@@ -150,7 +153,7 @@ class _Planner:
         self._recomputed = 0.0
         self.targets = tuple(self._target(device) for device in devices)
 
-    def _target(self, device: PlannedDevice) -> Target:
+    def _target(self, device: EstimatedDevice) -> Target:
         headroom = self._settings.probe.headroom
         taken, free = [], device.total_bytes
         if self._on_accelerator:
@@ -168,7 +171,7 @@ class _Planner:
             for device in self._devices
         )
 
-    def lengths(self) -> tuple[list[LengthPlan], list[str]]:
+    def lengths(self) -> tuple[list[LengthEstimate], list[str]]:
         """The plan of each length, and what they leave out."""
         probe = self._settings.probe
         wanted = [self._resolved(length) for length in probe.sequence_lengths or (probe.sequence_length,)]
@@ -208,7 +211,7 @@ class _Planner:
             raise SettingError(key, value, "tokenizer.max_seq_len is not set; set it, or give a number of tokens")
         return check_whole("tokenizer.max_seq_len", limit)
 
-    def changes(self, length: LengthPlan) -> Iterator[Change]:
+    def changes(self, length: LengthEstimate) -> Iterator[Change]:
         """Each single change, planned at a length."""
         for idea in self._ideas(length):
             tokens = idea.sequence_length or self._first_length
@@ -223,7 +226,7 @@ class _Planner:
                 continue
             yield Change(idea.overrides, idea.cost, tuple(planned.max_rows(t.budget_bytes) for t in self.targets))
 
-    def _ideas(self, length: LengthPlan) -> Iterable[_Idea]:
+    def _ideas(self, length: LengthEstimate) -> Iterable[_Idea]:
         cfg, ranks = self._cfg, self._settings.probe.plan_world_size
         optimizer = str(cfg.optimizer._component_)
         checkpoints = bool(cfg.get("enable_activation_checkpointing", False)) or cfg.get("ac_mode", None) is not None
@@ -272,11 +275,11 @@ class _Planner:
 
     @contextmanager
     def _step(self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int) -> Iterator[_PlannedStep]:
-        with distributed.pretend(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
+        with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
             settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
             device = FakeDevice(workspace=self._workspace if self._on_accelerator else None)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
-            parts = PlannedParts(cfg, settings, device, reads_data=reads_data)
+            parts = FakeParts(cfg, settings, device, reads_data=reads_data)
             try:
                 with warnings.catch_warnings():  # torch's words to itself on bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -295,10 +298,10 @@ class _PlannedStep:
         lengths: that will be planned.
     """
 
-    def __init__(self, parts: PlannedParts, lengths: Sequence[int | str]) -> None:
+    def __init__(self, parts: FakeParts, lengths: Sequence[int | str]) -> None:
         self.parts = parts
         parts.build_data()
-        bounds = BoundSearch(parts)
+        bounds = BatchSizeFinder(parts)
         self._rows = {length: self._rows_of(bounds, length) for length in lengths}
         settings = parts.settings
         rows, _ = self._rows[lengths[0]]
@@ -310,7 +313,7 @@ class _PlannedStep:
             keep_gradients=(lambda: bounds.keep_gradients(rows(1))) if keeps else None,
         )
 
-    def _rows_of(self, bounds: BoundSearch, length: int | str) -> tuple[Rows, int]:
+    def _rows_of(self, bounds: BatchSizeFinder, length: int | str) -> tuple[Rows, int]:
         if self.parts.reads_data:
             longest_first, tokens = bounds.rows_of(length)
 
@@ -345,7 +348,7 @@ class _PlannedStep:
             "model", str(self.parts.cfg.model._component_), f"{remedy} at {length} tokens; probe it on a device"
         )
 
-    def plan(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthPlan:
+    def plan(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthEstimate:
         """The plan of one length; `checks` it by one more size, whose tensors are attributed to modules."""
         rows, tokens = self._rows[length]
         run = rehearsed(self.parts, rows)
@@ -363,7 +366,7 @@ class _PlannedStep:
         one_row = curve.peak_bytes(1)
         if any((curve.max_rows(target.budget_bytes) or 0) < FEW for target in targets):
             one_row = max(self._step.trace(1, forward_backward=run).trace.live_bytes)
-        return LengthPlan(
+        return LengthEstimate(
             sequence_length=tokens,
             resident=self._step.resident,
             curve=curve,

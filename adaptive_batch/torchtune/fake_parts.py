@@ -34,7 +34,7 @@ _COMPILED_OPTIMIZERS = "torchao."
 _BITSANDBYTES = "bitsandbytes."
 
 
-class PlannedParts(TrainingParts):
+class FakeParts(TrainingParts):
     """What :class:`TrainingParts` builds, on a :class:`FakeDevice`.
 
     Args:
@@ -211,7 +211,7 @@ class PlannedParts(TrainingParts):
 
 
 def fake_step(
-    parts: PlannedParts, rows: Rows, *, accumulates: bool, keep_gradients: Callable[[], object] | None = None
+    parts: FakeParts, rows: Rows, *, accumulates: bool, keep_gradients: Callable[[], object] | None = None
 ) -> FakeStep:
     """The step that training with these parts runs, on fake tensors.
 
@@ -234,7 +234,7 @@ def fake_step(
     )
 
 
-def rehearsed(parts: PlannedParts, rows: Rows) -> Callable[[int], object]:
+def rehearsed(parts: FakeParts, rows: Rows) -> Callable[[int], object]:
     """Forward and backward of that many rows, as training runs them."""
     return lambda size: parts.accumulator.rehearse(rows(size))
 
@@ -243,7 +243,7 @@ def expected_curve(cfg: DictConfig, settings: Settings, rows: Rows, *, accumulat
     """What trials of these rows should peak at on the configured device."""
     capability = torch.cuda.get_device_capability() if str(cfg.device).startswith("cuda") else None
     workspace = partial(workspace_bytes, compute_capability=capability)
-    parts = PlannedParts(cfg, settings, FakeDevice(workspace=workspace), reads_data=False)
+    parts = FakeParts(cfg, settings, FakeDevice(workspace=workspace), reads_data=False)
     parts.build_data()
     if parts.packed and _SUPPORTS_FLEX_ATTENTION:
         raise SettingError("dataset.packed", True, "flex attention, which packed rows have here, cannot be planned")

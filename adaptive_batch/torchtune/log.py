@@ -10,12 +10,12 @@ from typing import Any
 from torchtune import config, training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.report import RunRecord
+from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, StepResult
 
-from .batches import TrainingBatches
-from .capacity import TrainingCapacity
+from .batches import StepPlanner
+from .capacity import LimitFinder
 from .conditions import say_changes
 from .parts import TrainingParts
 from .ranks import describe_ranks
@@ -41,7 +41,7 @@ class TrainingLog:
         cfg = parts.cfg
         self._parts, self._settings, self._cfg = parts, parts.settings, cfg
         path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
-        self.record = distributed.on_rank_zero(lambda: RunRecord(path)) or RunRecord(path, enabled=False)
+        self.record = distributed.on_rank_zero(lambda: RunLog(path)) or RunLog(path, enabled=False)
         self._metrics: Any = None
         if distributed.is_rank_zero():
             self._metrics = config.instantiate(cfg.metric_logger)
@@ -138,7 +138,7 @@ class TrainingLog:
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
             self.record.decision("lr", message, configured=float(configured), lr=saved)
 
-    def epoch(self, epoch: int, batches: TrainingBatches, capacity: TrainingCapacity) -> None:
+    def epoch(self, epoch: int, batches: StepPlanner, capacity: LimitFinder) -> None:
         """A line on the epoch that begins, where anything adaptive is on."""
         plan, settings, holds = batches.plan, self._settings, self._parts.accumulator.capacity
         if not settings.adaptive:
@@ -180,7 +180,7 @@ class TrainingLog:
         *,
         rate: float,
         seconds: float,
-        batches: TrainingBatches,
+        batches: StepPlanner,
         num_out_of_memory: int,
         full_batch_loss: FullBatchLoss,
     ) -> None:

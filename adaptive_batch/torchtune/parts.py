@@ -24,11 +24,11 @@ from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
 from adaptive_batch._util import cache_directory, described_with_files, fingerprint
-from adaptive_batch.data import Capacity, Shapes, TokenBatches, plan_batches, row_lengths
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, TokenBatchPlan, plan_batches, row_lengths
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
-from adaptive_batch.training import Accumulator, CapacityChange, lengthened
+from adaptive_batch.training import LimitChange, MicroBatchRunner, lengthened
 
 from .components import load_function
 from .needs import TO_TRAIN, check_all_is_trained, check_file, check_loss, complete, plainly, told
@@ -321,7 +321,7 @@ class TrainingParts:
             remedy = "no row that is validated on has a label; see its train_on_input and masks"
             raise SettingError("dataset_val", _names(self.cfg.dataset_val), remedy)
 
-    def token_batches(self, order: torch.Tensor | None) -> TokenBatches:
+    def token_batches(self, order: torch.Tensor | None) -> TokenBatchPlan:
         """The rows of each step by `batch_tokens`, taken in that order."""
         settings, ranks = self.settings, self.ranks
         assert settings.batch_tokens
@@ -361,12 +361,12 @@ class TrainingParts:
         return getattr(getattr(self.skeleton, "decoder", self.skeleton), "max_seq_len", None)
 
     @cached_property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> MicroBatchLayout:
         """What micro-batches are padded to; packed rows are as long as they may be."""
         multiple = 1 if self.packed else self.settings.pad_to_multiple_of
         shortest = 1 if self.packed else self._shortest
         longest = self.max_seq_len if multiple > 1 else None
-        return Shapes(self.settings.uniform_micro_batches, multiple, longest, shortest)
+        return MicroBatchLayout(self.settings.uniform_micro_batches, multiple, longest, shortest)
 
     @property
     def _shortest(self) -> int:
@@ -382,7 +382,7 @@ class TrainingParts:
     def build_model(
         self,
         weights: Weights,
-        on_change: Callable[[CapacityChange], object] | None = None,
+        on_change: Callable[[LimitChange], object] | None = None,
     ) -> None:
         """The model in its dtype on its device, compiled, checkpointed and loaded as configured.
 
@@ -400,14 +400,14 @@ class TrainingParts:
         self.model = model
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         limit = cfg.get("clip_grad_norm")
-        self.accumulator = Accumulator(
+        self.accumulator = MicroBatchRunner(
             model,
             collate=self.collate,
             to_device=self.to_device,
             mean_loss=self.mean_loss,
             num_real_tokens=self.num_real_tokens,
             ignore_index=self.loss_fn.ignore_index,
-            capacity=Capacity(self.settings.batch_size),
+            capacity=MicroBatchLimit(self.settings.batch_size),
             shapes=self.shapes,
             pad_id=self._pad_id,
             max_grad_norm=None if limit is None else float(limit),
@@ -446,11 +446,11 @@ class TrainingParts:
         return self.read(0)
 
     @cached_property
-    def shapes_val(self) -> Shapes:
+    def shapes_val(self) -> MicroBatchLayout:
         """The same of validation."""
         multiple = 1 if self._packed_val else self.settings.pad_to_multiple_of
         shortest = 1 if self._packed_val else self._shortest
-        return Shapes(None, multiple, self.max_seq_len if multiple > 1 else None, shortest)
+        return MicroBatchLayout(None, multiple, self.max_seq_len if multiple > 1 else None, shortest)
 
     def to_device(self, batch: dict[str, Any]) -> None:
         """Move a batch to the device, in place."""

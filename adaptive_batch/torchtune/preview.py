@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from adaptive_batch.data import Capacity, micro_batches
+from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.errors import GrowthFunctionError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.report import RunRecord
+from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import (
     EpochPlan,
     PlannedStep,
@@ -22,15 +22,15 @@ from adaptive_batch.schedules import (
     table,
 )
 
-from .batches import TrainingBatches
-from .bound import BoundSearch
-from .capacity import TrainingCapacity
+from .batches import StepPlanner
+from .bound import BatchSizeFinder
+from .capacity import LimitFinder
 from .parts import TrainingParts
 from .ranks import same_answers
-from .rate import TrainingRate, stand_in
+from .rate import RateController, stand_in
 
 
-class TrainingPlan:
+class TrainingPreview:
     """Goes through the rest of training with the rules that training will ask, without training.
 
     Args:
@@ -42,7 +42,7 @@ class TrainingPlan:
         schedule_steps: where the learning rate's schedule ends.
     """
 
-    def __init__(self, parts: TrainingParts, batches: TrainingBatches) -> None:
+    def __init__(self, parts: TrainingParts, batches: StepPlanner) -> None:
         self._parts, self._settings, self._batches = parts, parts.settings, batches
         self._batch_sizes: dict[int, int] = {}
         self._unknown = ""
@@ -118,11 +118,11 @@ class TrainingPlan:
             self.schedule_steps = known or progress.steps + left(progress)
 
     def table(
-        self, progress: Progress, *, base_rate: float, capacity: TrainingCapacity, saved: Mapping[str, Any]
+        self, progress: Progress, *, base_rate: float, capacity: LimitFinder, saved: Mapping[str, Any]
     ) -> tuple[str, list[dict[str, Any]]]:
         """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
         settings, batches = self._settings, self._batches
-        rate = TrainingRate(
+        rate = RateController(
             self._parts,
             batches,
             [stand_in(base_rate)],
@@ -142,7 +142,7 @@ class TrainingPlan:
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._parts.ranks, notes=notes), as_record(stages)
 
-    def alone(self, progress: Progress, *, bounds: BoundSearch, saved: Mapping[str, Any], goes_on: bool) -> str:
+    def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], goes_on: bool) -> str:
         """The plan where nothing is tried and nothing is trained: with the bound that is known, if any is needed.
 
         Args:
@@ -152,7 +152,7 @@ class TrainingPlan:
             goes_on: the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
-        capacity = TrainingCapacity(self._parts, bounds, RunRecord(Path(os.devnull), enabled=False))
+        capacity = LimitFinder(self._parts, bounds, RunLog(Path(os.devnull), enabled=False))
         batch_size, lines = batches.batch_size, []
         if settings.needs_bound:
             path = Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json"
@@ -164,7 +164,7 @@ class TrainingPlan:
                 if settings.use_maximum_batch_size and not goes_on and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
         known_first = batches.first_batch_size
-        batches.use(capacity, RunRecord(Path(os.devnull), enabled=False), saved_bound=saved.get("maximum"))
+        batches.use(capacity, RunLog(Path(os.devnull), enabled=False), saved_bound=saved.get("maximum"))
         batches.look_at(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, first=progress.epoch_steps == 0)
         if first := list(self._batch_sizes.values())[:1]:
@@ -190,7 +190,7 @@ class TrainingPlan:
     def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
         return self._batches.ahead(progress, self._batch_sizes)
 
-    def _planned(self, progress: Progress, rate: TrainingRate, capacity: TrainingCapacity) -> Iterator[PlannedStep]:
+    def _planned(self, progress: Progress, rate: RateController, capacity: LimitFinder) -> Iterator[PlannedStep]:
         lengths = self._parts.real_lengths
         key, num_micro_batches = None, 0
         for at, rows, plan in self._ahead(progress):
@@ -206,11 +206,11 @@ class TrainingPlan:
                 tokens=tokens,
             )
 
-    def _capacity_at(self, progress: Progress, capacity: TrainingCapacity) -> Capacity:
+    def _capacity_at(self, progress: Progress, capacity: LimitFinder) -> MicroBatchLimit:
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         return capacity.of(progress.batch if scheduled else self._batch_sizes[progress.epoch])
 
-    def _num_micro_batches(self, rows: list[int], capacity: Capacity) -> int:
+    def _num_micro_batches(self, rows: list[int], capacity: MicroBatchLimit) -> int:
         if capacity.amount == 0:  # the plan alone, where what fits is not known
             return 1
         mine = self._batches.deal(rows, capacity)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from adaptive_batch._util import check_bool, check_share, check_whole, nearest
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import planned_devices
+from adaptive_batch.estimate import parse_devices
 from adaptive_batch.memory import check_device_memory
 
 SEARCHES = ("predict", "binary", "halve")
@@ -100,7 +100,7 @@ class ProbeSettings:
         if self.assumed_maximum is not None:
             check_whole("probe.assumed_maximum", self.assumed_maximum)
         if self.plan_for is not None:
-            planned_devices(self.plan_for)
+            parse_devices(self.plan_for)
         check_whole("probe.plan_world_size", self.plan_world_size)
         if self.plan_world_size > 1 and self.plan_for is None:
             remedy = "it is for a plan; give probe.plan_for too, or start as many ranks (tune run --nproc_per_node)"

@@ -15,7 +15,7 @@ from torchtune import training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_whole
-from adaptive_batch.distributed import EXIT_STATUS, Watch
+from adaptive_batch.distributed import EXIT_STATUS, Watchdog
 from adaptive_batch.errors import GrowthFunctionError, RankLostError, SettingError
 
 from .needs import plainly
@@ -27,7 +27,7 @@ _ABSENT = "nothing"
 
 
 @contextmanager
-def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
+def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     """Inside, the ranks that were launched are one process group, and an error of one rank ends all of them, with one message.
 
     Args:
@@ -46,7 +46,7 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
     if int(os.environ["RANK"]):
         for name in ("adaptive_batch", "torchtune"):  # rank zero says it for all
             logging.getLogger(name).setLevel(logging.ERROR)
-    watch = Watch.connect()
+    watch = Watchdog.connect()
     assert watch is not None
     watch.start()
     try:
@@ -65,7 +65,7 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watch | None]:
         kind = "out_of_memory" if "capacity" in facts else "error"
         watch.fail(plainly(error) or error, kind=kind, facts=facts)
     watch.stop()
-    distributed.end()
+    distributed.destroy_process_group()
 
 
 def check_parallel(cfg: DictConfig, *, world_size: int | None = None) -> int:
@@ -122,7 +122,7 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
         remedy = f"{machine}: {error}; start as many ranks on each machine as it has devices (--nproc_per_node)"
         raise SettingError("device", cfg.device, remedy) from error
     on_host = bool(cfg.get("fsdp_cpu_offload", False)) or bool(cfg.get("enable_async_checkpointing", False))
-    distributed.begin(
+    distributed.init_process_group(
         training.get_distributed_backend(device.type, offload_ops_to_cpu=on_host and device.type != "cpu"),
         ranks_of_a_model=ranks_of_a_model,
     )
@@ -140,7 +140,7 @@ def _check_same(cfg: DictConfig) -> None:
     assert isinstance(plain, dict)
     mine = {str(key): json.dumps(value, sort_keys=True, default=str) for key, value in plain.items()}
     mine |= {"torch": torch.__version__}
-    store, rank, _ = distributed.meet()
+    store, rank, _ = distributed.meet_ranks()
     if rank == 0:
         store.set("configuration", json.dumps(mine))
         return
@@ -169,7 +169,7 @@ def same_answers(answers: Mapping[str, int]) -> None:
     Raises:
         GrowthFunctionError: naming the rank.
     """
-    first, *others = distributed.gather({asked: str(answer) for asked, answer in answers.items()})
+    first, *others = distributed.all_gather({asked: str(answer) for asked, answer in answers.items()})
     for rank, mine in enumerate(others, start=1):
         for name, value, of_first in differences(mine, first):
             raise GrowthFunctionError(
@@ -246,7 +246,7 @@ def agree_on_step(*, num_micro_batches: int, ends: bool, thrashes: bool, batch: 
     Raises:
         GrowthFunctionError: it has.
     """
-    most, any_ends, any_thrashes, largest, least, most_rows, least_rows = distributed.maxima(
+    most, any_ends, any_thrashes, largest, least, most_rows, least_rows = distributed.all_reduce_max(
         [num_micro_batches, int(ends), int(thrashes), batch, -batch, num_rows, -num_rows]
     )
     if largest != -least or most_rows != -least_rows:

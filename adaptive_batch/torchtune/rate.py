@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchtune import config
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import RunRecord
+from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import (
     Clock,
     EpochPlan,
@@ -24,12 +24,12 @@ from adaptive_batch.schedules import (
     write_rate,
 )
 
-from .batches import TrainingBatches
+from .batches import StepPlanner
 from .components import load_function
 from .parts import TrainingParts
 
 
-class TrainingRate:
+class RateController:
     """Sets the rate of each step, from where training is and what the step holds.
 
     Args:
@@ -45,13 +45,13 @@ class TrainingRate:
     def __init__(
         self,
         parts: TrainingParts,
-        batches: TrainingBatches,
+        batches: StepPlanner,
         optimizers: list[Optimizer],
         *,
         progress: Progress,
         total_steps: int,
         saved: Mapping[str, Any],
-        record: RunRecord | None = None,
+        record: RunLog | None = None,
     ) -> None:
         self._parts, self._batches, self._settings = parts, batches, parts.settings
         self._optimizers = optimizers
@@ -126,7 +126,7 @@ class TrainingRate:
     def _clock(self, progress: Progress, plan: EpochPlan, unit: str) -> float:
         return schedule_clock(progress, plan=plan, reference=self._batches.reference, unit=unit)
 
-    def _follow_rule(self, saved: Mapping[str, Any], record: RunRecord | None) -> None:
+    def _follow_rule(self, saved: Mapping[str, Any], record: RunLog | None) -> None:
         """Where the rule of scaling is another than the checkpoint's, begin with rates that are not scaled."""
         before, now = saved.get("lr_scaling", "none"), self._settings.lr_scaling
         if not saved or before == now:

@@ -244,7 +244,7 @@ class Checkpoints:
         else:
             model = training.gather_cpu_state_dict(parts.model, distributed.is_rank_zero(), device=parts.device)
             named = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
-            if recipe_state is not None and distributed.any_rank(_holds_low_bit(named)):
+            if recipe_state is not None and distributed.any_of_ranks(_holds_low_bit(named)):
                 # which cannot be put together: what it takes to go on is a resume point, the epoch the weights alone
                 self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], parts, state=recipe_state)
                 recipe_state = None

@@ -9,7 +9,7 @@ from typing import Any
 from adaptive_batch._util import check_whole
 from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM, largest_divisor
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import RULES, Clock, Progress, Reference, follows_measurements, parse_reference
+from adaptive_batch.schedules import RULES, Clock, Progress, Reference, needs_noise_scale, parse_reference
 
 from .components import load_increment, load_schedule
 from .keys import auto_or_whole, check_key_names, choice, switch, whole
@@ -111,7 +111,7 @@ class Settings:
     def measures_noise(self) -> bool:
         """Whether the gradient noise scale is measured."""
         rule = self.batch_size_schedule
-        return self.log_gradient_noise_scale or (rule is not None and follows_measurements(rule))
+        return self.log_gradient_noise_scale or (rule is not None and needs_noise_scale(rule))
 
     @property
     def restores_random_state(self) -> bool:
@@ -257,7 +257,7 @@ class Settings:
                 self.gradient_accumulation_steps,
                 "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1",
             )
-        if rule is not None and self.batch_tokens and follows_measurements(rule):
+        if rule is not None and self.batch_tokens and needs_noise_scale(rule):
             raise SettingError(
                 "batch_tokens",
                 self.batch_tokens,

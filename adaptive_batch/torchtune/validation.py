@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import RandomState
-from adaptive_batch.report import RunRecord
+from adaptive_batch.report import RunLog
 from adaptive_batch.training import Evaluator
 
-from .bound import BoundSearch
-from .capacity import TrainingCapacity
+from .bound import BatchSizeFinder
+from .capacity import LimitFinder
 from .parts import TrainingParts
 
 
@@ -38,18 +38,18 @@ class Validation:
     """
 
     def __init__(
-        self, parts: TrainingParts, bounds: BoundSearch, *, capacities: TrainingCapacity, record: RunRecord
+        self, parts: TrainingParts, bounds: BatchSizeFinder, *, capacities: LimitFinder, record: RunLog
     ) -> None:
         settings = parts.settings.validation
         assert settings is not None
         self._parts = parts
         self.num_rows = settings.rows_of(len(parts.dataset_val), ranks=parts.ranks)
-        self.capacity = Capacity(settings.batch_size)
+        self.capacity = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
             bound = bounds.of_validation()
             capacities.num_out_of_memory += bound.num_out_of_memory
             padded = parts.shapes_val.padded(bound.sequence_length)
-            self.capacity = Capacity(bound.max_batch_size * padded, "tokens")
+            self.capacity = MicroBatchLimit(bound.max_batch_size * padded, "tokens")
             record.decision(
                 "validation_bound",
                 f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",

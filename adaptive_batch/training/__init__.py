@@ -1,17 +1,17 @@
 """The training loop: micro-batches, retry after running out of memory, evaluation, `AdaptiveLoop`."""
 
-from .accumulation import Accumulator, StepResult, has_batch_norm
+from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
-from .replay import CapacityChange, lengthened
+from .replay import LimitChange, lengthened
 
 __all__ = [
-    "Accumulator",
     "AdaptiveLoop",
-    "CapacityChange",
     "Evaluator",
     "FullBatchLoss",
+    "LimitChange",
+    "MicroBatchRunner",
     "StepResult",
     "has_batch_norm",
     "lengthened",

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity, MicroBatch, Shapes, micro_batches
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES
 from adaptive_batch.memory import DeviceMemory, RandomState, TensorSnapshot, device_memory, is_out_of_memory, recover
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
-from .replay import CapacityChange, OutOfMemoryElsewhereError, Replay, lengthened
+from .replay import LimitChange, OOMRetry, OutOfMemoryElsewhereError, lengthened
 
 Row = dict[str, Any]
 Batch = dict[str, Any]
@@ -57,7 +57,7 @@ class StepResult:
     noise: NoiseSample | None = None
 
 
-class Accumulator:
+class MicroBatchRunner:
     """Forward and backward of the rows of one step, in as many micro-batches as its capacity asks for.
 
     Args:
@@ -96,14 +96,14 @@ class Accumulator:
         mean_loss: Callable[[Batch], torch.Tensor],
         num_real_tokens: Callable[[Row], int],
         ignore_index: int,
-        capacity: Capacity,
-        shapes: Shapes | None = None,
+        capacity: MicroBatchLimit,
+        shapes: MicroBatchLayout | None = None,
         pad_id: int = 0,
         max_grad_norm: float | None = None,
         scale_gradients: bool = True,
         measures_noise: bool = False,
         replays: bool = True,
-        on_change: Callable[[CapacityChange], object] | None = None,
+        on_change: Callable[[LimitChange], object] | None = None,
         memory: DeviceMemory | None = None,
         device: torch.device | None = None,
         sharding: Sharding | None = None,
@@ -118,7 +118,7 @@ class Accumulator:
         self._mean_loss = mean_loss
         self._num_real_tokens = num_real_tokens
         self._ignore_index = ignore_index
-        self._shapes = shapes or Shapes()
+        self._shapes = shapes or MicroBatchLayout()
         self._pad_id = pad_id
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
@@ -135,16 +135,16 @@ class Accumulator:
         self._least_length = 2 if num_labels is None else 1
         # Ranks agree on how many there are before they run: the same rows are not cut twice.
         self._cut = lru_cache(maxsize=1)(lambda lengths, capacity: micro_batches(lengths, capacity, self._shapes))
-        self._replay = Replay(capacity, memory=self._memory, on_change=on_change, remedies=remedies)
+        self._replay = OOMRetry(capacity, memory=self._memory, on_change=on_change, remedies=remedies)
         self._running_statistics = _running_statistics(model)
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> MicroBatchLimit:
         """What one micro-batch may hold now; lowered after an out-of-memory error, and not won back."""
         return self._replay.capacity
 
     @capacity.setter
-    def capacity(self, capacity: Capacity) -> None:
+    def capacity(self, capacity: MicroBatchLimit) -> None:
         self._replay.capacity = capacity
 
     def num_micro_batches(self, rows: Sequence[Row]) -> int:
@@ -399,7 +399,7 @@ class Accumulator:
             sums.loss = sums.loss + token_loss.detach().to(sums.loss.dtype)
             sums.label_tokens = sums.label_tokens + count
         if not self._scale_gradients:  # each parameter is stepped as soon as its gradient is there
-            sums.add_up()
+            sums.all_reduce_sum()
             if not sums.label_tokens:
                 return  # on no rank is there anything to step by
             token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
@@ -411,7 +411,7 @@ class Accumulator:
         """Count the label tokens of all ranks, and divide the gradients by them; fails where any rank has failed."""
         if self._scale_gradients:
             sums.failed = int(failed)
-            sums.add_up()
+            sums.all_reduce_sum()
             if sums.failed:
                 raise OutOfMemoryElsewhereError
         has_labels = bool(sums.label_tokens)
@@ -442,7 +442,7 @@ class Accumulator:
         mine[0] = label_tokens
         for gradient in self._gradients():
             mine[1] += squared_norm([self.sharding.of_this_rank(gradient)])
-        distributed.add_up(mine)
+        distributed.all_reduce_sum(mine)
         return mine[0], mine[1] * (distributed.world_size() / mine[0]) ** 2
 
     def _drop_gradients(self) -> None:
@@ -486,18 +486,18 @@ class Accumulator:
 
 
 class _Sums:
-    """What the micro-batches of a step add up to: on this rank, and on all after :meth:`add_up`."""
+    """What the micro-batches of a step add up to: on this rank, and on all after :meth:`all_reduce_sum`."""
 
     def __init__(self, *, rows: int, tokens: int, device: torch.device) -> None:
         self.rows, self.tokens, self.padded, self.failed = rows, tokens, 0, 0
         self.loss = torch.zeros((), device=device)
         self.label_tokens = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add_up(self) -> None:
+    def all_reduce_sum(self) -> None:
         """Two small collectives: counts as whole numbers, and the loss as it is."""
         others = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
         counts = torch.cat([self.label_tokens[None], others])
-        distributed.add_up(counts, self.loss)
+        distributed.all_reduce_sum(counts, self.loss)
         self.label_tokens = counts[0]
         self.rows, self.tokens, self.padded, self.failed = counts[1:].tolist()
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity, MicroBatch, Shapes, micro_batches
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory, recover
 
-from .accumulation import Accumulator
-from .replay import CapacityChange, OutOfMemoryElsewhereError, Replay
+from .accumulation import MicroBatchRunner
+from .replay import LimitChange, OOMRetry, OutOfMemoryElsewhereError
 
 _ROWS_READ = 256  # at a time, at least; by tokens, so many capacities:
 _CAPACITIES_READ = 4
@@ -40,12 +40,12 @@ class Evaluator:
     def __init__(
         self,
         model: nn.Module,
-        accumulator: Accumulator,
+        accumulator: MicroBatchRunner,
         *,
         collate: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
-        capacity: Capacity,
-        shapes: Shapes | None = None,
-        on_change: Callable[[CapacityChange], object] | None = None,
+        capacity: MicroBatchLimit,
+        shapes: MicroBatchLayout | None = None,
+        on_change: Callable[[LimitChange], object] | None = None,
         memory: DeviceMemory | None = None,
         filler: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
@@ -55,10 +55,10 @@ class Evaluator:
         self._shapes = shapes
         self._filler = filler
         self._memory = memory or device_memory(next(model.parameters()).device)
-        self._replay = Replay(capacity, memory=self._memory, on_change=on_change)
+        self._replay = OOMRetry(capacity, memory=self._memory, on_change=on_change)
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> MicroBatchLimit:
         """What one micro-batch may hold now."""
         return self._replay.capacity
 
@@ -77,7 +77,7 @@ class Evaluator:
         self._model.eval()
         try:
             unread = iter(rows)
-            while distributed.any_rank(bool(chunk := self._read(unread))):
+            while distributed.any_of_ranks(bool(chunk := self._read(unread))):
                 loss, count = self._replay.run(
                     lambda chunk=chunk: self._attempt(chunk),  # type: ignore[misc]
                     undo=self._accumulator.sharding.reset,
@@ -86,9 +86,9 @@ class Evaluator:
         finally:
             for module, was_training in training:
                 module.training = was_training
-        if distributed.world_size() > 1 and distributed.any_rank(self._replay.thrashes):
+        if distributed.world_size() > 1 and distributed.any_of_ranks(self._replay.thrashes):
             self._replay.reduce()
-        parts = distributed.gather((loss_sum, label_tokens))
+        parts = distributed.all_gather((loss_sum, label_tokens))
         loss_sum, label_tokens = sum(loss for loss, _ in parts), sum(count for _, count in parts)
         return loss_sum / label_tokens if label_tokens else float("nan")
 
@@ -137,7 +137,7 @@ class Evaluator:
                     loss_sum, label_tokens = loss_sum + loss, label_tokens + count
             if said is None:
                 self._replay.current = self.capacity.fullest(pieces) if pieces else self._replay.current
-            failed = distributed.any_rank(said is not None)
+            failed = distributed.any_of_ranks(said is not None)
         except Exception as error:
             if distributed.world_size() == 1 or not is_out_of_memory(error):
                 raise

@@ -27,11 +27,11 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import (
     IGNORE_INDEX,
-    AnyRows,
-    Capacity,
-    HandedOut,
+    DatasetAdapter,
+    MicroBatchLimit,
     RowLength,
     StepRows,
+    StepSampler,
     checked_loss,
     label_tokens,
     moved,
@@ -47,7 +47,7 @@ from adaptive_batch.memory import (
     optimizer_state_tensors,
     storage_bytes,
 )
-from adaptive_batch.probe import Predictive, ProbeResult, Rehearsal, Trial, run_search
+from adaptive_batch.probe import DryRun, Predictive, ProbeResult, Trial, run_search
 from adaptive_batch.schedules import (
     RULES,
     EpochPlan,
@@ -60,8 +60,8 @@ from adaptive_batch.schedules import (
     schedule_clock,
 )
 
-from .accumulation import Accumulator, StepResult, has_batch_norm
-from .replay import CapacityChange
+from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
+from .replay import LimitChange
 
 log = logging.getLogger("adaptive_batch")
 
@@ -175,11 +175,11 @@ class AdaptiveLoop:
             )
         if has_batch_norm(model):
             log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
-        self._rows = AnyRows(dataset, row_length)
+        self._rows = DatasetAdapter(dataset, row_length)
         self._collate, self._num_labels = collate, num_labels or label_tokens
         self._micro_batch_size = micro_batch_size
         self._grow_beyond_maximum = grow_beyond_maximum
-        self._steps = StepRows(
+        self._steps = StepSampler(
             self._rows,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -190,7 +190,7 @@ class AdaptiveLoop:
         )
         move = to_device or (lambda batch: moved(batch, self._device))
         shrinks = on_out_of_memory == "shrink"
-        self._accumulator = Accumulator(
+        self._accumulator = MicroBatchRunner(
             model,
             # A step may be run again: a collate function that takes from its rows takes from copies.
             collate=lambda rows: {"batch": collate([dict(row) if type(row) is dict else row for row in rows])},
@@ -198,7 +198,7 @@ class AdaptiveLoop:
             mean_loss=lambda batch: checked_loss(mean_loss(batch.pop("batch"))),
             num_real_tokens=self._rows.length,
             ignore_index=IGNORE_INDEX,
-            capacity=Capacity(batch_size),
+            capacity=MicroBatchLimit(batch_size),
             max_grad_norm=max_grad_norm,
             replays=shrinks,
             on_change=self._lower,
@@ -224,7 +224,7 @@ class AdaptiveLoop:
         self.bound: int | None = None
         self._bound_accumulates = False  # it was tried with the gradients of earlier micro-batches there
         self.num_out_of_memory = 0
-        self._lowered: Capacity | None = None
+        self._lowered: MicroBatchLimit | None = None
         self._said_unlabelled = False
 
     # --- the bound --------------------------------------------------------------------------------------------------
@@ -309,12 +309,12 @@ class AdaptiveLoop:
             available_bytes=available,
             key="device_memory",
         )
-        budgets = distributed.gather(budget)
+        budgets = distributed.all_gather(budget)
         (longest,) = rows.longest(1)
         keeps = accumulates and self._keeps_gradients
         if keeps:
             self._learn_collectives()  # what is kept can be dropped once FSDP has run
-        rehearsal = Rehearsal(
+        rehearsal = DryRun(
             model=self._model,
             optimizer=self._optimizer,
             forward_backward=lambda size: self._accumulator.rehearse(rows.longest(size)),
@@ -366,7 +366,7 @@ class AdaptiveLoop:
         self._steps.batch_size = check_whole("batch_size", batch_size)
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> MicroBatchLimit:
         """What one micro-batch may hold now; lowered after an out-of-memory error, and not won back."""
         return self._accumulator.capacity
 
@@ -399,7 +399,7 @@ class AdaptiveLoop:
         self._check_gradients_are_clear()
         self._learn_collectives()
         accumulator.capacity = self._capacity_for(step)
-        most, thrashes = distributed.maxima([accumulator.num_micro_batches(rows), int(accumulator.thrashes)])
+        most, thrashes = distributed.all_reduce_max([accumulator.num_micro_batches(rows), int(accumulator.thrashes)])
         if thrashes:
             accumulator.reduce_capacity()
         result = accumulator.run(rows, num_micro_batches=None if thrashes else max(1, most))
@@ -441,7 +441,7 @@ class AdaptiveLoop:
             self._accumulator.learn_collectives()
             self._learns_collectives = False
 
-    def _capacity_for(self, step: HandedOut) -> Capacity:
+    def _capacity_for(self, step: StepRows) -> MicroBatchLimit:
         rows = self._rows_at_most(step.asked)
         if self.bound is not None and rows > self.bound and not (self._bound_accumulates or self._micro_batch_size):
             tried = f"{self.bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
@@ -450,14 +450,14 @@ class AdaptiveLoop:
                 rows,
                 f"{tried}; call find_bound again, which sees this batch, or give {self.bound} or less",
             )
-        capacity = Capacity(self._micro_batch_size or self.bound or rows)
+        capacity = MicroBatchLimit(self._micro_batch_size or self.bound or rows)
         return self._lowered if self._lowered and self._lowered.amount < capacity.amount else capacity
 
     def _rows_at_most(self, batch_size: int) -> int:
         """Of a step, on the rank that has most: there may be other ranks than training began with."""
         return -(-batch_size * self._steps.ranks // distributed.data_parallel_size())
 
-    def _lower(self, change: CapacityChange) -> None:
+    def _lower(self, change: LimitChange) -> None:
         self._lowered = change.after
         self.num_out_of_memory += change.out_of_memory
         if distributed.is_rank_zero():
@@ -500,7 +500,9 @@ class AdaptiveLoop:
         if self.bound is None and state["bound"] is not None:
             self.bound, self._bound_accumulates = state["bound"], state.get("bound_accumulates", False)
             self._steps.maximum = None if self._grow_beyond_maximum else self.bound
-        self._lowered = Capacity(**state["lowered"]) if state["lowered"] and self.bound == state["bound"] else None
+        self._lowered = (
+            MicroBatchLimit(**state["lowered"]) if state["lowered"] and self.bound == state["bound"] else None
+        )
         self._begin_rate()
         self._rate.load_state_dict(state["learning_rate"])
 

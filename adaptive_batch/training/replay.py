@@ -1,6 +1,6 @@
 """Runs what may run out of memory, and runs it again with less capacity, on all ranks alike.
 
-Capacity is lowered and not won back within a run. What failed is undone first, so that a replay leaves what a run with
+MicroBatchLimit is lowered and not won back within a run. What failed is undone first, so that a replay leaves what a run with
 that capacity from the start would have left. With several ranks an attempt fails on all of them or on none: one that had
 room raises :class:`OutOfMemoryElsewhereError`.
 """
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Capacity, MicroBatch
+from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
@@ -29,7 +29,7 @@ class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
 
 
 @dataclass(frozen=True)
-class CapacityChange:
+class LimitChange:
     """A capacity that was lowered in mid-run.
 
     Attributes:
@@ -42,8 +42,8 @@ class CapacityChange:
         ranks: those on which it happened, of several; empty where there is one.
     """
 
-    before: Capacity
-    after: Capacity
+    before: MicroBatchLimit
+    after: MicroBatchLimit
     rows: int
     length: int
     out_of_memory: bool
@@ -63,7 +63,7 @@ class CapacityChange:
         )
 
 
-class Replay:
+class OOMRetry:
     """Runs something in micro-batches; where it runs out of memory, undoes it and runs it again with half of the capacity.
 
     Args:
@@ -80,10 +80,10 @@ class Replay:
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: MicroBatchLimit,
         *,
         memory: DeviceMemory,
-        on_change: Callable[[CapacityChange], object] | None = None,
+        on_change: Callable[[LimitChange], object] | None = None,
         remedies: str = MEMORY_REMEDIES,
     ) -> None:
         self.capacity = capacity
@@ -153,12 +153,12 @@ class Replay:
         """Make a size that only thrashes the allocator a little smaller, once: later retries may have other reasons."""
         mine = self._asked(self.capacity.reduced, said=None) if self.thrashes else None
         self.thrashes = False
-        self._take({rank: one for rank, one in enumerate(distributed.gather(mine)) if one and one.amount})
+        self._take({rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one and one.amount})
 
     def _halve(self, said: str | None) -> None:
         """Half of what was too large on any rank; `said` is None where it was too large on others alone."""
         mine = self._asked(self.capacity.halved, said) if said is not None else None
-        asked = {rank: one for rank, one in enumerate(distributed.gather(mine)) if one}
+        asked = {rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one}
         for rank, one in asked.items():
             if one.amount is None:
                 where = f"rank {rank}" if distributed.world_size() > 1 else str(self._memory.device)
@@ -168,7 +168,7 @@ class Replay:
                 )
         self._take(asked)
 
-    def _asked(self, smaller: Callable[..., Capacity | None], said: str | None) -> _Asked:
+    def _asked(self, smaller: Callable[..., MicroBatchLimit | None], said: str | None) -> _Asked:
         rows, length = len(self.current.rows), self.current.length
         after = smaller(rows=rows, length=length)
         return _Asked(rows, length, None if after is None else after.amount, said)
@@ -180,10 +180,10 @@ class Replay:
         least = min(asked.values(), key=lambda one: one.amount or 0)
         assert least.amount is not None
         self._has_thrashed |= least.said is None
-        before, self.capacity = self.capacity, Capacity(least.amount, self.capacity.unit)
+        before, self.capacity = self.capacity, MicroBatchLimit(least.amount, self.capacity.unit)
         ranks = tuple(asked) if distributed.world_size() > 1 else ()
         error = least.said or ""
-        self._on_change(CapacityChange(before, self.capacity, least.rows, least.length, bool(error), error, ranks))
+        self._on_change(LimitChange(before, self.capacity, least.rows, least.length, bool(error), error, ranks))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from adaptive_batch.estimate import LengthPlan, MemoryPlan, Target
+from adaptive_batch.estimate import LengthEstimate, MemoryEstimate, Target
 from adaptive_batch.memory import GIB
 
 from .figure import Colour, Figure, Frame, Line, Style
@@ -23,7 +23,7 @@ _COLOURS: dict[str, Colour] = {
 _LEAST = 0.01  # of what is held; a kind that never has as much is shown with the one below it
 
 
-def plan_figures(plan: MemoryPlan) -> list[Figure]:
+def plan_figures(plan: MemoryEstimate) -> list[Figure]:
     """A figure for each length, all of one height in GiB."""
     frames = [(length, _last_row(plan, length)) for length in plan.lengths]
     highest = max(target.budget_bytes for target in plan.targets)
@@ -35,13 +35,13 @@ def plan_figures(plan: MemoryPlan) -> list[Figure]:
     ]
 
 
-def said_bound(plan: MemoryPlan, length: LengthPlan, target: Target) -> str:
+def said_bound(plan: MemoryEstimate, length: LengthEstimate, target: Target) -> str:
     """Rows that fit, as they are said: ``9``, or ``4096+`` where no more were looked for."""
     rows = plan.bound(length, target)
     return f"{rows}+" if rows == plan.maximum else f"{rows}"
 
 
-def answers(plan: MemoryPlan) -> tuple[list[str], list[list[str]]]:
+def answers(plan: MemoryEstimate) -> tuple[list[str], list[list[str]]]:
     """The head and the lines of the table of devices and lengths."""
     lines = []
     for target in plan.targets:
@@ -56,7 +56,7 @@ def answers(plan: MemoryPlan) -> tuple[list[str], list[list[str]]]:
     return ["device", "tokens of a row", "rows that fit", "tokens", "peak (GiB)", "allowed (GiB)", "free (GiB)"], lines
 
 
-def changes(plan: MemoryPlan) -> tuple[list[str], list[list[str]]]:
+def changes(plan: MemoryEstimate) -> tuple[list[str], list[list[str]]]:
     """The head and the lines of the table of single changes; no lines where none was planned."""
 
     head = ["key=value", *(target.name for target in plan.targets), "what it costs"]
@@ -66,7 +66,7 @@ def changes(plan: MemoryPlan) -> tuple[list[str], list[list[str]]]:
     return head, lines
 
 
-def in_short(plan: MemoryPlan) -> list[str]:
+def in_short(plan: MemoryEstimate) -> list[str]:
     """A line for each device."""
     lines = []
     for target in plan.targets:
@@ -75,18 +75,18 @@ def in_short(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def _said_rows(plan: MemoryPlan, length: LengthPlan, target: Target) -> str:
+def _said_rows(plan: MemoryEstimate, length: LengthEstimate, target: Target) -> str:
     said = said_bound(plan, length, target)
     return {"0": "no row", "1": "1 row"}.get(said, f"{said} rows")
 
 
-def _last_row(plan: MemoryPlan, length: LengthPlan) -> int:
+def _last_row(plan: MemoryEstimate, length: LengthEstimate) -> int:
     """Where a figure ends: a little beyond the largest bound."""
     most = max(plan.bound(length, target) for target in plan.targets)
     return max(4, min(math.ceil(1.12 * most), plan.maximum))
 
 
-def _figure(plan: MemoryPlan, length: LengthPlan, number: int, frame: Frame) -> Figure:
+def _figure(plan: MemoryEstimate, length: LengthEstimate, number: int, frame: Frame) -> Figure:
     rows = _corners(length, frame.x_to)
     kinds, small = _merged([_composition(length, count) for count in rows])
     lines, words, below = [], [], [0.0] * len(rows)
@@ -122,12 +122,12 @@ def _level(label: str, size: int, frame: Frame, style: Style) -> Line:
     return Line(label, Series.of((frame.x_from, frame.x_to), (size / GIB, size / GIB)), "muted", style)
 
 
-def _step_bytes(length: LengthPlan, rows: int) -> int:
+def _step_bytes(length: LengthEstimate, rows: int) -> int:
     """The peak of forward and backward."""
     return length.one_row_bytes if rows == 1 else length.curve.peak_bytes(rows)
 
 
-def _composition(length: LengthPlan, rows: int) -> dict[str, float]:
+def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
     """Bytes by kind, whose sum is the peak of forward and backward.
 
     Of a single row, which often runs other operations, only the sum is known: what comes and goes is divided as the curve says.
@@ -144,7 +144,7 @@ def _composition(length: LengthPlan, rows: int) -> dict[str, float]:
     return {kind: (stays := resident.get(kind, 0)) + factor * (size - stays) for kind, size in kinds.items()}
 
 
-def _corners(length: LengthPlan, last: int) -> list[int]:
+def _corners(length: LengthEstimate, last: int) -> list[int]:
     """Rows between which each kind is a straight line: the ends, and both sides of where another operation makes the peak."""
     places = {1, 2, last}
     for flatter, steeper in pairwise(length.curve.lines):
@@ -172,7 +172,7 @@ def _merged(points: Sequence[dict[str, float]]) -> tuple[dict[str, list[float]],
     return kept, small
 
 
-def _shares(length: LengthPlan, rows: int) -> str:
+def _shares(length: LengthEstimate, rows: int) -> str:
     parts = {kind: size for kind, size in _composition(length, rows).items() if size > 0}
     total = sum(parts.values())
     return ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in parts.items() if size >= _LEAST * total)
