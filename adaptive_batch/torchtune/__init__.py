@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
-    from .batches import StepPlanner as StepPlanner
     from .bound import BatchSizeFinder as BatchSizeFinder
     from .capacity import LimitFinder as LimitFinder
     from .checkpoint import STATE_KEY as STATE_KEY
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from .parts import set_up_terminal as set_up_terminal
     from .parts import use_shipped_config as use_shipped_config
     from .preview import TrainingPreview as TrainingPreview
-    from .ranks import agree_on_step as agree_on_step
     from .ranks import all_ranks as all_ranks
     from .ranks import check_fewer_ranks as check_fewer_ranks
     from .rate import RateController as RateController
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 __getattr__ = lazy_names(
     __name__,
     {
-        "StepPlanner": ".batches",
         "BatchSizeFinder": ".bound",
         "LimitFinder": ".capacity",
         "STATE_KEY": ".checkpoint",
@@ -60,7 +57,6 @@ __getattr__ = lazy_names(
         "set_up_terminal": ".parts",
         "use_shipped_config": ".parts",
         "TrainingPreview": ".preview",
-        "agree_on_step": ".ranks",
         "all_ranks": ".ranks",
         "check_fewer_ranks": ".ranks",
         "RateController": ".rate",
@@ -83,12 +79,10 @@ __all__ = [
     "LimitFinder",
     "RateController",
     "Settings",
-    "StepPlanner",
     "TrainingLog",
     "TrainingParts",
     "TrainingPreview",
     "Validation",
-    "agree_on_step",
     "all_ranks",
     "base_rate",
     "check",

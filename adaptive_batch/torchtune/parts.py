@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +25,7 @@ from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
 from adaptive_batch._util import cache_directory, described_with_files, fingerprint
-from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, TokenBatchPlan, plan_batches, row_lengths
+from adaptive_batch.data import Batching, MicroBatchLayout, MicroBatchLimit, plan_token_batches, row_lengths
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
@@ -289,7 +290,10 @@ class TrainingParts:
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
             try:
-                steps = self.token_batches(order=None)
+                divisible = settings.uniform_micro_batches in ("rows", "both")
+                steps = plan_token_batches(
+                    self.lengths, self.batching(), ranks=self.ranks, order=None, divisible=divisible
+                )
             except SettingError as error:
                 ours = {
                     "max_tokens": "batch_tokens",
@@ -321,20 +325,19 @@ class TrainingParts:
             remedy = "no row that is validated on has a label; see its train_on_input and masks"
             raise SettingError("dataset_val", _names(self.cfg.dataset_val), remedy)
 
-    def token_batches(self, order: torch.Tensor | None) -> TokenBatchPlan:
-        """The rows of each step by `batch_tokens`, taken in that order."""
-        settings, ranks = self.settings, self.ranks
-        assert settings.batch_tokens
-        return plan_batches(
-            self.lengths,
-            settings.batch_tokens * ranks,
-            order=order,
-            min_rows=settings.min_rows_per_batch * ranks,
-            max_rows=settings.max_rows_per_batch and settings.max_rows_per_batch * ranks,
-            count="real",
-            long_rows=settings.long_rows,
-            divisible=settings.uniform_micro_batches in ("rows", "both"),
-        )
+    def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
+        """Return what a step holds and in which order rows come, as configured."""
+        settings = self.settings
+        same = {
+            field.name: getattr(settings, field.name) for field in fields(Batching) if hasattr(settings, field.name)
+        }
+        same |= {
+            "shuffle": bool(self.cfg.shuffle),
+            "seed": 0 if settings.sample_order == "dataloader" else seed,  # 0 is the seed of torchtune's sampler
+            "max_steps_per_epoch": max_steps_per_epoch,
+            "refuses_empty_epochs": settings.adaptive,
+        }
+        return Batching(**same)
 
     def num_real_tokens(self, row: Mapping[str, Any]) -> int:
         """Tokens of a row that are not padding; only a packed row carries its own."""

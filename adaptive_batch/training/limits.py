@@ -22,6 +22,7 @@ class MicroBatchLimits:
     Attributes:
         bound: the most rows, of `tried_length` tokens, that were tried and fit; None where none was sought.
         tried_length: the longest row that was tried, in tokens; 0 where none was.
+        lowered: what a micro-batch may hold at most after it ran out of memory; None where it has not.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
     """
 
@@ -34,7 +35,7 @@ class MicroBatchLimits:
     ) -> None:
         self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
         self._layout = layout or MicroBatchLayout()
-        self._lowered: MicroBatchLimit | None = None
+        self.lowered: MicroBatchLimit | None = None
         self.bound: int | None = None
         self.tried_length = 0
         self.num_out_of_memory = 0
@@ -48,7 +49,7 @@ class MicroBatchLimits:
             limit = MicroBatchLimit((self.bound or 0) if rows == "auto" else int(rows))
         else:
             limit = MicroBatchLimit(min(batch_size, self.bound or batch_size))
-        return self._lowered if self._lowered and self._lowered.amount < limit.amount else limit
+        return self.lowered if self.lowered and self.lowered.amount < limit.amount else limit
 
     @property
     def tried_tokens(self) -> int:
@@ -58,17 +59,17 @@ class MicroBatchLimits:
     def set_bound(self, bound: int, *, tried_length: int) -> None:
         """Take what a search has found; a limit that was lowered from another bound is forgotten."""
         if bound != self.bound:
-            self._lowered = None
+            self.lowered = None
         self.bound, self.tried_length = bound, tried_length
 
     def lower_to(self, limit: MicroBatchLimit) -> None:
         """Let no micro-batch hold more from now on."""
-        self._lowered = limit
+        self.lowered = limit
 
     def lower(self, change: LimitChange) -> None:
         """Take in that a step ran out of memory, and what a micro-batch holds from now on."""
         self.num_out_of_memory += change.out_of_memory
-        self._lowered = change.after
+        self.lowered = change.after
 
     def lowered_from(self) -> dict[str, Any]:
         """Return what a lowered limit depends on; with another bound or setting it is found again."""
@@ -84,7 +85,7 @@ class MicroBatchLimits:
             **self.lowered_from(),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
-            "lowered": asdict(self._lowered) if self._lowered else None,
+            "lowered": asdict(self.lowered) if self.lowered else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,4 +95,4 @@ class MicroBatchLimits:
         """
         self.num_out_of_memory = state["num_out_of_memory"]
         same = all(state[key] == value for key, value in self.lowered_from().items())
-        self._lowered = MicroBatchLimit(**state["lowered"]) if same and state["lowered"] else None
+        self.lowered = MicroBatchLimit(**state["lowered"]) if same and state["lowered"] else None
