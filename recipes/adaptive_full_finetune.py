@@ -37,6 +37,7 @@ from adaptive_batch.torchtune import (
     BatchSizeFinder,
     Checkpoints,
     LimitFinder,
+    ModelBuilder,
     RateController,
     Settings,
     TrainingLog,
@@ -64,13 +65,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     Args:
         cfg: the configuration: YAML and key=value.
+        builder: builds the model; None for full fine-tuning.
         watch: over this rank, of several.
 
     Raises:
         SettingError: a setting cannot be used; nothing has been loaded or written yet.
     """
 
-    def __init__(self, cfg: DictConfig, watch: Watchdog | None = None) -> None:
+    def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
         self.cfg = cfg
         self.watch = watch
         plain = OmegaConf.to_container(cfg, resolve=True)
@@ -79,7 +81,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             remedy = "training does not plan; run `tune run adaptive_probe` with it, or remove it"
             raise SettingError("probe.plan_for", self.settings.probe.plan_for, remedy)
         self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
-        self.parts = TrainingParts(cfg, self.settings)
+        self.parts = TrainingParts(cfg, self.settings, builder)
         self.bounds = BatchSizeFinder(self.parts)
         self.bounds.watch = watch
         self.device = self.parts.device
@@ -526,15 +528,19 @@ def check_output_dir(folder: Path) -> None:
         raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """Run the recipe: YAML first, then key=value from the command line over it."""
+def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
+    """Run one configuration, on the ranks that were launched.
+
+    Args:
+        cfg: the configuration: YAML and key=value.
+        builder: builds the model; None for full fine-tuning.
+    """
     recipe = None
     try:
         with all_ranks(cfg) as watch:
             if distributed.is_rank_zero():
                 config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
-            recipe = AdaptiveFullFinetuneRecipe(cfg=cfg, watch=watch)
+            recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
             recipe.setup()
             recipe.train()
     finally:
@@ -542,12 +548,13 @@ def recipe_main(cfg: DictConfig) -> None:
             recipe.cleanup()
 
 
-def main() -> None:
-    """The command line: shipped configs are found by name, and our own errors are shown plainly."""
-    set_up_terminal()
-    use_shipped_config(sys.argv)
-    recipe_main()
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Run the recipe: YAML first, then key=value from the command line over it."""
+    main(cfg)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    set_up_terminal()
+    use_shipped_config(sys.argv)
+    sys.exit(recipe_main())

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .fake_parts import FakeParts as FakeParts
     from .log import TrainingLog as TrainingLog
     from .log import base_rate as base_rate
+    from .model import FullModel as FullModel
+    from .model import ModelBuilder as ModelBuilder
     from .needs import complete as complete
     from .no_effect import without_effect as without_effect
     from .no_effect import without_effect_on_probe as without_effect_on_probe
@@ -54,6 +56,8 @@ __getattr__ = lazy_names(
         "without_effect": ".no_effect",
         "without_effect_on_probe": ".no_effect",
         "TrainingParts": ".parts",
+        "FullModel": ".model",
+        "ModelBuilder": ".model",
         "set_up_terminal": ".parts",
         "use_shipped_config": ".parts",
         "TrainingPreview": ".preview",
@@ -76,7 +80,9 @@ __all__ = [
     "BatchSizeFinder",
     "Checkpoints",
     "FakeParts",
+    "FullModel",
     "LimitFinder",
+    "ModelBuilder",
     "RateController",
     "Settings",
     "TrainingLog",

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import config, training, utils
-from torchtune.config._errors import InstantiationError
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
@@ -32,9 +31,10 @@ from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_me
 from adaptive_batch.training import LimitChange, MicroBatchRunner, lengthened
 
 from .components import load_function
-from .needs import TO_TRAIN, check_all_is_trained, check_file, check_loss, complete, plainly, told
+from .model import FullModel, ModelBuilder
+from .needs import TO_TRAIN, check_file, check_loss, complete, plainly, told
 from .settings import TOKEN_KEYS, Settings
-from .sharded import Weights, apply_checkpointing, build_sharded, check_names, load_sharded
+from .sharded import Weights, check_names
 from .shipped import config_path, shipped_configs
 
 log = logging.getLogger("adaptive_batch")
@@ -97,6 +97,7 @@ class TrainingParts:
     Args:
         cfg: the recipe's configuration.
         settings: the same, checked.
+        builder: builds the model; None for full fine-tuning.
 
     Attributes:
         ranks: that a batch is counted on, as many as saw different rows when the run began.
@@ -107,11 +108,12 @@ class TrainingParts:
 
     needs: ClassVar[Sequence[str]] = TO_TRAIN
 
-    def __init__(self, cfg: DictConfig, settings: Settings) -> None:
+    def __init__(self, cfg: DictConfig, settings: Settings, builder: ModelBuilder | None = None) -> None:
         complete(cfg, needs=self.needs)
         check_names(cfg)
         self.cfg = cfg
         self.settings = settings
+        self.builder = builder or FullModel()
         self.ranks = distributed.data_parallel_size()
         try:
             self.device = utils.get_device(device=cfg.device)
@@ -181,7 +183,7 @@ class TrainingParts:
         except Exception as error:
             log.debug("the model cannot be built without memory: %s", error)
             return
-        check_all_is_trained(model, self.cfg)
+        self.builder.check(model, self.cfg)
 
     def _choose_collate(self, *, pad_id: int) -> None:
         check_loss(self.loss_fn, self.cfg)
@@ -352,11 +354,7 @@ class TrainingParts:
     @cached_property
     def skeleton(self) -> torch.nn.Module:
         """The model without memory."""
-        try:
-            with torch.device("meta"), training.set_default_dtype(self.dtype):
-                return config.instantiate(self.cfg.model)
-        except InstantiationError as error:  # its module cannot be imported
-            raise SettingError("model", str(self.cfg.model._component_), told(error)) from error
+        return self.builder.skeleton(self.cfg, dtype=self.dtype)
 
     @cached_property
     def max_seq_len(self) -> int | None:
@@ -429,19 +427,7 @@ class TrainingParts:
 
     def _build(self, weights: Weights) -> torch.nn.Module:
         """The model with its weights, divided where there are several ranks."""
-        if distributed.world_size() > 1:
-            model = build_sharded(self.cfg, dtype=self.dtype, device=self.device)
-            load_sharded(model, weights, self.cfg, dtype=self.dtype, device=self.device)
-            return model
-        state = weights.load_weights()
-        with training.set_default_dtype(self.dtype), self.device:
-            model = config.instantiate(self.cfg.model)
-        check_all_is_trained(model, self.cfg)
-        if self.cfg.compile:
-            training.compile_model(model)
-        apply_checkpointing(model, self.cfg)
-        model.load_state_dict(state)
-        return model
+        return self.builder.build(self.cfg, weights, dtype=self.dtype, device=self.device)
 
     @cached_property
     def filler(self) -> Any:
@@ -479,10 +465,10 @@ class TrainingParts:
         """The optimizer, or one for each parameter inside the backward pass."""
         self.in_backward: OptimizerInBackward | None = None
         if not self.settings.optimizer_in_bwd:
-            self.optimizer = self._new_optimizer(self.model.parameters())
+            self.optimizer = self._new_optimizer(self.builder.trained(self.model))
             self.optimizers = [self.optimizer]
             return
-        optimizers = {p: self._new_optimizer([p]) for p in self.model.parameters()}
+        optimizers = {p: self._new_optimizer([p]) for p in self.builder.trained(self.model)}
         self.in_backward = OptimizerInBackward(optimizers)
         self.optimizer = training.create_optim_in_bwd_wrapper(self.model, optimizers)
         self.optimizers = list(optimizers.values())
