@@ -1,12 +1,12 @@
 """The training loop: micro-batches, retry after running out of memory, evaluation, `AdaptiveLoop`."""
 
-from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
 from .evaluation import Evaluator
-from .finder import MaxBatchSearch, WorstRows
 from .full_batch_loss import FullBatchLoss
 from .limits import MicroBatchLimits
 from .loop import AdaptiveLoop
-from .replay import LimitChange, lengthened
+from .max_batch_search import MaxBatchSearch, WorstRows
+from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
+from .oom_retry import LimitChange, lengthened
 from .step import agree_on_step, differences, same_answers
 
 __all__ = [

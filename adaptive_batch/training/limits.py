@@ -8,7 +8,7 @@ from typing import Any
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 
-from .replay import LimitChange
+from .oom_retry import LimitChange
 
 
 class MicroBatchLimits:

@@ -54,10 +54,10 @@ from adaptive_batch.schedules import (
     parse_reference,
 )
 
-from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
-from .finder import MaxBatchSearch, WorstRows, is_compiled
 from .limits import MicroBatchLimits
-from .replay import LimitChange
+from .max_batch_search import MaxBatchSearch, WorstRows, is_compiled
+from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
+from .oom_retry import LimitChange
 from .step import agree_on_step
 
 log = logging.getLogger("adaptive_batch")

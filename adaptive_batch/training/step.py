@@ -9,7 +9,7 @@ from typing import Any
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError
 
-from .accumulation import MicroBatchRunner
+from .micro_batch_runner import MicroBatchRunner
 
 _ABSENT = "nothing"
 

@@ -25,7 +25,7 @@ from adaptive_batch.errors import MEMORY_REMEDIES
 from adaptive_batch.memory import DeviceMemory, RandomState, TensorSnapshot, device_memory, is_out_of_memory, recover
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
-from .replay import LimitChange, OOMRetry, OutOfMemoryElsewhereError, lengthened
+from .oom_retry import LimitChange, OOMRetry, OutOfMemoryElsewhereError, lengthened
 
 Row = dict[str, Any]
 Batch = dict[str, Any]
