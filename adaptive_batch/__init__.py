@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .schedules import ramp_by_doubling as ramp_by_doubling
     from .schedules import steps as steps
     from .training import AdaptiveLoop as AdaptiveLoop
+    from .training import Sampling as Sampling
+    from .training import StepOptions as StepOptions
     from .training import StepResult as StepResult
 
 _PACKAGE_OF = {
@@ -63,6 +65,8 @@ _PACKAGE_OF = {
     "ramp_by_doubling": ".schedules",
     "steps": ".schedules",
     "AdaptiveLoop": ".training",
+    "Sampling": ".training",
+    "StepOptions": ".training",
     "StepResult": ".training",
 }
 __all__ = [*_PACKAGE_OF]

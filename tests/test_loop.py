@@ -6,6 +6,7 @@ import io
 import random
 import re
 from collections import namedtuple
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ from adaptive_batch.data import moved
 from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
-from adaptive_batch.training import AdaptiveLoop
+from adaptive_batch.training import AdaptiveLoop, Sampling, StepOptions
 from adaptive_batch.training.loop import label_tokens
 
 ROWS = make_rows([3 + (5 * number) % 13 for number in range(40)])
@@ -74,6 +75,9 @@ def training(
     options.setdefault("batch_size", 4)
     if schedule := options.pop("schedule", None):
         options["lr_scheduler"] = LambdaLR(optimizer, schedule)
+    for name, group in (("sampling", Sampling), ("options", StepOptions)):
+        given = {field.name: options.pop(field.name) for field in fields(group) if field.name in options}
+        options.setdefault(name, group(**given))
     return SimpleNamespace(model=model, optimizer=optimizer, loop=AdaptiveLoop(model, optimizer, rows, **options))
 
 
@@ -1084,3 +1088,77 @@ def test_a_collate_function_may_take_from_its_rows() -> None:
     one, other = training(collate=takes, rows=[dict(row) for row in ROWS]), training()
     assert one.loop.find_bound(device_memory="8MiB").max_batch_size > 0
     assert [step.loss for step in train(one)] == [step.loss for step in train(other)]
+
+
+# --- steps by tokens, other orders and clocks -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])
+def test_steps_by_tokens_hold_them_and_each_row_is_trained_once_an_epoch(order: str) -> None:
+    one = training(order=order, window=20, batch_tokens=60, micro_batch_tokens=40)
+    seen = train(one, epochs=2)
+    lengths = {number: len(row["tokens"]) for number, row in enumerate(ROWS)}
+    for epoch in (0, 1):
+        steps_of_epoch = [step for step in seen if step.epoch == epoch]
+        assert sorted(number for step in steps_of_epoch for number in step.rows) == list(range(len(ROWS)))
+        assert all(sum(lengths[number] for number in step.rows) <= 60 for step in steps_of_epoch)
+    assert max(step.result.micro_batches for step in seen) > 1
+    assert one.loop.progress.tokens == 2 * sum(lengths.values())
+
+
+def test_steps_by_tokens_resume_to_the_bit() -> None:
+    options: dict[str, Any] = {"batch_tokens": 60, "micro_batch_tokens": 60, "order": "seqlen", "lr_clock": "tokens"}
+    whole = training(schedule=lambda step: 0.9**step, **options)
+    train(whole, epochs=2)
+    first = training(schedule=lambda step: 0.9**step, **options)
+    train(first, until=4)
+    second = training(schedule=lambda step: 0.9**step, **options)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.loop.load_state_dict(first.loop.state_dict())
+    train(second, epochs=2)
+    assert training_state(second.model, second.optimizer) == training_state(whole.model, whole.optimizer)
+
+
+def test_as_many_tokens_at_once_as_fit_need_a_bound_first() -> None:
+    one = training(batch_tokens=60)
+    with pytest.raises(SettingError, match="micro_batch_tokens='auto': call find_bound first"):
+        one.loop.run(next(iter(one.loop)))
+    bound = one.loop.find_bound(device_memory="400KiB")
+    (rows, *_) = list(one.loop)
+    one.loop.run(rows)
+    assert one.loop.capacity.amount == bound.max_batch_size * bound.sequence_length
+    assert one.loop.capacity.unit == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batch_tokens": 8, "micro_batch_size": 2}, "micro_batch_tokens=8: micro_batch_size is given too"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens=0: give auto, or a whole number"),
+        ({"batch_tokens": 3}, "batch_tokens=3: row .* has .* tokens"),
+        ({"order": "longest"}, "order='longest': give one of dataloader, random, seqlen"),
+        ({"lr_clock": "epochs"}, "lr_clock='epochs': give one of"),
+    ],
+)
+def test_settings_of_tokens_and_orders_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        list(training(**options).loop)
+
+
+def test_a_trial_can_be_told_from_training() -> None:
+    calls: list[bool] = []
+    model = Decoder()
+
+    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(one.loop.is_trial)
+        return token_losses(model, batch, "mean")
+
+    one = training(model=model, mean_loss=loss)
+    one.loop.find_bound(device_memory="400KiB")
+    assert calls
+    assert all(calls)
+    calls.clear()
+    train(one, until=2)
+    assert calls
+    assert not any(calls)

@@ -136,18 +136,28 @@ def plan_token_batches(
         ranks: devices.
         order: row numbers in the order in which to take them; None takes all as they come.
         divisible: each step divides into equal micro-batches.
+
+    Raises:
+        SettingError: a row is too long, or what is configured cannot be had.
     """
     assert batching.batch_tokens
-    return plan_batches(
-        lengths,
-        batching.batch_tokens * ranks,
-        order=order,
-        min_rows=batching.min_rows_per_batch * ranks,
-        max_rows=batching.max_rows_per_batch and batching.max_rows_per_batch * ranks,
-        count="real",
-        long_rows=batching.long_rows,
-        divisible=divisible,
-    )
+    try:
+        return plan_batches(
+            lengths,
+            batching.batch_tokens * ranks,
+            order=order,
+            min_rows=batching.min_rows_per_batch * ranks,
+            max_rows=batching.max_rows_per_batch and batching.max_rows_per_batch * ranks,
+            count="real",
+            long_rows=batching.long_rows,
+            divisible=divisible,
+        )
+    except SettingError as error:
+        keys = {"max_tokens": "batch_tokens", "min_rows": "min_rows_per_batch", "max_rows": "max_rows_per_batch"}
+        remedy = error.remedy
+        for name, key in keys.items():
+            remedy = remedy.replace(name, key)
+        raise SettingError(keys.get(error.key, error.key), error.value, remedy) from None
 
 
 class StepPlanner:
@@ -170,7 +180,6 @@ class StepPlanner:
         limits: what fits; None where that is not known yet.
         saved_maximum: what a schedule might ask for when the checkpoint was saved; it is kept on a smaller device.
         event: as given.
-        reference: an epoch of a constant batch.
     """
 
     def __init__(
@@ -206,6 +215,7 @@ class StepPlanner:
         self._grown_in = -1  # the last epoch whose beginning has asked the growth function
         self._logged = 0  # the batch that a schedule asked for when that was logged last
         self._plan: EpochPlan | None = None
+        self._reference: EpochPlan | None = None
         self._at, self._rule_now = Progress(), self._rule()
 
     @property
@@ -245,15 +255,24 @@ class StepPlanner:
         """Set the constant batch that schedules count in."""
         if self.first_batch_size is None:
             self.first_batch_size = self.batch_size
-        # a schedule says what a step holds, so the configured batch is the one that the rate's schedule was chosen for
-        scheduled = self.batching.batch_size_schedule is not None
-        self.reference = self._constant(self.batching.batch_size if scheduled else self.first_batch_size)
+        self._reference = None
         if self.reference.steps == 0:
             raise SettingError(
                 "batch_size",
                 self.batch_size,
                 f"an epoch of {len(self.sampler)} rows has no whole step; set drop_last=False",
             )
+
+    @property
+    def reference(self) -> EpochPlan:
+        """An epoch of a constant batch, in whose steps the schedule of the learning rate counts."""
+        if self._reference is None:
+            # a schedule says what a step holds, so the configured batch is the one that the rate's schedule was chosen for
+            scheduled = self.batching.batch_size_schedule is not None
+            self._reference = self._constant(
+                self.batching.batch_size if scheduled else self.first_batch_size or self.batch_size
+            )
+        return self._reference
 
     def begin_epoch(self, progress: Progress) -> Progress:
         """Grow the batch where a growth function says so, and plan the epoch's steps; or go on within an epoch."""
@@ -328,6 +347,12 @@ class StepPlanner:
     def _goes_on(self, progress: Progress) -> bool:
         """Whether the epoch has room for a step of any size."""
         return rows_of_next_step(progress, step_rows=1, rows=len(self.sampler), **self._ends) > 0
+
+    def is_over(self, progress: Progress) -> bool:
+        """Return whether the epoch has no step left."""
+        if self.batching.batch_tokens:
+            return progress.epoch_steps >= self.plan.steps
+        return not self._goes_on(progress)
 
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Rows of an epoch that is over which no step has used, by reason."""
@@ -593,7 +618,7 @@ class StepPlanner:
         """Resume from a saved state, in a planner that was built as the saved one was."""
         self.ranks, self.batch_size, self._grown_in = state["ranks"], state["batch_size"], state["grown_in"]
         self.first_batch_size = state["first_batch_size"]
-        self.saved_maximum = state["maximum"] or 0
+        self.saved_maximum, self._reference = state["maximum"] or 0, None
 
     def ask_ahead(self, progress: Progress) -> int:
         """Ask the rule once, for nothing, so that its mistakes show before weights load; returns its answer."""

@@ -291,21 +291,8 @@ class TrainingParts:
                 remedy = f"a row is padded to {needed} tokens; give {needed} or more, or shorten the rows (tokenizer.max_seq_len)"
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
-            try:
-                divisible = settings.uniform_micro_batches in ("rows", "both")
-                steps = plan_token_batches(
-                    self.lengths, self.batching(), ranks=self.ranks, order=None, divisible=divisible
-                )
-            except SettingError as error:
-                ours = {
-                    "max_tokens": "batch_tokens",
-                    "min_rows": "min_rows_per_batch",
-                    "max_rows": "max_rows_per_batch",
-                }
-                remedy = error.remedy
-                for name, key in ours.items():
-                    remedy = remedy.replace(name, key)
-                raise SettingError(ours.get(error.key, error.key), error.value, remedy) from None
+            divisible = settings.uniform_micro_batches in ("rows", "both")
+            steps = plan_token_batches(self.lengths, self.batching(), ranks=self.ranks, order=None, divisible=divisible)
             if len(steps) == 0:
                 most = int(self.lengths.max())
                 remedy = (

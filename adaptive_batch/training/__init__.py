@@ -3,7 +3,7 @@
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .limits import MicroBatchLimits
-from .loop import AdaptiveLoop
+from .loop import AdaptiveLoop, Sampling, StepOptions
 from .max_batch_search import MaxBatchSearch, WorstRows
 from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
 from .oom_retry import LimitChange, lengthened
@@ -17,6 +17,8 @@ __all__ = [
     "MaxBatchSearch",
     "MicroBatchLimits",
     "MicroBatchRunner",
+    "Sampling",
+    "StepOptions",
     "StepResult",
     "WorstRows",
     "agree_on_step",

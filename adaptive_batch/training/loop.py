@@ -15,7 +15,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +28,8 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import (
     IGNORE_INDEX,
+    LONG_ROWS,
+    ORDERS,
     Batching,
     DatasetAdapter,
     MicroBatchLimit,
@@ -43,6 +45,7 @@ from adaptive_batch.memory import DeviceMemory, RandomState, check_device_memory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
     RULES,
+    Clock,
     EpochPlan,
     LearningRate,
     Progress,
@@ -86,6 +89,49 @@ class StepRows:
     mine: list[Any]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """In which order rows come, and steps that hold tokens.
+
+    Attributes:
+        shuffle: with the order ``dataloader``, take the rows in a new order in each epoch.
+        seed: of the order.
+        order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
+        window: rows within which ``seqlen`` sorts; None for the whole dataset.
+        batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
+        min_rows_per_batch, max_rows_per_batch: of a step by tokens.
+        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
+    """
+
+    shuffle: bool = True
+    seed: int = 0
+    order: str = "dataloader"
+    window: int | None = None
+    batch_tokens: int | None = None
+    min_rows_per_batch: int = 1
+    max_rows_per_batch: int | None = None
+    long_rows: str = "error"
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step runs.
+
+    Attributes:
+        max_grad_norm: clip the norm of all gradients to this; None clips nothing.
+        to_device: gives a batch on the device; None moves the tensors in mappings and sequences, and what has ``to``.
+        on_out_of_memory: ``shrink`` runs a step again with a smaller limit, ``raise`` lets the error through.
+        sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
+        memory: of the model's device; None asks torch.
+    """
+
+    max_grad_norm: float | None = None
+    to_device: Callable[[Any], Any] | None = None
+    on_out_of_memory: str = "shrink"
+    sync_gradients_every_micro_batch: bool = True
+    memory: DeviceMemory | None = None
+
+
 class AdaptiveLoop:
     """The rows of each step, and the gradients of their mean loss; the loop around them, and the optimizer's step, are the user's.
 
@@ -106,23 +152,20 @@ class AdaptiveLoop:
         num_labels: how many labels a batch has that `mean_loss` averages over, asked on the host and on the device; None for
             :func:`label_tokens`.
         row_length: tokens of a row, or a number where all rows are alike; None for those of its ``tokens`` or ``input_ids``.
-        to_device: gives a batch on the device; None moves the tensors in mappings and sequences, and what has ``to``.
-        shuffle: take the rows in a new order in each epoch.
-        seed: of that order.
         batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts, 0 included.
         batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each step.
         grow_beyond_maximum: let these pass the bound, in several micro-batches.
         micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows of a step.
-        max_grad_norm: clip the norm of all gradients to this.
-        lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
-        reference_batch_size: the global batch that the optimizer's rates belong to: rows, or ``"8192tok"``; None for
-            `batch_size` on all ranks.
+        micro_batch_tokens: padded tokens at once, ``auto`` for those of the bound; not together with `micro_batch_size`.
         lr_scheduler: built around `optimizer` for steps of `batch_size` rows; its clock is the part of training that is done,
             so that growing the batch does not stretch it. Nobody else must step it, unless it is a function of the number of
             steps alone, as ``LambdaLR`` is.
-        on_out_of_memory: ``shrink`` replays a step with less capacity, ``raise`` lets the error through.
-        sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
-        memory: of the model's device; None asks torch.
+        lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
+        reference_batch_size: the global batch that the optimizer's rates belong to: rows, or ``"8192tok"``; None for
+            `batch_size` on all ranks.
+        lr_clock: what the schedule counts: ``samples``, ``tokens`` or ``steps``.
+        sampling: the order of rows, and steps that hold tokens.
+        options: how a step runs.
 
     Attributes:
         progress: what training has consumed; moves in :meth:`run`.
@@ -144,21 +187,20 @@ class AdaptiveLoop:
         batch_size: int,
         num_labels: Callable[[Any], int | torch.Tensor] | None = None,
         row_length: RowLength = None,
-        to_device: Callable[[Any], Any] | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
         batch_increase_function: Callable[[int, int], int] | None = None,
         batch_size_schedule: Schedule | None = None,
         grow_beyond_maximum: bool = False,
         micro_batch_size: int | None = None,
-        max_grad_norm: float | None = None,
+        micro_batch_tokens: int | str | None = None,
+        lr_scheduler: LRScheduler | None = None,
         lr_scaling: str = "none",
         reference_batch_size: int | str | None = None,
-        lr_scheduler: LRScheduler | None = None,
-        on_out_of_memory: str = "shrink",
-        sync_gradients_every_micro_batch: bool = True,
-        memory: DeviceMemory | None = None,
+        lr_clock: str = "samples",
+        sampling: Sampling | None = None,
+        options: StepOptions | None = None,
     ) -> None:
+        sampling, options = sampling or Sampling(), options or StepOptions()
+        max_grad_norm, syncs = options.max_grad_norm, options.sync_gradients_every_micro_batch
         check_whole("batch_size", batch_size)
         check_bool("grow_beyond_maximum", grow_beyond_maximum)
         for key, value in (("collate", collate), ("mean_loss", mean_loss)):
@@ -170,13 +212,15 @@ class AdaptiveLoop:
         if micro_batch_size is not None:
             check_whole("micro_batch_size", micro_batch_size)
         _check_choice("lr_scaling", lr_scaling, RULES)
-        _check_choice("on_out_of_memory", on_out_of_memory, ("shrink", "raise"))
+        _check_choice("on_out_of_memory", options.on_out_of_memory, ("shrink", "raise"))
+        _check_choice("order", sampling.order, ORDERS)
+        _check_choice("long_rows", sampling.long_rows, LONG_ROWS)
+        micro_batch_tokens = _check_tokens(micro_batch_tokens, micro_batch_size, sampling)
+        clock = Clock.from_config(lr_clock)
         self._model, self._optimizer = model, optimizer
         self._device = next(model.parameters()).device
-        self._memory = memory or device_memory(self._device, shared_by=distributed.local_world_size())
-        self._sharding = Sharding(
-            model, finishes=not _is_replicated(model), syncs_every_micro_batch=sync_gradients_every_micro_batch
-        )
+        self._memory = options.memory or device_memory(self._device, shared_by=distributed.local_world_size())
+        self._sharding = Sharding(model, finishes=not _is_replicated(model), syncs_every_micro_batch=syncs)
         if distributed.world_size() > 1 and not (self._sharding.is_sharded and _is_divided_by_rows(model)):
             needed = "several ranks need one that torch's fully_shard, and nothing else, has divided over all of them"
             raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
@@ -194,19 +238,25 @@ class AdaptiveLoop:
             batch_increase_function=batch_increase_function,
             batch_size_schedule=batch_size_schedule,
             grow_beyond_maximum=grow_beyond_maximum,
-            shuffle=shuffle,
-            seed=seed,
+            shuffle=sampling.shuffle,
+            seed=sampling.seed,
+            sample_order=sampling.order,
+            sample_window=sampling.window,
+            batch_tokens=sampling.batch_tokens,
+            min_rows_per_batch=sampling.min_rows_per_batch,
+            max_rows_per_batch=sampling.max_rows_per_batch,
+            long_rows=sampling.long_rows,
         )
         batching.check_rules()
         if needs_noise_scale(batch_size_schedule):
             remedy = "this loop measures nothing that it could follow; give steps, linear_ramp or ramp_by_doubling"
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
-        self._limits = MicroBatchLimits(micro_batch_size=micro_batch_size)
-        self._steps = StepPlanner(self._rows, batching, event=self._log_event)
+        self._limits = MicroBatchLimits(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
+        self._steps = StepPlanner(self._rows, batching, counts_tokens=clock.counts_tokens, event=self._log_event)
         self._steps.limits = self._limits
         self._waiting: deque[StepRows] = deque()
-        move = to_device or (lambda batch: moved(batch, self._device))
-        shrinks = on_out_of_memory == "shrink"
+        move = options.to_device or (lambda batch: moved(batch, self._device))
+        shrinks = options.on_out_of_memory == "shrink"
         self._accumulator = MicroBatchRunner(
             model,
             # A step may be run again: a collate function that takes from its rows takes from copies.
@@ -226,19 +276,19 @@ class AdaptiveLoop:
             num_labels=lambda batch: _whole(self._num_labels(batch["batch"])),
             remedies=_MEMORY_REMEDIES,
         )
-        self._keeps_gradients = distributed.world_size() > 1 and not sync_gradients_every_micro_batch
+        self._keeps_gradients = distributed.world_size() > 1 and not syncs
         self._learns_collectives = distributed.world_size() > 1 and shrinks and not is_compiled(model)
         self._batch_size, self._reference_batch_size = batch_size, reference_batch_size
-        self._lr_scaling, self._lr_scheduler = lr_scaling, lr_scheduler
+        self._lr_scaling, self._lr_scheduler, self._lr_clock = lr_scaling, lr_scheduler, clock
         self._built_with = {
             "batch_size": batch_size,
             "reference_batch_size": reference_batch_size,
             "lr_scaling": lr_scaling,
-            "shuffle": shuffle,
-            "seed": seed,
+            "lr_clock": str(clock),
+            **asdict(sampling),
             "dataset": f"{len(self._rows)} rows",
         }
-        self._batch_can_change = batch_increase_function is not None or batch_size_schedule is not None
+        self._batch_can_change = bool(batch_increase_function or batch_size_schedule or sampling.batch_tokens)
         self._begin_rate()
         self.progress = Progress(rows_per_epoch=len(self._rows))
         self._bound_accumulates = False  # it was tried with the gradients of earlier micro-batches there
@@ -288,7 +338,7 @@ class AdaptiveLoop:
         reshard(self._model)
         try:
             # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
-            splits = self._steps.batching.grow_beyond_maximum or self._limits.micro_batch_size is not None
+            splits = self._steps.batching.grow_beyond_maximum or self._splits
             splits = splits or self._steps.ranks > distributed.data_parallel_size()
             found = find(accumulates=splits)
             if self._rows_at_most(self.batch_size) > found.max_batch_size and not splits:
@@ -301,6 +351,10 @@ class AdaptiveLoop:
             raise SettingError("micro_batch_size", given, f"{bound} rows fit; give {bound} or less, or None")
         self._limits.set_bound(bound, tried_length=found.sequence_length)
         self._bound_accumulates = splits
+        given, most = self._limits.micro_batch_tokens, self._limits.tried_tokens
+        if isinstance(given, int) and given > most:
+            remedy = f"{bound} rows of {found.sequence_length} tokens fit; give {most} or less, or auto"
+            raise SettingError("micro_batch_tokens", given, remedy)
         return found
 
     def _find(
@@ -413,7 +467,7 @@ class AdaptiveLoop:
             batch=max(1, result.tokens) if self._reference.unit == "tokens" else result.rows,
         )
         progress = replace(self.progress, batch=step.asked).after_step(rows=result.rows, tokens=result.tokens)
-        self.progress = progress if progress.epoch_rows < len(self._rows) else progress.after_epoch()
+        self.progress = progress.after_epoch() if self._steps.is_over(progress) else progress
         return result
 
     def _check_gradients_are_clear(self) -> None:
@@ -456,7 +510,9 @@ class AdaptiveLoop:
 
     def _limit_for(self, step: StepRows) -> MicroBatchLimit:
         rows, limits = self._rows_at_most(step.asked), self._limits
-        splits = self._bound_accumulates or limits.micro_batch_size is not None
+        splits = self._bound_accumulates or self._splits
+        if limits.bound is None and limits.micro_batch_tokens == "auto":
+            raise SettingError("micro_batch_tokens", "auto", "call find_bound first, or give a number")
         if limits.bound is not None and rows > limits.bound and not splits:
             tried = (
                 f"{limits.bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on "
@@ -465,6 +521,11 @@ class AdaptiveLoop:
             remedy = f"{tried}; call find_bound again, which sees this batch, or give {limits.bound} or less"
             raise SettingError("batch_size", rows, remedy)
         return limits.of(rows)
+
+    @property
+    def _splits(self) -> bool:
+        """Whether steps run as several micro-batches whatever fits."""
+        return self._limits.micro_batch_size is not None or self._limits.micro_batch_tokens is not None
 
     def _rows_at_most(self, batch_size: int) -> int:
         """Return the rows of a step on the rank that has most: there may be other ranks than training began with."""
@@ -523,8 +584,8 @@ class AdaptiveLoop:
     def _begin_rate(self) -> None:
         """Count the schedule's time in steps of the batch that was given, on the ranks that training began with."""
         step_rows = self._batch_size * self._steps.ranks
-        self._epoch = EpochPlan.of(len(self._rows), step_rows=step_rows, drop_last=False)
-        self._clock = TrainingClock(reference=self._epoch)
+        self._steps.first_batch_size = self._batch_size
+        self._clock = TrainingClock(self._lr_clock, reference=self._steps.reference)
         self._reference = _reference_batch(self._reference_batch_size, default=step_rows)
         self._rate = LearningRate(
             self._optimizer,
@@ -533,6 +594,12 @@ class AdaptiveLoop:
             reference=self._reference,
             batch_can_change=self._batch_can_change,
         )
+
+    @property
+    def _epoch(self) -> EpochPlan:
+        """The current epoch; where only rows count, one of a constant batch is as good, and is known without reading lengths."""
+        needs_lengths = self._lr_clock.counts_tokens or self._steps.batching.batch_tokens
+        return self._steps.plan if needs_lengths else self._steps.reference
 
     def _log_rate(self, batch_size: int) -> None:
         """Log what the rules would make of a rate that does not follow a batch that has changed."""
@@ -598,6 +665,20 @@ def _whole(count: Any) -> torch.Tensor:
         remedy = "give a function that returns a whole number: how many labels are averaged over"
         raise SettingError("num_labels", count, remedy)
     return tensor.to(torch.int64)
+
+
+def _check_tokens(tokens: int | str | None, rows: int | None, sampling: Sampling) -> int | str | None:
+    """Return the padded tokens at once; refuse what is no number, and two that say what is run at once."""
+    if sampling.batch_tokens is not None:
+        check_whole("batch_tokens", sampling.batch_tokens)
+        tokens = "auto" if tokens is None and rows is None else tokens
+    if tokens is None:
+        return None
+    if rows is not None:
+        raise SettingError("micro_batch_tokens", tokens, "micro_batch_size is given too; give one of them")
+    if tokens != "auto":
+        check_whole("micro_batch_tokens", tokens, remedy="give auto, or a whole number, 1 or more")
+    return tokens
 
 
 def _check_choice(key: str, value: str, options: Sequence[str]) -> None:
