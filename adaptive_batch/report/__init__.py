@@ -1,4 +1,4 @@
-"""What a run did: its log, the audit, figures and the page."""
+"""The run log, the audit of a run, its figures and its page."""
 
 from .auditing import audit
 from .page import write_plan_picture, write_report
