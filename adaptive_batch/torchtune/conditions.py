@@ -57,7 +57,7 @@ _OWN_WORDS = ("_component_", "lr")  # of the optimizer, which are said in their 
 _SAMPLED_ROWS = 64
 
 
-def conditions(parts: TrainingParts) -> dict[str, Any]:
+def run_conditions(parts: TrainingParts) -> dict[str, Any]:
     """What a run's results depend on beside its progress, as plain values."""
     cfg, settings = parts.cfg, parts.settings
     found: dict[str, Any] = {name: _plain(cfg.get(name, None)) for name in (*RUN, *SAID) if name != "dataset"}
@@ -74,7 +74,7 @@ def compare(
     """Hold the settings of a run against those of the checkpoint that it goes on from.
 
     Args:
-        saved: what :func:`conditions` gave when it was saved; other keys are ignored.
+        saved: what :func:`run_conditions` gave when it was saved; other keys are ignored.
         now: what it gives for this run.
         allowed: keys that may differ.
         in_mid_epoch: the run goes on within an epoch.

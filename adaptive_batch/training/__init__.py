@@ -2,17 +2,26 @@
 
 from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
 from .evaluation import Evaluator
+from .finder import MaxBatchSearch, WorstRows
 from .full_batch_loss import FullBatchLoss
+from .limits import MicroBatchLimits
 from .loop import AdaptiveLoop
 from .replay import LimitChange, lengthened
+from .step import agree_on_step, differences, same_answers
 
 __all__ = [
     "AdaptiveLoop",
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",
+    "MaxBatchSearch",
+    "MicroBatchLimits",
     "MicroBatchRunner",
     "StepResult",
+    "WorstRows",
+    "agree_on_step",
+    "differences",
     "has_batch_norm",
     "lengthened",
+    "same_answers",
 ]
