@@ -111,7 +111,7 @@ def test_the_wheel_holds_recipes_as_modules_and_configs_inside_the_package(wheel
     assert modules == {path.name for path in (ROOT / "recipes").glob("*.py")}
     configs = {f"adaptive_batch/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "adaptive_batch").rglob("*.py")}
-    assert configs | package | {"adaptive_batch/py.typed"} <= set(names)
+    assert configs | package | {"adaptive_batch/py.typed", "adaptive_batch/report/page.html.jinja"} <= set(names)
     assert {name.split("/")[0] for name in names} - modules == {"adaptive_batch", dist_info(wheel)}
     assert zipfile.ZipFile(wheel).read(f"{dist_info(wheel)}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 

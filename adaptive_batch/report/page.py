@@ -103,7 +103,6 @@ def render(
         name: of the run.
     """
     import jinja2
-    from markupsafe import Markup
 
     from .drawing import DARK, GROUNDS, LIGHT, MARKS, marks_of, to_png, to_svg
     from .estimate_figures import estimate_figures
@@ -125,7 +124,7 @@ def render(
         facts=facts,
         notes=notes,
         marks=[(event, *MARKS[event]) for event in events],
-        figures=[(figure, Markup(to_svg(figure))) for figure in figures],
+        figures=[(figure, to_svg(figure)) for figure in figures],
         estimate=estimate,
         events=_shown_events(timeline),
         num_events=len(timeline.events),
