@@ -1,4 +1,4 @@
-"""Each row once an epoch across all restarts is proved from the record; whatever speaks against it is found."""
+"""Each row once an epoch across all restarts is proved from the run log; whatever contradicts it is found."""
 
 import json
 import random

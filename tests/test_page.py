@@ -1,4 +1,4 @@
-"""A report shows what was recorded, all of it and nothing else, on a page that needs nothing beside itself."""
+"""A report shows what was recorded, all of it and nothing else, on a page that needs no other file."""
 
 import io
 import json
