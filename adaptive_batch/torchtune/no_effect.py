@@ -89,17 +89,17 @@ def without_effect_on_probe(probe: ProbeSettings, *, ranks: int = 1) -> list[tup
 
 def without_effect_on_estimate(settings: Settings) -> list[tuple[str, str]]:
     """The keys of the `probe` block that are set and do nothing in ``adaptive_estimate``, each with the reason."""
-    reasons = {"device_memory": "estimate.devices gives what the devices have"}
-    reasons |= dict.fromkeys(
-        ("search", "cache", "round_to_power_of_two", "trial_timeout"),
-        "an estimate tries nothing, and returns the largest size that fits",
-    )
-    reasons["assumed_maximum"] = "it is for plan_only"
-    reasons["sequence_lengths"] = "it is for adaptive_probe; give estimate.sequence_lengths"
+    reasons = {
+        "device_memory": "estimate.devices gives what the devices have",
+        "sequence_lengths": "it is for adaptive_probe; give estimate.sequence_lengths",
+        "assumed_maximum": "it is for plan_only",
+    }
     if settings.estimate.sequence_lengths:
         reasons["sequence_length"] = "estimate.sequence_lengths gives the lengths"
     if settings.estimate.headroom is not None:
         reasons["headroom"] = "estimate.headroom gives it"
+    tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
+    reasons |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
     return _set(settings.probe, reasons)
 
 
