@@ -19,7 +19,6 @@ from torchtune import config, training
 from torchtune.models.qwen2 import qwen2
 
 from adaptive_batch.estimate import LengthEstimate
-from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import BatchSizeFinder, Settings, TrainingParts, estimate_devices
 
@@ -218,7 +217,7 @@ class BoundByEach(BatchSizeFinder):
         super().__init__(parts)
         self._each = search
 
-    def _search(self, memory: DeviceMemory, **options: Any) -> Search:
+    def _choose(self, **options: Any) -> Search:
         return self._each
 
 

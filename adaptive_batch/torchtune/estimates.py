@@ -318,12 +318,13 @@ class _PlannedStep:
             parts,
             rows,
             accumulates=bounds.has_several or settings.fits_itself or settings.gradient_accumulation_steps > 1,
-            keep_gradients=(lambda: bounds.keep_gradients(rows(1))) if keeps else None,
+            keep_gradients=(lambda: self.parts.accumulator.keep_gradients(rows(1))) if keeps else None,
         )
 
     def _rows_of(self, bounds: BatchSizeFinder, length: int | str) -> tuple[Rows, int]:
         if self.parts.reads_data:
-            longest_first, tokens = bounds.rows_of(length)
+            worst = bounds.rows_of(length)
+            longest_first, tokens = worst.first, worst.length
 
             def rows(count: int) -> list[dict[str, Any]]:  # also more of them than there are
                 some = longest_first(min(count, len(self.parts.dataset)))
