@@ -132,7 +132,7 @@ class Combination:
     def planned(self, **estimate: Any) -> LengthEstimate:
         """Its estimate, of a single row too: on 1 MiB no two rows fit."""
         settings = {"devices": ["1MiB"], "changes": False, "world_size": self.ranks, **estimate}
-        return estimate_devices(self.to_estimate(**settings), say=lambda text: None).lengths[0]
+        return estimate_devices(self.to_estimate(**settings), show=lambda text: None).lengths[0]
 
 
 class RealParts(TrainingParts):

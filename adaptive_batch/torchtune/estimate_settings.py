@@ -23,8 +23,8 @@ class EstimateSettings:
         world_size: ranks that share the model.
         changes: also estimate what single changes of the configuration would bring.
         headroom: share of the memory that is left free, in [0, 1); None for `probe.headroom`.
-        context: what the CUDA context takes outside the allocator, in bytes or as a size such as ``"600MiB"``; None for what is
-            known of public out-of-memory messages, and for nothing where ``device`` is ``cpu``.
+        context: bytes that the CUDA context takes outside the allocator, given as a number or as a size such as ``"600MiB"``; None
+            for what public out-of-memory messages show, and for nothing where ``device`` is ``cpu``.
     """
 
     devices: object = None
@@ -32,20 +32,13 @@ class EstimateSettings:
     world_size: int = 1
     changes: bool = True
     headroom: float | None = None
-    context: int | str | None = None
+    context: int | None = None
 
     def lengths_of(self, probe: ProbeSettings) -> tuple[str, tuple[int | str, ...]]:
         """The key that gives the lengths, and the lengths."""
         if self.sequence_lengths:
             return "estimate.sequence_lengths", self.sequence_lengths
         return "probe.sequence_length", (probe.sequence_length,)
-
-    @property
-    def context_bytes(self) -> int | None:
-        """The size of `context`; None where it is not set."""
-        if self.context in (None, 0):
-            return self.context  # type: ignore[return-value]
-        return parse_size(self.context, total_bytes=0)
 
     @classmethod
     def from_config(cls, config: object) -> EstimateSettings:
@@ -65,21 +58,23 @@ class EstimateSettings:
         values = {key: value for key, value in config.items() if value is not None}
         if "sequence_lengths" in values:
             values["sequence_lengths"] = read_lengths("estimate.sequence_lengths", values["sequence_lengths"])
+        if "context" in values:
+            values["context"] = _read_context(values["context"])
         settings = cls(**values)
-        settings._check()
+        if settings.devices is not None:
+            parse_devices(settings.devices)
+        check_whole("estimate.world_size", settings.world_size)
+        check_bool("estimate.changes", settings.changes)
+        if settings.headroom is not None:
+            check_share("estimate.headroom", settings.headroom)
         return settings
 
-    def _check(self) -> None:
-        if self.devices is not None:
-            parse_devices(self.devices)
-        check_whole("estimate.world_size", self.world_size)
-        check_bool("estimate.changes", self.changes)
-        if self.headroom is not None:
-            check_share("estimate.headroom", self.headroom)
-        try:
-            if isinstance(self.context, bool | float):
-                raise ValueError
-            _ = self.context_bytes
-        except ValueError:
-            remedy = 'give a size such as "600MiB", or a whole number of bytes'
-            raise SettingError("estimate.context", self.context, remedy) from None
+
+def _read_context(value: object) -> int:
+    try:
+        if isinstance(value, int | str) and not isinstance(value, bool):
+            return 0 if value == 0 else parse_size(value, total_bytes=0)
+    except ValueError:
+        pass
+    remedy = 'give a size such as "600MiB", or a whole number of bytes'
+    raise SettingError("estimate.context", value, remedy) from None
