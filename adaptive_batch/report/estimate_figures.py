@@ -21,7 +21,7 @@ _DASHES = ("--", "-.", ":", (0, (8, 2)))  # of the devices
 
 def estimate_figures(estimate: MemoryEstimate) -> list[Figure]:
     """Return a figure for each length, all of one height in GiB."""
-    highest = max(target.budget_bytes for target in estimate.targets)
+    highest = max(target.budget_bytes for target in estimate.devices)
     # Where nothing fits, the least that a step holds is higher than what any device allows.
     least = max(length.peak_bytes(1) for length in estimate.lengths)
     top = max(1.12 * highest, 1.1 * least) / GIB
@@ -31,7 +31,7 @@ def estimate_figures(estimate: MemoryEstimate) -> list[Figure]:
 def summary_lines(estimate: MemoryEstimate) -> list[str]:
     """Return a line for each device."""
     lines = []
-    for target in estimate.targets:
+    for target in estimate.devices:
         fits = [
             f"{_rows_that_fit(estimate, one, target)} of {one.sequence_length:,} tokens" for one in estimate.lengths
         ]
@@ -40,12 +40,12 @@ def summary_lines(estimate: MemoryEstimate) -> list[str]:
 
 
 def _rows_that_fit(estimate: MemoryEstimate, length: LengthEstimate, target: Target) -> str:
-    rows = estimate.said(estimate.bound(length, target))
+    rows = estimate.format_rows(estimate.bound(length, target))
     return {"0": "no row", "1": "1 row"}.get(rows, f"{rows} rows")
 
 
 def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: float) -> Figure:
-    most = max(estimate.bound(length, target) for target in estimate.targets)
+    most = max(estimate.bound(length, target) for target in estimate.devices)
     last = max(4, min(math.ceil(1.12 * most), estimate.maximum))
     rows = _corners(length, last)
     parts = [_composition(length, count) for count in rows]
@@ -62,7 +62,7 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
             below = above
         if of_optimizer > _step_bytes(length, 1) / GIB:
             axes.axhline(of_optimizer, color=LIGHT["purple"], linewidth=1.4, label="optimizer's step")
-        for target, dashes in zip(estimate.targets, cycle(_DASHES), strict=False):
+        for target, dashes in zip(estimate.devices, cycle(_DASHES), strict=False):
             label = f"{target.name.split(' (')[0]}: {_rows_that_fit(estimate, length, target)}"
             axes.axhline(target.budget_bytes / GIB, color=LIGHT["text"], linewidth=1.2, linestyle=dashes, label=label)
             if bound := estimate.bound(length, target):
@@ -76,7 +76,7 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
         add_legend(axes)
 
     words = [f"The optimizer's step holds {of_optimizer:.2f} GiB with any number of rows."] if of_optimizer else []
-    for target in estimate.targets:
+    for target in estimate.devices:
         bound, fits = estimate.bound(length, target), _rows_that_fit(estimate, length, target)
         needs = f"{length.peak_bytes(max(1, bound)) / GIB:.2f} GiB."
         words.append(f"{target.name}: {fits}, {needs}" if bound else f"{target.name}: {fits} fits; one needs {needs}")

@@ -41,14 +41,14 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     from .drawing import require_libraries
 
     require_libraries()
-    from adaptive_batch.estimate import read_plan
+    from adaptive_batch.estimate import read_estimate
 
     folder = Path(output_dir) / "adaptive_batch"
     page = Path(output) if output is not None else folder / "report.html"
     if page.is_dir() or page.suffix == ".png" or (output is not None and not page.parent.is_dir()):
         raise SettingError("--output", str(page), "give a file that ends in .html, in a folder that is there")
     has_log, probe = (folder / "run.jsonl").is_file(), read_probe(folder / "probe.json")
-    estimate = read_plan(folder / "estimate.json")
+    estimate = read_estimate(folder / "estimate.json")
     if not has_log and probe is None and estimate is None:
         raise SettingError(
             "OUTPUT_DIR",
