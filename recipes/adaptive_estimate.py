@@ -15,7 +15,7 @@ from torchtune import config
 
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import MemoryEstimate
-from adaptive_batch.report import write_plan_picture
+from adaptive_batch.report import write_estimate_picture
 from adaptive_batch.torchtune import FakeParts, complete, estimate_devices, set_up_terminal, use_shipped_config
 
 
@@ -39,7 +39,7 @@ def estimate(cfg: DictConfig) -> MemoryEstimate:
     estimated = estimate_devices(cfg, save=lambda one: one.save(path))
     print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
     try:
-        write_plan_picture(estimated, path.with_suffix(".png"))
+        write_estimate_picture(estimated, path.with_suffix(".png"))
     except AdaptiveBatchError as error:
         print(f"no figure: {error}")
     else:

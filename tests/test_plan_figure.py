@@ -28,7 +28,7 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.estimate.fake_step import Resident
 from adaptive_batch.memory import GIB
-from adaptive_batch.report import write_plan_picture, write_report
+from adaptive_batch.report import write_estimate_picture, write_report
 from adaptive_batch.report.drawing import to_svg
 from adaptive_batch.report.estimate_figures import estimate_figures
 
@@ -244,7 +244,7 @@ def test_the_tables_have_each_device_and_length_and_each_change(tmp_path):
 @pytest.mark.parametrize("num_lengths", [1, 3])
 def test_the_picture_is_written_and_not_blank(tmp_path, num_lengths):
     plan = full_plan()
-    write_plan_picture(replace(plan, lengths=(plan.lengths * 2)[:num_lengths]), tmp_path / "estimate.png")
+    write_estimate_picture(replace(plan, lengths=(plan.lengths * 2)[:num_lengths]), tmp_path / "estimate.png")
     picture = Image.open(io.BytesIO((tmp_path / "estimate.png").read_bytes())).convert("RGB")
     assert (picture.size[0] > 1000) == (num_lengths > 1)
     assert len({colour for count, colour in picture.getcolors(maxcolors=1 << 24) if count > 500}) >= 4
@@ -268,10 +268,10 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path):
         import sys
         from pathlib import Path
         sys.modules["matplotlib"] = None
-        from adaptive_batch.report import write_plan_picture
+        from adaptive_batch.report import write_estimate_picture
         from adaptive_batch.estimate import read_estimate
         try:
-            write_plan_picture(read_estimate(Path(sys.argv[1], "estimate.json")), Path(sys.argv[1], "estimate.png"))
+            write_estimate_picture(read_estimate(Path(sys.argv[1], "estimate.json")), Path(sys.argv[1], "estimate.png"))
         except Exception as error:
             print(error)
         """

@@ -72,7 +72,7 @@ def read_probe(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def write_plan_picture(estimate: MemoryEstimate, path: Path) -> None:
+def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
     """Write the figures of an estimate as a PNG.
 
     Raises:
