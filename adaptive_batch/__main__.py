@@ -71,7 +71,7 @@ def _configs(given: argparse.Namespace) -> int:
 
 def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     audit = commands.add_parser(
-        "audit", help="prove from a run's record that each row was used exactly once an epoch, across all restarts"
+        "audit", help="prove from a run's log that each row was used exactly once an epoch, across all restarts"
     )
     audit.add_argument("output_dir", metavar="OUTPUT_DIR", help="the output_dir of the run")
     audit.set_defaults(run=_audit)

@@ -35,7 +35,7 @@ from torchtune import config
 from turns import Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval
 
 from adaptive_batch.report import audit, read_records
-from adaptive_batch.report.figures.look import LIGHT
+from adaptive_batch.report.drawing import LIGHT
 
 SMALL, LARGE, AT_ONCE = 16, 64, 8  # rows of a step, and of a micro-batch
 EPOCHS = 2

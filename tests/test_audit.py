@@ -1,4 +1,4 @@
-"""Each row once an epoch across all restarts is proved from the record; whatever speaks against it is found."""
+"""Each row once an epoch across all restarts is proved from the run log; whatever contradicts it is found."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import RunLog, audit
 from adaptive_batch.report.auditing import audit_records
-from adaptive_batch.report.history.lineage import follow, trace
+from adaptive_batch.report.run_history import RunHistory
 from adaptive_batch.schedules import Progress
 
 
@@ -57,6 +57,7 @@ class Run:
                     "rows": rows,
                     "loss": 1 / (progress.steps + sum(rows)),
                     "lr": batch / 1000,
+                    "asked": batch,
                     "batch_size": len(rows),
                     "samples_seen": progress.samples,
                     "tokens_seen": progress.tokens,
@@ -119,7 +120,7 @@ def test_a_run_that_is_killed_and_resumed_at_random_holds(tmp_path_factory, run,
     found = audit(written(folder, run.lines(kills, goes_on=goes_on)))
     lines = run.lines(kills, goes_on=goes_on)
     begun = any('"kind": "start"' in line and line.endswith("}") for line in lines)
-    assert found.problems == (() if begun else ("the beginning of the run is not in the record",))
+    assert found.problems == (() if begun else ("the beginning of the run is not in the log",))
 
 
 CORRUPTIONS = {
@@ -166,7 +167,7 @@ def test_a_step_that_counts_and_is_lost_or_torn_never_holds(data, run, kills):
     torn = data.draw(st.booleans())
     found = audit_records([*records[:place], *([None] if torn else []), *records[place + 1 :]])
     assert not found.holds
-    assert torn == ("torn" in found.lines[0])
+    assert ("1 of them torn" in found.lines[0]) == torn
 
 
 @given(data=st.data(), run=RUNS)
@@ -192,11 +193,11 @@ def test_an_end_of_an_epoch_that_says_other_numbers_never_holds(data, run):
 def test_the_record_of_a_left_out_row_is_needed():
     records = Run(rows=10, batches=(4, 4), drop_last=True).records()
     assert audit_records(records).lines[-1] == (
-        "verdict     holds: 8 of 10 rows exactly once in epochs 0 to 1, 2 left out as said"
+        "verdict     holds: 8 of 10 rows exactly once in epochs 0 to 1, 2 left out as recorded"
     )
     found = audit_records([record for record in records if record["kind"] != "epoch"])
     assert [problem.split(": ")[0] for problem in found.problems] == ["epoch 0", "epoch 1"]
-    assert all("never used, and not said to be left out" in problem for problem in found.problems)
+    assert all("never used, and not recorded as left out" in problem for problem in found.problems)
 
 
 def test_a_dropped_row_may_not_be_used_and_a_lost_list_of_dropped_rows_is_no_excuse():
@@ -204,20 +205,20 @@ def test_a_dropped_row_may_not_be_used_and_a_lost_list_of_dropped_rows_is_no_exc
     records = run.records()
     assert audit_records(records).holds
     records[1] = {**records[1], "rows": [4]}
-    assert "row 4 was used, and listed as dropped" in " ".join(audit_records(records).problems)
+    assert "rows used, and listed as dropped: 4" in " ".join(audit_records(records).problems)
     without = [record for record in run.records() if record["kind"] not in ("dropped", "epoch")]
-    assert audit_records(without).problems == ("epoch 0: row 3 was never used, and not said to be left out",)
+    assert audit_records(without).problems == ("epoch 0: rows never used, and not recorded as left out: 3",)
 
 
 def test_a_step_done_again_with_another_loss_is_a_failure_unless_a_change_on_resume_is_recorded():
     lines = Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])
     records = [json.loads(line) for line in lines]
     assert [record.get("step") for record in records if record["kind"] == "step"] == [1, 2, 3, 4, 5, 4, 5]
-    assert "repeats     steps done again: 2, all alike" in audit_records(records).lines
+    assert "repeats     repeated steps: 2, alike: 2" in audit_records(records).lines
     again = next(i for i, record in enumerate(records) if i > 7 and record["kind"] == "step")
     records[again] = {**records[again], "loss": 9.5}
     assert audit_records(records).problems == (
-        f"step 4 was done again with other loss ({records[5]['loss']}, then 9.5)",
+        f"step 4 was repeated with another loss ({records[5]['loss']}, then 9.5)",
     )
 
     start = next(i for i, record in enumerate(records) if record.get("resumed"))
@@ -266,7 +267,7 @@ def test_an_epoch_that_began_anew_on_changed_data_counts_from_there():
         start = {**begun_anew[0], "progress": progress.state_dict()}
         found = audit_records([*records, start, {"kind": "epoch_restarted", "epoch": 1}, *begun_anew[1:]])
         assert found.problems == ()
-        assert any("epoch 1 began anew after step 5, as its data was changed" in line for line in found.lines)
+        assert any("epoch 1 began again after step 5, as its data was changed" in line for line in found.lines)
         assert found.lines[-1].endswith(
             "each of 20 rows exactly once in epoch 0; each of 24 rows exactly once in epoch 1"
         )
@@ -292,7 +293,7 @@ def test_only_the_last_run_of_a_file_is_audited():
     broken = [{**record, "rows": [0, 0]} if record["kind"] == "step" else record for record in first.records()]
     found = audit_records([*broken, *second.records()])
     assert found.holds
-    assert "1 earlier or other run is left aside" in found.lines[1]
+    assert "the last run is audited; other runs in the file: 1" in found.lines[1]
     assert found.lines[-1] == "verdict     holds: each of 7 rows exactly once in epoch 0"
 
 
@@ -318,7 +319,7 @@ def test_a_run_that_goes_on_from_an_older_save_than_before_holds():
     again = [next(newest), next(newest), next(newest)]
     found = audit_records([*records, *again, *older])
     assert (found.problems, again[0]["progress"]["steps"]) == ((), 8)
-    assert "starts      3, resumed twice at step 8 and 2" in found.lines
+    assert "starts      3, resumed at step 8, 2" in found.lines
     beginning = Run().process([Progress()])  # saved before the first step
     assert audit_records([*records, *again, *beginning]).problems == ()
 
@@ -326,8 +327,8 @@ def test_a_run_that_goes_on_from_an_older_save_than_before_holds():
 def test_a_line_that_is_completed_while_the_file_is_read_changes_nothing():
     records = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
     for place, record in enumerate(records):
-        lineage = trace([*records[:place], None])
-        assert len(list(follow(records, lineage))) == place + (record["kind"] != "start")
+        history = RunHistory([*records[:place], None])
+        assert len(list(history.entries(records))) == place + (record["kind"] != "start")
 
 
 def test_an_epoch_without_a_step_ends_too():
@@ -339,18 +340,18 @@ def test_an_epoch_without_a_step_ends_too():
 def test_a_gap_is_named():
     records = Run(batches=(4,), save_every=3).records()
     lost = [record for record in records if record.get("step") != 4]
-    assert audit_records(lost).problems[0] == "step 5: step 4 is not in the record"
+    assert audit_records(lost).problems[0] == "step 5: not in the log: step 4"
     place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
     found = audit_records([*records[: place - 2], None, records[place]])
-    assert found.problems == ("resume_point at step 3: steps 2 to 3 are not in the record (torn lines before it: 1)",)
+    assert found.problems == ("resume_point at step 3: not in the log: steps 2 to 3 (torn lines before it: 1)",)
     saved = Progress(steps=9, samples=36, tokens=360, epoch=1, epoch_rows=16)
     beyond = [*records[:place], *Run(save_every=3).process([saved])]
-    assert audit_records(beyond).problems[0] == "resumed at step 9: steps 4 to 9 are not in the record"
+    assert audit_records(beyond).problems[0] == "resumed at step 9: not in the log: steps 4 to 9"
 
 
 def test_a_record_without_its_beginning_or_without_a_start_between_never_holds():
     records = Run().records()
-    assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the record"
+    assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the log"
     twice = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
     joined = [record for record in twice if not record.get("resumed")]
     assert audit_records(joined).problems[0] == "step 4 follows step 5, without a start between them"
@@ -371,15 +372,15 @@ def test_records_without_row_numbers_cannot_be_proved():
     records = [{key: value for key, value in record.items() if key != "rows" or record["kind"] == "start"}
                for record in Run(batches=(4,)).records()]  # fmt: skip
     found = audit_records(records)
-    assert found.problems == ("epoch 0: which rows its steps used is not recorded, as an older version wrote them",)
+    assert found.problems[:5] == tuple(f"step {step}: which rows it used is not recorded" for step in range(1, 6))
 
 
 def test_batch_size_and_rate_are_listed_and_a_short_last_step_is_no_change():
     records = Run(rows=21, batches=(4, 8, 2)).records()
     lines = audit_records(records).lines
     assert [line[12:] for line in lines if ", lr 0.00" in line] == [
-        "step  1: 4 rows, lr 0.004",
-        "step  7: 4 -> 8 rows, lr 0.004 -> 0.008",
+        "step 1: 4 rows, lr 0.004",
+        "step 7: 4 -> 8 rows, lr 0.004 -> 0.008",
         "step 10: 8 -> 2 rows, lr 0.008 -> 0.002",
     ]
     assert "lr          first 0.004 (step 1), last 0.002 (step 20), least 0.002 (step 10), most 0.008 (step 7)" in lines
@@ -399,6 +400,7 @@ def test_a_batch_that_shrinks_within_an_epoch_is_a_change():
                     "step": 3 + len(halves),
                     "rows": rows,
                     "batch_size": 2,
+                    "asked": 2,
                     "position": step["position"] - back,
                     "samples_seen": step["samples_seen"] - back,
                 }
@@ -408,36 +410,35 @@ def test_a_batch_that_shrinks_within_an_epoch_is_a_change():
     assert any("step 3: 4 -> 2 rows" in line for line in found.lines)
 
 
-def test_a_capacity_lowered_in_a_step_that_was_taken_back_is_said_to_be_so():
+def test_a_capacity_lowered_in_a_step_that_was_rolled_back_is_marked():
     records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
     lowered = {"kind": "capacity", "before": 8, "after": 4, "unit": "rows"}
     place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
     lines = audit_records([*records[: place + 1], lowered, *records[place + 1 :]]).lines
-    assert "capacity    after step 3: 8 -> 4 rows; taken back with the step that follows" in lines
+    assert "capacity    after step 3: 8 -> 4 rows; rolled back with the next step" in lines
     lines = audit_records([*records[: place - 1], lowered, *records[place - 1 :]]).lines
     assert "capacity    after step 2: 8 -> 4 rows" in lines
 
 
 def test_steps_filled_by_tokens_are_one_batch():
     records = Run(rows=21, batches=(4,)).records()
-    found = audit_records([records[0], {"kind": "plan", "batch_tokens": 512}, *records[1:]])
-    assert [line for line in found.lines if "tokens (" in line] == [
-        "batch size  step 1: 512 tokens (1 to 4 rows), lr 0.004"
-    ]
+    asked = [{**record, "asked": 512} if record["kind"] == "step" else record for record in records[1:]]
+    found = audit_records([records[0], {"kind": "plan", "batch_tokens": 512}, *asked])
+    assert [line for line in found.lines if "tokens (" in line] == ["batch size  step 1: 512 tokens (4 rows), lr 0.004"]
 
 
 def test_decisions_about_the_rate_are_listed_once():
     records = Run(batches=(4,)).records()
     decision = {"kind": "lr", "message": "lr 0.1 belongs to 8 rows a step"}
     lines = audit_records([records[0], decision, decision, *records[1:]]).lines
-    assert sum("belongs to 8 rows a step (said 2 times)" in line for line in lines) == 1
+    assert sum("belongs to 8 rows a step (logged 2 times)" in line for line in lines) == 1
 
 
 def test_the_command_prints_the_verdict_last_and_exits_by_it(tmp_path, capsys):
     lines = Run().lines([(7, 0.5, 0), (5, 1.0, 1)])
     assert main(["audit", str(written(tmp_path, lines))]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("record      ")
+    assert out[0].startswith("run log     ")
     assert "1 of them torn" in out[0]
     assert out[-1] == "verdict     holds: each of 20 rows exactly once in epochs 0 to 2"
     assert main(["audit", str(written(tmp_path, lines[:-3]))]) == 0
@@ -484,4 +485,4 @@ def test_an_epoch_may_end_in_a_start_that_does_no_step():
     run = Run(rows=7, batches=(4,), save_every=1, drop_last=True, long_rows=(0,), name="a", seed=0)
     found = audit_records([json.loads(line) for line in run.lines([(4, 1.0, 0), (3, 1.0, 0)])])
     assert found.holds
-    assert found.lines[-1] == "verdict     holds: 4 of 7 rows exactly once in epoch 0, 3 left out as said"
+    assert found.lines[-1] == "verdict     holds: 4 of 7 rows exactly once in epoch 0, 3 left out as recorded"

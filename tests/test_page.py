@@ -1,4 +1,4 @@
-"""A report shows what was recorded, all of it and nothing else, on a page that needs nothing beside itself."""
+"""A report shows what was recorded, all of it and nothing else, on a page that needs no other file."""
 
 import io
 import json
@@ -13,25 +13,23 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from PIL import Image
 from small_report import NASTY, PROBE, Records, full_records
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records, write_report
-from adaptive_batch.report.figures.facts import facts_of
-from adaptive_batch.report.figures.images import to_svg
-from adaptive_batch.report.figures.look import DARK, GROUNDS, LIGHT
-from adaptive_batch.report.figures.of_run import figures_of
-from adaptive_batch.report.figures.series import Series
-from adaptive_batch.report.history.timeline import EVENTS, Timeline
+from adaptive_batch.report.drawing import DARK, GROUNDS, LIGHT, MARKS, Points
 from adaptive_batch.report.page import render
+from adaptive_batch.report.run_figures import figures_of
+from adaptive_batch.report.run_history import EVENTS, Timeline
+from adaptive_batch.report.summary import facts_of
 
 EVERY_FIGURE = [
     "probe", "batch_size", "micro_batches", "lr", "loss-over-samples", "loss-over-time", "padding", "tokens-per-second",
     "peak-memory", "noise-scale",
 ]  # fmt: skip
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timeline_of(records: Records) -> Timeline:
@@ -46,6 +44,20 @@ def written(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(written):
     return written[0].read_text()
+
+
+def lines_of(figure):
+    """What a figure draws: each named line with its points."""
+    axes = Figure().subplots()
+    figure.draw(axes)
+    return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.get_lines()}
+
+
+def marks_in(figure):
+    """The places of the marks above the axes, by their shape."""
+    axes = Figure().subplots()
+    figure.draw(axes)
+    return {line.get_marker(): list(line.get_xdata()) for line in axes.get_lines() if not line.get_clip_on()}
 
 
 def figures_in(page: str) -> list[str]:
@@ -90,11 +102,9 @@ def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run
     assert explained
     assert [event for event in EVENTS if event in explained[0]] == list(EVENTS)
     drawn, _ = figures_of(timeline, PROBE)
-    unmarked = timeline_of(Records())
-    for figure in drawn:
-        uses = to_svg(figure, timeline).count("<use ") - to_svg(figure, unmarked).count("<use ")
-        assert uses >= (7 if figure.x_axis else 0), figure.name
-        assert figure.x_axis or not uses
+    shapes = {marker for marker, _, _ in MARKS.values()}
+    assert [figure.name for figure in drawn if set(marks_in(figure)) != shapes] == ["probe"]
+    assert marks_in(drawn[1])[MARKS["restarted"][0]] == [timeline.steps[419].samples]
 
 
 def test_the_head_has_the_facts_of_the_run():
@@ -118,7 +128,7 @@ def test_a_short_last_step_is_not_taken_for_the_last_batch():
 
 def test_the_probe_shows_what_fits_what_does_not_and_the_budget():
     (figure, *_), _ = figures_of(timeline_of(Records()), PROBE)
-    shown = {line.label: list(zip(line.series.x, line.series.y, strict=True)) for line in figure.lines}
+    shown = lines_of(figure)
     assert shown["fits"] == [(1, 2), (16, 9), (24, 13)]
     assert shown["does not fit"] == [(32, 14)]  # without a peak, where the budget ends
     assert {y for _, y in shown["budget 14 GiB"]} == {14}
@@ -162,31 +172,28 @@ def test_the_page_refers_to_nothing_outside(page):
     assert all(reference.startswith("#") or reference == "data:," for reference in references)
 
 
-def test_each_figure_is_xml_with_a_title_a_description_and_ids_of_its_own(page):
-    ids = []
+def test_each_figure_is_xml_with_a_name_a_description_and_ids_of_its_own(page):
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) > 100
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         root = ElementTree.fromstring(svg)
-        if root.get("role") != "img":
-            assert root.get("aria-hidden") == "true"
-            continue
-        named = root.get("aria-labelledby").split()
-        texts = [
-            root.find(f"{SVG}{tag}[@id='{name}']").text for tag, name in zip(("title", "desc"), named, strict=True)
-        ]
-        assert all(texts)
-        here = [element.get("id") for element in root.iter() if element.get("id")]
-        ids += here
+        assert root.get("role") == "img"
+        for name in root.get("aria-labelledby").split():
+            assert re.search(rf'<(figcaption|p) id="{name}">[^<]+<', page), name
+        here = {element.get("id") for element in root.iter() if element.get("id")}
         xlink = "{http://www.w3.org/1999/xlink}href"
         pointed = {element.get(xlink)[1:] for element in root.iter() if element.get(xlink)}
         pointed |= set(re.findall(r"url\(#([^)]+)\)", svg))
-        assert pointed <= set(here)
-    assert len(ids) == len(set(ids)) > 100
+        assert pointed <= here
 
 
-def test_figures_have_no_colour_of_their_own(page):
+def test_each_colour_of_a_figure_has_one_for_a_dark_ground(page):
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
-        assert set(re.findall(r"(?:fill|stroke): (#\w+)", svg)) == set()
-        assert set(re.findall(r"var\(--(\w+)\)", svg)) <= set(LIGHT)
+        assert set(re.findall(r"(?:fill|stroke): (#\w+)", svg)) <= set(LIGHT.values())
+    dark = page[page.index("prefers-color-scheme") :]
+    for name, colour in LIGHT.items():
+        assert f'[style*="stroke: {colour}"]{{stroke:{DARK[name]}!important}}' in dark
+        assert f'[style*="fill: {colour}"]{{fill:{DARK[name]}!important}}' in dark
 
 
 def luminance(colour: str) -> float:
@@ -218,13 +225,13 @@ def test_the_picture_has_the_same_figures_and_is_not_blank(written):
 # --- restarts -------------------------------------------------------------------------------------------------------
 
 
-def test_steps_that_a_restart_took_back_are_apart():
+def test_steps_that_a_restart_rolled_back_are_apart():
     timeline = timeline_of(full_records())
     assert [step.number for step in timeline.steps] == list(range(1, 601))
-    assert [[step.number for step in stretch] for stretch in timeline.taken_back] == [list(range(421, 481))]
+    assert [[step.number for step in stretch] for stretch in timeline.rolled_back] == [list(range(421, 481))]
     assert timeline.restarts == 1
     page, _ = render(timeline, None, name="run")
-    assert "60 steps were taken back by restarts" in page
+    assert "Steps that restarts rolled back: 60." in page
 
 
 def test_only_the_last_run_of_a_file_is_shown_and_that_is_said():
@@ -233,11 +240,11 @@ def test_only_the_last_run_of_a_file_is_shown_and_that_is_said():
     records.samples = {0: 0}
     records.step(1)
     timeline = timeline_of(records)
-    assert ([step.number for step in timeline.steps], timeline.earlier_runs, timeline.restarts) == ([1], 1, 0)
-    assert "an earlier run; only the last run is shown" in render(timeline, None, name="run")[0]
+    assert ([step.number for step in timeline.steps], timeline.other_runs, timeline.restarts) == ([1], 1, 0)
+    assert "Only the last run of the file is shown; other runs in it: 1." in render(timeline, None, name="run")[0]
 
 
-def test_what_a_restart_took_back_is_not_marked_but_what_happened_stays_marked():
+def test_what_a_restart_rolled_back_is_not_marked_but_what_happened_stays_marked():
     records = Records()
     records.start()
     for number in range(1, 11):
@@ -251,7 +258,7 @@ def test_what_a_restart_took_back_is_not_marked_but_what_happened_stays_marked()
         ("out of memory", 10, 160),
         ("restarted", 5, 80),
     ]
-    assert "(taken back by a restart)" in render(timeline, None, name="run")[0]
+    assert "(rolled back by a restart)" in render(timeline, None, name="run")[0]
 
 
 # --- what is not as it should be ----------------------------------------------------------------------------------------
@@ -283,7 +290,7 @@ def test_torn_lines_and_numbers_that_are_none_still_make_a_page(tmp_path):
         "\0\0",
     ]
     page = write_report(records.write(tmp_path))[0].read_text()
-    assert "2 values are not finite" in page
+    assert "Values that are not finite: 2." in page
     assert "loss-over-samples" in figures_in(page)
 
 
@@ -332,7 +339,7 @@ def test_a_folder_without_a_run_is_refused_with_what_would_do(tmp_path, capsys):
         main(["report", str(tmp_path)])
     assert exit_.value.code == 2
     assert (
-        "holds neither adaptive_batch/run.jsonl nor a probe.json or plan.json; give a run's output_dir"
+        "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's output_dir"
         in capsys.readouterr().err
     )
     assert not list(tmp_path.iterdir())
@@ -370,27 +377,11 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path):
 
 # --- long runs --------------------------------------------------------------------------------------------------------
 
-numbers = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
-
-
-@given(y=st.lists(numbers, max_size=200), buckets=st.integers(1, 20))
-def test_downsampling_keeps_the_smallest_and_the_largest_and_the_order(y, buckets):
-    series = Series.of(range(len(y)), y)
-    few = series.downsampled(buckets=buckets)
-    assert len(few.x) <= 3 * buckets or few is series
-    assert list(few.x) == sorted(few.x)
-    assert (min(few.finite, default=None), max(few.finite, default=None)) == (
-        min(series.finite, default=None),
-        max(series.finite, default=None),
-    )
-    points = dict(zip(series.x, series.y, strict=True))
-    assert all(points[x] == value for x, value in zip(few.x, few.y, strict=True) if math.isfinite(value))
-    assert bool(few.not_finite) == bool(series.not_finite)
-
 
 @given(y=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), window=st.integers(1, 70))
 def test_the_running_mean_is_the_mean_of_the_values_before(y, window):
-    means = Series.of(range(len(y)), y).running_mean(window=window, points=len(y)).y
+    means = Points.of(range(len(y)), y).running_mean(window).y
+    assert len(means) == len(y)
     for place, mean in enumerate(means):
         values = y[max(0, place + 1 - window) : place + 1]
         assert mean == pytest.approx(math.fsum(values) / len(values), abs=1e-9)
@@ -405,7 +396,9 @@ def test_a_long_run_makes_a_small_page_soon_and_keeps_its_spike(tmp_path):
     page, _ = write_report(folder)
     assert time.process_time() - start < 20
     assert page.stat().st_size < 2_000_000
-    figures, _ = figures_of(Timeline.of(read_records(folder / "adaptive_batch" / "run.jsonl")), None)
-    loss = next(figure for figure in figures if figure.name == "loss-over-samples")
-    assert 123.25 in loss.lines[1].series.y
     assert "largest 123.2" in page.read_text()
+    svg = re.search(r'<figure id="loss-over-samples".*?</svg>', page.read_text(), re.DOTALL)[0]
+    curve = max(re.findall(r' d="(.*?)"', svg, re.DOTALL), key=len)
+    heights = [float(point.split()[2]) for point in curve.strip().splitlines() if point[0] in "ML"]
+    assert 1000 < len(heights) < 20_000
+    assert sum(height < min(heights) + 50 for height in heights) < 10  # the spike alone is at the top

@@ -61,7 +61,7 @@ MEASURE = r"""
         const at = text.getBoundingClientRect();
         return at.left < box.left - 1 || at.right > box.right + 1 || at.top < box.top - 1 || at.bottom > box.bottom + 1;
       });
-      return {name: svg.parentElement.id, width: box.width, height: box.height, title: svg.querySelector("title").textContent,
+      return {name: svg.parentElement.id, width: box.width, height: box.height, title: svg.parentElement.querySelector("figcaption").textContent,
               scale: box.width / frame.width, spilt: spilt.map((text) => text.textContent)};
     }),
     contrasts: texts.map((e) => contrast(getComputedStyle(e).color, ground(e)))

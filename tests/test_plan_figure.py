@@ -1,8 +1,9 @@
-"""The figures of a plan show what the plan says, from its file alone, and no name hides another."""
+"""The figures of an estimate show what it holds, from its file alone."""
 
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,20 +14,23 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from PIL import Image
 
-from adaptive_batch.estimate import Change, Kinds, LengthEstimate, MemoryEstimate, Target, read_plan
+from adaptive_batch.estimate import (
+    Change,
+    CurveCheck,
+    LengthEstimate,
+    MemoryBreakdown,
+    MemoryEstimate,
+    Target,
+    read_estimate,
+)
 from adaptive_batch.estimate.fake_step import Resident
-from adaptive_batch.estimate.saved_plan import plan_of
-from adaptive_batch.memory import GIB, Line, MemoryCurve
-from adaptive_batch.report import write_plan_picture, write_report
-from adaptive_batch.report.figures.beside import on_level_lines, right_of_areas, without_place
-from adaptive_batch.report.figures.images import to_svg
-from adaptive_batch.report.figures.plan_figure import answers, changes, plan_figures
-from adaptive_batch.report.history.timeline import Timeline
-
-NOTHING = Timeline.of([])
-WIDTH, HEIGHT = 222, 230
+from adaptive_batch.memory import GIB
+from adaptive_batch.report import write_estimate_picture, write_report
+from adaptive_batch.report.drawing import to_svg
+from adaptive_batch.report.estimate_figures import estimate_figures
 
 
 def target(name, gib):
@@ -36,17 +40,17 @@ def target(name, gib):
 def length_of(*lines, tokens=512, one_row=None, optimizer=3.0, resident=(1.0, 0.001, 2.0, 0.0), of_gradients=0.5):
     """A plan whose lines are (fixed, a row) in GiB, of which a row's activations are four fifths."""
     parts = Resident(*(int(part * GIB) for part in resident))
-    kinds = tuple(
-        Kinds(
-            Line(Fraction(int(fixed * GIB)), Fraction(int(each * GIB)), number),
+    breakdowns = tuple(
+        MemoryBreakdown(
+            Fraction(int(fixed * GIB)),
+            Fraction(int(each * GIB)),
             (0.0, 0.8 * each * GIB),
             int(of_gradients * GIB) if number == 0 else 0,
         )
         for number, (fixed, each) in enumerate(lines)
     )
-    curve = MemoryCurve(tuple(kind.line for kind in kinds))
-    peak = curve.peak_bytes(1) if one_row is None else int(one_row * GIB)
-    return LengthEstimate(tokens, parts, curve, kinds, peak, None if optimizer is None else int(optimizer * GIB))
+    length = LengthEstimate(tokens, parts, breakdowns, 0, None if optimizer is None else int(optimizer * GIB))
+    return replace(length, one_row_bytes=length.curve.peak_bytes(1) if one_row is None else int(one_row * GIB))
 
 
 def plan_with(*lengths, targets=(("80 GiB", 75.0), ("L4 (21.96 GiB)", 20.0)), **values):
@@ -54,17 +58,36 @@ def plan_with(*lengths, targets=(("80 GiB", 75.0), ("L4 (21.96 GiB)", 20.0)), **
     return MemoryEstimate(tuple(target(*one) for one in targets), lengths, **{"maximum": 4096, **values})
 
 
-def areas(figure):
-    return [line for line in figure.lines if line.style == "area"]
+def drawn(figure):
+    axes = Figure().subplots()
+    figure.draw(axes)
+    return axes
 
 
-def held(figure):
+def areas(axes):
+    """By kind, the lowest first: its lower and its upper edge at each row."""
+    found = {}
+    for area in axes.collections:
+        edges = {}
+        for row, size in area.get_paths()[0].vertices:
+            edges.setdefault(row, []).append(size)
+        found[area.get_label()] = {row: (min(sizes), max(sizes)) for row, sizes in edges.items()}
+    return found
+
+
+def held(axes):
     """By row: the sizes of all areas together."""
-    drawn = areas(figure)
-    return {
-        row: sum(line.series.y[place] - line.below[place] for line in drawn)
-        for place, row in enumerate(drawn[0].series.x)
-    }
+    kinds = list(areas(axes).values())
+    return {row: sum(kind[row][1] - kind[row][0] for kind in kinds) for row in kinds[0]}
+
+
+def levels(axes):
+    """By name: the height of each line across the axes."""
+    return {line.get_label(): line.get_ydata()[0] for line in axes.get_lines() if not line.get_label().startswith("_")}
+
+
+def dots(axes):
+    return {tuple(line.get_xydata()[0]) for line in axes.get_lines() if line.get_marker() == "o"}
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------
@@ -78,137 +101,104 @@ def held(figure):
 def test_at_each_row_the_kinds_are_stacked_to_the_peak_of_forward_and_backward(lines, gib, one_row):
     hull = sorted({each: fixed for fixed, each in lines}.items())
     length = length_of(*((fixed, each) for each, fixed in hull), one_row=one_row)
-    (figure,) = plan_figures(plan_with(length, targets=(("device", gib),)))
-    for row, size in held(figure).items():
-        peak = length.one_row_bytes if row == 1 else length.curve.peak_bytes(row)
+    (figure,) = estimate_figures(plan_with(length, targets=(("device", gib),)))
+    axes = drawn(figure)
+    for row, size in held(axes).items():
+        peak = length.one_row_bytes if row == 1 else length.curve.peak_bytes(int(row))
         assert size == pytest.approx(peak / GIB, rel=1e-6)
-    for line in areas(figure):
-        assert all(low <= high + 1e-9 for low, high in zip(line.below, line.series.y, strict=True))
+    for lower, upper in pairwise(areas(axes).values()):
+        assert all(lower[row][1] == pytest.approx(upper[row][0]) for row in lower)
 
 
 def test_between_two_corners_the_peak_is_the_straight_line_that_is_drawn():
     length = length_of((9.0, 0.01), (6.0, 0.5), (3.2, 1.0))
-    (figure,) = plan_figures(plan_with(length))
-    drawn = held(figure)
-    for (row, low), (following, high) in pairwise(sorted(drawn.items())):
-        for between in range(max(2, row), following + 1):
+    axes = drawn(estimate_figures(plan_with(length))[0])
+    corners = held(axes)
+    for (row, low), (following, high) in pairwise(sorted(corners.items())):
+        for between in range(max(2, int(row)), int(following) + 1):
             on_the_line = low + (high - low) * (between - row) / (following - row)
             assert (
                 length.curve.peak_bytes(between) / GIB == pytest.approx(on_the_line, rel=1e-6) or following == row + 1
             )
-    assert max(drawn) == figure.frame.x_to
+    assert max(corners) == axes.get_xlim()[1]
 
 
 def test_each_device_has_a_line_at_its_budget_with_its_name_and_bound_and_a_dot_on_the_curve():
     plan = plan_with()
-    (figure,) = plan_figures(plan)
-    level = {line.label: set(line.series.y) for line in figure.lines if line.style == "budget"}
-    assert level == {"80 GiB: 71 rows": {75.0}, "L4: 16 rows": {20.0}}
-    dots = {line.series.x: line.series.y for line in figure.lines if line.style == "dots"}
+    (figure,) = estimate_figures(plan)
+    axes = drawn(figure)
+    assert levels(axes) == {"80 GiB: 71 rows": 75.0, "L4: 16 rows": 20.0}
     length = plan.lengths[0]
-    assert dots == {(rows,): (length.peak_bytes(rows) / GIB,) for rows in (71, 16)}
-    assert figure.frame.x_from == 1
-    assert figure.frame.x_to == math.ceil(1.12 * 71)
+    assert dots(axes) == {(rows, length.peak_bytes(rows) / GIB) for rows in (71, 16)}
+    assert axes.get_xlim() == (1, math.ceil(1.12 * 71))
     assert "L4 (21.96 GiB): 16 rows, 19.20 GiB." in figure.description
 
 
 def test_lengths_are_shown_at_one_height_each_with_its_own_rows():
     plan = plan_with(length_of((3.2, 1.0)), length_of((3.2, 4.0), tokens=2048))
-    short, long = plan_figures(plan)
-    assert short.frame.y_to == long.frame.y_to > 75
-    assert short.frame.x_to > 3 * long.frame.x_to
-    assert (short.name, long.name) == ("plan-1", "plan-2")
+    short, long = estimate_figures(plan)
+    (_, short_end), (_, long_end) = drawn(short).get_xlim(), drawn(long).get_xlim()
+    assert drawn(short).get_ylim()[1] == drawn(long).get_ylim()[1] > 75
+    assert short_end > 3 * long_end
+    assert (short.name, long.name) == ("estimate-1", "estimate-2")
     assert "2,048 tokens" in long.title
 
 
 def test_a_bound_where_the_search_would_end_is_shown_as_at_least_that():
-    (figure,) = plan_figures(plan_with(maximum=30))
-    assert [line.label for line in figure.lines if line.style == "budget"] == ["80 GiB: 30+ rows", "L4: 16 rows"]
-    assert figure.frame.x_to == 30
+    axes = drawn(estimate_figures(plan_with(maximum=30))[0])
+    assert list(levels(axes)) == ["80 GiB: 30+ rows", "L4: 16 rows"]
+    assert axes.get_xlim()[1] == 30
 
 
 def test_where_nothing_fits_the_first_row_is_shown_above_the_budget():
-    plan = plan_with(targets=(("small", 2.0), ("smaller", 1.0)))
-    (figure,) = plan_figures(plan)
-    assert [line.label for line in figure.lines if line.style == "budget"] == ["small: no row", "smaller: no row"]
-    assert [line for line in figure.lines if line.style == "dots"] == []
-    assert figure.frame.y_to > held(figure)[1] > 2
+    (figure,) = estimate_figures(plan_with(targets=(("small", 2.0), ("smaller", 1.0))))
+    axes = drawn(figure)
+    assert list(levels(axes)) == ["small: no row", "smaller: no row"]
+    assert dots(axes) == set()
+    assert axes.get_ylim()[1] > held(axes)[1] > 2
     assert "small: no row fits; one needs 4.50 GiB." in figure.description
 
 
-def test_a_kind_below_one_percent_is_shown_with_the_one_below_and_one_that_is_not_there_not_at_all():
-    (figure,) = plan_figures(plan_with(length_of((4.0, 0.5), (3.2, 1.0), of_gradients=0.0)))
-    assert [line.label for line in reversed(areas(figure))] == [
-        "parameters",
-        "optimizer state",
-        "activations",
-        "at work in backward",
-    ]
-    assert "Less than 1%, and shown with the kind below: buffers." in figure.description
-    assert areas(figure)[-1].series.y[0] == pytest.approx(1.001, abs=1e-6)
-    (with_buffers,) = plan_figures(plan_with(length_of((8.0, 1.0), resident=(1.0, 2.0, 2.0, 0.0))))
-    assert "buffers" in [line.label for line in areas(with_buffers)]
+def test_a_kind_that_is_not_there_is_not_shown():
+    (figure,) = estimate_figures(plan_with(length_of((4.0, 0.5), (3.2, 1.0), of_gradients=0.0)))
+    kinds = ["parameters", "buffers", "optimizer state", "activations", "backward temporaries"]
+    assert list(areas(drawn(figure))) == kinds
+    assert ": parameters 1.00, buffers 0.00, optimizer state 2.00, activations" in figure.description
 
 
 def test_the_optimizers_step_is_shown_where_it_holds_more_than_a_row():
-    low, high = (plan_figures(plan_with(length_of((4.0, 1.0), optimizer=peak)))[0] for peak in (4.5, 12.0))
-    assert [line.label for line in low.lines if line.style == "level"] == []
-    assert [(line.label, set(line.series.y)) for line in high.lines if line.style == "level"] == [
-        ("optimizer's step", {12.0})
-    ]
-
-
-# --- names --------------------------------------------------------------------------------------------------------------
-
-budgets = st.lists(st.floats(1, 200), min_size=1, max_size=4)
-
-
-@given(budgets=budgets)
-def test_no_name_of_four_devices_lies_on_another_and_each_is_beside_its_line(budgets):
-    plan = plan_with(length_of((4.0, 0.5), (3.2, 1.0)), targets=[(f"device {n}", b) for n, b in enumerate(budgets)])
-    (figure,) = plan_figures(plan)
-    names = on_level_lines(figure, width=WIDTH, height=HEIGHT)
-    assert len(names) == len([line for line in figure.lines if line.style in ("budget", "level")])
-    for name in names:
-        assert abs(name.middle - name.named) < 9.1
-    for number, name in enumerate(names):
-        for other in names[:number]:
-            apart = abs(name.middle - other.middle) >= name.half + other.half - 1e-6
-            assert apart or name.at_end != other.at_end
-    beside = right_of_areas(figure, height=HEIGHT)
-    for lower, upper in pairwise(beside):
-        assert upper.middle - lower.middle >= lower.half + upper.half - 1e-6
-    assert {name.text.replace("\n", " ") for name in beside} | {line.label for line in without_place(figure)} == {
-        line.label for line in areas(figure)
-    }
+    low, high = (drawn(estimate_figures(plan_with(length_of((4.0, 1.0), optimizer=peak)))[0]) for peak in (4.5, 12.0))
+    assert "optimizer's step" not in levels(low)
+    assert levels(high)["optimizer's step"] == 12.0
 
 
 def test_a_figure_names_everything_once_in_its_svg():
-    (figure,) = plan_figures(plan_with())
-    svg = to_svg(figure, NOTHING)
-    drawn = svg[svg.index("</desc>") :]
-    for text in ("80 GiB: 71 rows", "L4: 16 rows", "parameters", "activations", "gradients", "at work in", "backward"):
-        assert drawn.count(f">{text}<") == 1, text
-    assert [line.label for line in without_place(figure)] == ["gradients"]
+    (figure,) = estimate_figures(plan_with())
+    svg = to_svg(figure)
+    for text in ("80 GiB: 71 rows", "L4: 16 rows", "parameters", "activations", "gradients", "backward temporaries"):
+        assert svg.count(f">{text}<") == 1, text
 
 
 # --- the file -----------------------------------------------------------------------------------------------------------
 
 
 def full_plan():
-    lengths = (length_of((4.0, 0.5), (3.2, 1.0)), replace(length_of((4.0, 2.0), tokens=2048), checked=(5, 14, 14)))
+    lengths = (
+        length_of((4.0, 0.5), (3.2, 1.0)),
+        replace(length_of((4.0, 2.0), tokens=2048), check=CurveCheck(5, 14, 14)),
+    )
     better = Change(("enable=True", "~that"), "more <compute>", (None, 30))
     return plan_with(*lengths, world_size=2, left_out=("a <thing>",), changes=(better,), seconds=1.25)
 
 
 def test_a_plan_that_is_saved_and_read_says_the_same(tmp_path):
     plan = full_plan()
-    plan.save(tmp_path / "plan.json")
-    read = read_plan(tmp_path / "plan.json")
+    plan.save(tmp_path / "estimate.json")
+    read = read_estimate(tmp_path / "estimate.json")
     assert read == plan
     assert read.table() == plan.table()
     assert read.table_of_changes() == plan.table_of_changes()
-    assert plan_figures(read) == plan_figures(plan)
+    assert [to_svg(one) for one in estimate_figures(read)] == [to_svg(one) for one in estimate_figures(plan)]
 
 
 @pytest.mark.parametrize(
@@ -216,49 +206,54 @@ def test_a_plan_that_is_saved_and_read_says_the_same(tmp_path):
     ["", "{", "[]", "3", "{}", '{"devices": [], "lengths": []}', '{"devices": [{"name": 1}]}', '{"devices": 3}'],
 )
 def test_a_plan_that_cannot_be_read_is_none(tmp_path, content):
-    (tmp_path / "plan.json").write_text(content)
-    assert read_plan(tmp_path / "plan.json") is None
-    assert read_plan(tmp_path / "nowhere.json") is None
+    (tmp_path / "estimate.json").write_text(content)
+    assert read_estimate(tmp_path / "estimate.json") is None
+    assert read_estimate(tmp_path / "nowhere.json") is None
 
 
 @pytest.mark.parametrize("value", [None, "text", [], float("nan"), float("inf")])
-@pytest.mark.parametrize("key", ["sequence_length", "one_row_bytes", "lines", "resident"])
+@pytest.mark.parametrize("key", ["sequence_length", "one_row_bytes", "breakdowns", "resident"])
 def test_a_plan_with_a_value_that_is_none_is_refused_as_a_whole(tmp_path, key, value):
-    saved = full_plan().as_json()
+    full_plan().save(tmp_path / "estimate.json")
+    saved = json.loads((tmp_path / "estimate.json").read_text())
     saved["lengths"][0][key] = value
-    (tmp_path / "plan.json").write_text(json.dumps(saved))
-    assert read_plan(tmp_path / "plan.json") is None
-    with pytest.raises((ValueError, TypeError, KeyError, AttributeError, OverflowError)):
-        plan_of(saved)
+    (tmp_path / "estimate.json").write_text(json.dumps(saved))
+    assert read_estimate(tmp_path / "estimate.json") is None
 
 
-def test_the_tables_have_each_device_and_length_and_each_change():
-    head, lines = answers(full_plan())
-    assert len(head) == len(lines[0])
-    assert [line[:4] for line in lines] == [
+def rows_of_tables(page):
+    """The cells of each line of each table."""
+    lines = re.findall(r"<tr>(<th scope=\"row\">.*?)</tr>", page, re.DOTALL)
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line, re.DOTALL) for line in lines]
+
+
+def test_the_tables_have_each_device_and_length_and_each_change(tmp_path):
+    full_plan().save(tmp_path / "adaptive_batch" / "estimate.json")
+    lines = rows_of_tables(write_report(tmp_path)[0].read_text())
+    assert [line[:4] for line in lines[:4]] == [
         ["80 GiB", "512", "71", "36,352"],
         ["80 GiB", "2,048", "35", "71,680"],
         ["L4 (21.96 GiB)", "512", "16", "8,192"],
         ["L4 (21.96 GiB)", "2,048", "8", "16,384"],
     ]
-    _, lines = changes(full_plan())
-    assert lines == [["(as it is)", "71", "16", ""], ["enable=True ~that", "4096+", "30", "more <compute>"]]
-    assert changes(replace(full_plan(), changes=()))[1] == []
+    assert lines[4:] == [["(as it is)", "71", "16", ""], ["enable=True ~that", "4096+", "30", "more &lt;compute&gt;"]]
+    replace(full_plan(), changes=()).save(tmp_path / "adaptive_batch" / "estimate.json")
+    assert len(rows_of_tables(write_report(tmp_path)[0].read_text())) == 4
 
 
 @pytest.mark.parametrize("num_lengths", [1, 3])
 def test_the_picture_is_written_and_not_blank(tmp_path, num_lengths):
     plan = full_plan()
-    write_plan_picture(replace(plan, lengths=(plan.lengths * 2)[:num_lengths]), tmp_path / "plan.png")
-    picture = Image.open(io.BytesIO((tmp_path / "plan.png").read_bytes())).convert("RGB")
+    write_estimate_picture(replace(plan, lengths=(plan.lengths * 2)[:num_lengths]), tmp_path / "estimate.png")
+    picture = Image.open(io.BytesIO((tmp_path / "estimate.png").read_bytes())).convert("RGB")
     assert (picture.size[0] > 1000) == (num_lengths > 1)
     assert len({colour for count, colour in picture.getcolors(maxcolors=1 << 24) if count > 500}) >= 4
 
 
 def test_a_report_of_a_folder_with_a_plan_alone_shows_its_figures_and_tables(tmp_path):
-    full_plan().save(tmp_path / "adaptive_batch" / "plan.json")
+    full_plan().save(tmp_path / "adaptive_batch" / "estimate.json")
     page = write_report(tmp_path)[0].read_text()
-    assert page.count('<figure id="plan-') == 2
+    assert page.count('<figure id="estimate-') == 2
     assert '<th scope="row">L4 (21.96 GiB)</th>' in page
     assert "What one change would bring, in rows of 512 tokens" in page
     assert "more &lt;compute&gt;" in page
@@ -267,16 +262,16 @@ def test_a_report_of_a_folder_with_a_plan_alone_shows_its_figures_and_tables(tmp
 
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path):
-    full_plan().save(tmp_path / "plan.json")
+    full_plan().save(tmp_path / "estimate.json")
     program = textwrap.dedent(
         """
         import sys
         from pathlib import Path
         sys.modules["matplotlib"] = None
-        from adaptive_batch.report import write_plan_picture
-        from adaptive_batch.estimate import read_plan
+        from adaptive_batch.report import write_estimate_picture
+        from adaptive_batch.estimate import read_estimate
         try:
-            write_plan_picture(read_plan(Path(sys.argv[1], "plan.json")), Path(sys.argv[1], "plan.png"))
+            write_estimate_picture(read_estimate(Path(sys.argv[1], "estimate.json")), Path(sys.argv[1], "estimate.png"))
         except Exception as error:
             print(error)
         """
@@ -284,4 +279,4 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path):
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
     (line,) = done.stdout.splitlines()
     assert "pip install 'adaptive-batch[report]'" in line
-    assert not (tmp_path / "plan.png").exists()
+    assert not (tmp_path / "estimate.png").exists()

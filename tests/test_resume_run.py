@@ -203,7 +203,7 @@ def test_a_run_that_was_begun_anew_in_a_used_folder_is_gone_on_with(small, whole
     go_on(small, folder, *other)
     assert went_on_from(folder) == f"step_{at}"
     assert_the_same(folder, new)
-    assert any("1 earlier or other run is left aside" in line for line in audit(folder).lines)
+    assert any("other runs in the file: 1" in line for line in audit(folder).lines)
 
 
 def spoil(path):
@@ -361,7 +361,7 @@ def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(sm
     assert found.holds, found.problems
     anew = records(folder, "epoch_restarted")
     assert bool(anew) == (name in ("dataset", "sample_order"))
-    assert any("began anew" in line for line in found.lines) == bool(anew)
+    assert any("began again" in line for line in found.lines) == bool(anew)
 
 
 def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole):

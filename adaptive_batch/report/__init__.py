@@ -1,13 +1,13 @@
-"""What a run did: its log, the audit, figures and the page."""
+"""The run log, the audit of a run, its figures and its page."""
 
 from .auditing import audit
-from .page import write_plan_picture, write_report
+from .page import write_estimate_picture, write_report
 from .run_log import RunLog, read_records
 
 __all__ = [
     "RunLog",
     "audit",
     "read_records",
-    "write_plan_picture",
+    "write_estimate_picture",
     "write_report",
 ]

@@ -1,23 +1,28 @@
-"""The proof, from the record of a run alone, that in every epoch each row was used exactly once across all restarts."""
+"""The proof, from the run log alone, that in every epoch each row was used exactly once across all restarts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from adaptive_batch.errors import SettingError
 
-from .history.ledger import Epoch, Ledger
-from .history.lineage import Lineage, Record, follow, trace
+from .run_history import Entry, Record, RunHistory, as_number, steps_at, whole
 from .run_log import iterate_records
 
 RECORD = Path("adaptive_batch") / "run.jsonl"
+_MOST_PROBLEMS = 50  # that are kept; all are counted
+_MOST_SHOWN = 20  # lines of one heading
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What a record proves.
+    """What a run log proves.
 
     Attributes:
         lines: the whole of it as aligned text, the verdict last.
@@ -29,28 +34,18 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether each row was used exactly once in each epoch, or is said to be left out, and nothing speaks against it."""
+        """Whether each row was used exactly once in each epoch, or is recorded as left out, and nothing contradicts it."""
         return not self.problems
 
 
-class _File:
-    """The records of a file, which can be gone through more than once without being kept."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __iter__(self) -> Iterator[Record | None]:
-        return iterate_records(self._path)
-
-
 def audit(output_dir: str | Path) -> Audit:
-    """Audits the record of a run, read line by line.
+    """Audit a run log, reading it line by line.
 
     Args:
-        output_dir: where the run wrote; its record is ``adaptive_batch/run.jsonl`` in it.
+        output_dir: of the run; its log is ``adaptive_batch/run.jsonl`` in it.
 
     Raises:
-        SettingError: there is no such folder, or no record that can be read in it.
+        SettingError: there is no such folder, or no log that can be read in it.
     """
     folder, path = Path(output_dir), Path(output_dir) / RECORD
     if not folder.is_dir():
@@ -60,115 +55,491 @@ def audit(output_dir: str | Path) -> Audit:
     except OSError as error:
         remedy = f"{path} cannot be read ({error.strerror}); give the output_dir of a run"
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy) from None
-    return audit_records(_File(path))
+    history = RunHistory(iterate_records(path))
+    return _judge(history, history.entries(iterate_records(path)))
 
 
-def audit_records(records: Iterable[Record | None]) -> Audit:
-    """Audits records.
-
-    Args:
-        records: of one file, in order, None for a torn line; gone through twice, so no iterator.
-    """
-    lineage = trace(records)
-    ledger = Ledger(lineage)
-    for entry in follow(records, lineage):
-        ledger.add(entry)
-    ledger.finish()
-    return Audit(tuple(_aligned(_report(ledger, lineage))), tuple(ledger.problems))
+def audit_records(records: Sequence[Record | None]) -> Audit:
+    """Audit records of one file, in order; None for a torn line."""
+    history = RunHistory(records)
+    return _judge(history, history.entries(records))
 
 
-def _report(ledger: Ledger, lineage: Lineage) -> Iterator[tuple[str, str]]:
-    """Everything as pairs of a heading and one line, the verdict last."""
-    torn = f", {ledger.num_torn:,} of them torn" if ledger.num_torn else ""
-    yield "record", f"{lineage.num_records:,} lines{torn}"
-    if others := len(set(lineage.runs) - {0, lineage.run}):
-        yield (
-            "",
-            f"the last run is audited; {others} earlier or other {'run is' if others == 1 else 'runs are'} left aside",
-        )
-    resumed = [f"{steps:,}" for steps in ledger.starts[1:]]
-    went_on = f", resumed {_times(len(resumed))} at step {_listed(resumed)}" if resumed else ""
-    yield "starts", f"{len(ledger.starts)}{went_on}"
-    for epoch in ledger.epochs:
-        yield f"epoch {epoch.number}", _describe(epoch)
-    yield from (("batch size", line) for line in ledger.batch_sizes.lines())
-    yield from (("lr", line) for line in ledger.rates.lines())
-    yield from (("capacity", line) for line in ledger.capacities or ["unchanged"])
-    yield from (("repeats", line) for line in _repeated(ledger))
-    yield from (("note", note) for note in [*ledger.notes, *_first(ledger.repeats.explained)])
-    yield from (("problem", problem) for problem in _first(ledger.problems, num_all=ledger.num_problems))
-    yield "verdict", _verdict(ledger)
+def _judge(history: RunHistory, entries: Iterable[Entry]) -> Audit:
+    auditor = _Auditor(has_beginning=history.has_beginning)
+    for entry in entries:
+        auditor.add(entry)
+    auditor.finish()
+    pairs = [("run log", f"{history.num_records:,} lines, {auditor.num_torn:,} of them torn"), *auditor.report()]
+    if history.num_other_runs:
+        pairs.insert(1, ("", f"the last run is audited; other runs in the file: {history.num_other_runs}"))
+    headings = [heading for heading, _ in pairs]
+    width = max(map(len, headings))
+    lines = [
+        f"{'' if heading == before else heading:<{width}}  {line}"
+        for before, (heading, line) in zip(["", *headings], pairs, strict=False)
+    ]
+    return Audit(tuple(lines), tuple(auditor.problems))
 
 
-def _repeated(ledger: Ledger) -> Iterator[str]:
-    repeats = ledger.repeats
-    unlike = len(repeats.different) + len(repeats.explained)
-    if unlike:
-        yield f"steps done again: {repeats.num_alike + unlike:,}, alike: {repeats.num_alike:,}"
-    else:
-        yield f"steps done again: {repeats.num_alike:,}" + (", all alike" if repeats.num_alike else "")
-    if repeats.num_open:
-        yield f"steps taken back and not done again so far: {repeats.num_open:,}"
+class _Auditor:
+    """Goes through the records of a run; each step that counts is checked against all that counted before it."""
 
+    def __init__(self, *, has_beginning: bool) -> None:
+        self.problems: list[str] = []
+        self.num_problems = self.num_torn = 0
+        self._has_beginning = has_beginning
+        self._starts: list[int] = []  # steps that were done at each
+        self._steps = self._samples = self._tokens = self._num_rows = 0
+        self._position = 0  # rows of the epoch so far
+        self._is_over = False
+        self._trusts = not has_beginning  # after a gap that was named, the next counts are taken as they come
+        self._epochs: list[_Epoch] = []
+        self._dropped: dict[int, list[list[Any]]] = {}  # by epoch, before its first step
+        self._repeats = _Repeats()
+        self._changes = _Changes()
+        self._notes: list[str] = []
+        if not has_beginning:
+            self._wrong("the beginning of the run is not in the log")
 
-def _describe(epoch: Epoch) -> str:
-    steps = f"steps {epoch.steps[0]:,} to {epoch.steps[1]:,}" if epoch.steps[0] else "no step"
-    if not epoch.is_done:
-        return f"{steps}, goes on: {epoch.used:,} of {epoch.num_rows:,} rows used so far"
-    reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in epoch.reasons.items())
-    left_out = f", {epoch.num_rows - epoch.used:,} left out ({reasons})" if reasons else ""
-    return f"{steps}: {epoch.used:,} of {epoch.num_rows:,} rows used{left_out}"
+    def add(self, entry: Entry) -> None:
+        """Check the next record."""
+        record, steps = entry.record, entry.steps
+        if record is None:
+            self.num_torn += 1
+            return
+        if not entry.in_run:
+            return
+        kind = str(record.get("kind"))
+        if kind == "start":
+            self._starts.append(steps_at(record))
+            self._repeats.start(steps_at(record))
+            rows = whole(record, "rows")
+            self._num_rows = self._num_rows if rows is None else max(0, rows)
+        if kind == "capacity" and record.get("before") != record.get("after"):
+            # It is lowered in the middle of the next step.
+            self._changes.limit(record, steps, counts=entry.counts and not entry.is_fork)
+        if kind != "step":
+            self._repeats.event(record, steps)
+        elif not entry.counts:
+            self._repeats.roll_back(steps, record)
+        if entry.counts:
+            self._count(kind, record)
 
+    def _count(self, kind: str, record: Record) -> None:
+        epoch = whole(record, "epoch")
+        if kind == "start":
+            self._start(record)
+        elif kind == "step":
+            self._step(record, epoch)
+        elif kind == "epoch":
+            self._end_epoch(record, epoch)
+        elif kind == "dropped":
+            self._drop(record.get("rows"), epoch)
+        elif kind == "epoch_restarted":
+            self._notes.append(
+                f"epoch {epoch} began again after step {self._steps}, as its data was changed: "
+                f"{self._repeats.forget()} earlier steps do not count"
+            )
+            self._dropped.clear()
+        elif kind == "plan":
+            self._changes.is_by_tokens = whole(record, "batch_tokens") is not None
+        elif kind in ("resume_point", "checkpoint"):
+            saved = whole(record, "step" if kind == "resume_point" else "steps") or 0
+            self._expect_steps(f"{kind} at step {saved}", saved)
+        elif kind == "end":
+            self._is_over = True
+        elif kind.startswith("lr") or kind == "reference_batch_size":
+            self._changes.rate_event(str(record.get("message") or kind), self._steps)
 
-def _verdict(ledger: Ledger) -> str:
-    if ledger.num_problems:
-        return f"DOES NOT HOLD: {ledger.num_problems:,} {'problem' if ledger.num_problems == 1 else 'problems'}"
-    parts = []
-    for epoch in ledger.epochs:
-        whole = epoch.is_done and epoch.used == epoch.num_rows
-        left_out = f", {epoch.num_rows - epoch.used:,} left out as said" if epoch.is_done else " so far"
-        rows = f"each of {epoch.num_rows:,} rows" if whole else f"{epoch.used:,} of {epoch.num_rows:,} rows"
-        parts.append((f"{rows} exactly once in", "" if whole else left_out, epoch.number))
-    sentences = []
-    for words in dict.fromkeys(part[:2] for part in parts):
-        sentences.append(f"{words[0]} {_ranges([part[2] for part in parts if part[:2] == words])}{words[1]}")
-    return "holds: " + ("; ".join(sentences) or "no step counts yet")
+    def _start(self, record: Record) -> None:
+        """Check that training resumes where the steps before end."""
+        progress, steps = record.get("progress"), steps_at(record)
+        self._is_over = False
+        self._dropped.clear()  # rows of an epoch that has no step yet are listed again when it begins
+        if not isinstance(progress, Mapping):
+            self._wrong("a start does not record where training resumes")
+            return
+        self._expect_steps(f"resumed at step {steps}", steps)
+        if self._trusts:
+            return
+        for name, counted in (("samples", self._samples), ("tokens", self._tokens)):
+            if (there := whole(progress, name)) not in (None, counted):
+                self._wrong(f"resumed at step {steps} with {there:,} {name}, the steps up to it have {counted:,}")
+        place = progress.get("epoch"), progress.get("epoch_rows")
+        epoch = self._epochs[-1] if self._epochs else None
+        here, ended = (epoch.number, self._position) if epoch else (0, 0), (epoch.number + 1, 0) if epoch else (0, 0)
+        if epoch and place[0] == epoch.number:
+            epoch.ending = None  # it continues, or ends again
+        if place not in (here, ended):
+            self._wrong(
+                f"resumed at step {steps}, {place[1]} rows into epoch {place[0]}; "
+                f"the steps up to it end {here[1]} rows into epoch {here[0]}"
+            )
+        elif epoch and place == here and self._position and self._num_rows != epoch.num_rows:
+            self._wrong(
+                f"resumed at step {steps} within epoch {epoch.number} with {self._num_rows:,} rows in the dataset, "
+                f"{epoch.num_rows:,} before"
+            )
 
-
-def _aligned(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Pairs as lines; a heading that comes again is left away."""
-    listed = list(pairs)
-    width = max(len(heading) for heading, _ in listed)
-    before = ""
-    for heading, line in listed:
-        yield f"{'' if heading == before else heading:<{width}}  {line}"
-        before = heading or before
-
-
-def _first(sentences: Sequence[str], *, num_all: int | None = None) -> list[str]:
-    """The first twenty, and how many more there are."""
-    more = (len(sentences) if num_all is None else num_all) - 20
-    return [*sentences[:20], f"and {more:,} more"] if more > 0 else list(sentences)
-
-
-def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def _listed(words: Sequence[str]) -> str:
-    """``40``, ``40 and 62``; of many the first ten."""
-    if len(words) > 10:
-        return f"{', '.join(words[:10])}, ..."
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``epoch 1``, ``epochs 0 to 2 and 4``."""
-    pieces: list[list[int]] = []
-    for one in numbers:
-        if pieces and one == pieces[-1][-1] + 1:
-            pieces[-1] = [pieces[-1][0], one]
+    def _step(self, record: Record, number: int | None) -> None:
+        step = whole(record, "step")
+        if step is None or number is None:
+            self._wrong(f"after step {self._steps}: a step without its number or its epoch")
+            return
+        self._expect_steps(f"step {step}", step - 1)
+        if step <= self._steps:
+            self._wrong(f"step {step} follows step {self._steps}, without a start between them")
+            self._trusts = True
+        self._repeats.count(step, record)
+        self._steps = step
+        epoch = self._epoch_of(number, what=f"step {step}")
+        if epoch is None:
+            return
+        rows, size = record.get("rows"), whole(record, "batch_size") or 0
+        if not isinstance(rows, list):
+            self._wrong(f"step {step}: which rows it used is not recorded")
         else:
-            pieces.append([one])
-    words = _listed([" to ".join(map(str, piece)) for piece in pieces])
-    return f"{'epoch' if len(numbers) == 1 else 'epochs'} {words}"
+            for problem in epoch.use(rows):
+                self._wrong(f"epoch {number}, step {step}: {problem}")
+            if size != len(rows):
+                self._wrong(f"step {step}: batch_size {size}, and {len(rows)} rows are listed")
+        position, samples = whole(record, "position"), whole(record, "samples_seen")
+        tokens = whole(record, "tokens_seen") or 0
+        if not self._trusts:
+            for name, value, before in (
+                ("position", position, self._position),
+                ("samples_seen", samples, self._samples),
+            ):
+                if value != before + size:
+                    self._wrong(f"step {step}: {name} {value}, not {before + size} = {before} + {size}")
+            if tokens < self._tokens:
+                self._wrong(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
+        self._position, self._samples, self._tokens, self._trusts = position or 0, samples or 0, tokens, False
+        epoch.first_step, epoch.last_step = epoch.first_step or step, step
+        self._changes.step(step, record, size)
+
+    def _epoch_of(self, number: int, *, what: str) -> _Epoch | None:
+        """Return the epoch that something belongs to; where it is a new one, the one before is done."""
+        current = self._epochs[-1] if self._epochs else None
+        if current and number == current.number and current.ending is None:
+            return current
+        before = current.number if current else -1
+        if number <= before:
+            self._wrong(f"{what} belongs to epoch {number}, after epoch {before} was begun or done")
+            self._trusts = True
+            return None
+        self._close(is_done=True)
+        if number > before + 1 and (current or self._has_beginning):
+            self._wrong(f"{what} belongs to epoch {number}; epoch {before + 1} is not in the log")
+        self._epochs.append(epoch := _Epoch(number, self._num_rows))
+        self._position = 0
+        for rows in self._dropped.pop(number, []):
+            self._drop(rows, number)
+        return epoch
+
+    def _drop(self, rows: object, number: int | None) -> None:
+        if number is None or not isinstance(rows, list):
+            self._wrong(f"after step {self._steps}: dropped rows without their numbers or their epoch")
+        elif self._epochs and self._epochs[-1].number == number:
+            for problem in self._epochs[-1].drop(rows):
+                self._wrong(f"epoch {number}: {problem}")
+        else:
+            self._dropped.setdefault(number, []).append(rows)
+
+    def _end_epoch(self, record: Record, number: int | None) -> None:
+        if number is None:
+            self._wrong(f"after step {self._steps}: the end of an epoch without its number")
+        elif self._epochs and number == self._epochs[-1].number:
+            self._epochs[-1].ending = record  # recorded again where it was resumed at its end
+        elif epoch := self._epoch_of(number, what=f"an end after step {self._steps}"):
+            epoch.ending = record  # an epoch without a step
+
+    def _close(self, *, is_done: bool) -> None:
+        """Judge the current epoch."""
+        if self._epochs:
+            epoch = self._epochs[-1]
+            epoch.is_done = is_done or epoch.ending is not None or epoch.left_out == epoch.num_dropped
+            for problem in epoch.problems_of_end() if epoch.is_done else ():
+                self._wrong(f"epoch {epoch.number}: {problem}")
+            epoch.close()
+
+    def finish(self) -> None:
+        """Judge what only the end of the log shows."""
+        self._close(is_done=self._is_over)
+        for difference in self._repeats.different:
+            self._wrong(difference)
+
+    def _expect_steps(self, seen: str, up_to: int) -> None:
+        """Name the steps that something recorded needs and that are not in the log."""
+        if up_to > self._steps:
+            torn = f" (torn lines before it: {self.num_torn})" if self.num_torn else ""
+            self._wrong(f"{seen}: not in the log: {_span('step', self._steps + 1, up_to)}{torn}")
+            self._steps, self._trusts = up_to, True
+
+    def _wrong(self, problem: str) -> None:
+        self.num_problems += 1
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(problem)
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        """Yield everything as pairs of a heading and one line, the verdict last."""
+        resumed = (
+            f", resumed at step {', '.join(f'{steps:,}' for steps in self._starts[1:11])}" if self._starts[1:] else ""
+        )
+        yield "starts", f"{len(self._starts)}{resumed}{', ...' if self._starts[11:] else ''}"
+        for epoch in self._epochs:
+            yield f"epoch {epoch.number}", epoch.describe()
+        yield from self._changes.lines()
+        yield from (("repeats", line) for line in self._repeats.lines())
+        for heading, lines, num in (
+            ("note", [*self._notes, *self._repeats.explained], len(self._notes) + len(self._repeats.explained)),
+            ("problem", self.problems, self.num_problems),
+        ):
+            yield from ((heading, line) for line in lines[:_MOST_SHOWN])
+            if num > _MOST_SHOWN:
+                yield heading, f"and {num - _MOST_SHOWN:,} more"
+        yield "verdict", self._verdict()
+
+    def _verdict(self) -> str:
+        if self.num_problems:
+            return f"DOES NOT HOLD: problems: {self.num_problems:,}"
+        parts = []
+        for (rows, left_out), alike in groupby(self._epochs, key=_Epoch.proved):
+            numbers = [epoch.number for epoch in alike]
+            parts.append(f"{rows} exactly once in {_span('epoch', numbers[0], numbers[-1])}{left_out}")
+        return "holds: " + ("; ".join(parts) or "no step counts yet")
+
+
+class _Epoch:
+    """The rows of one epoch, a byte each until it is closed."""
+
+    def __init__(self, number: int, num_rows: int) -> None:
+        self.number, self.num_rows = number, num_rows
+        self.first_step = self.last_step = 0
+        self.used = self.num_dropped = 0  # rows
+        self.is_done = False
+        self.ending: Record | None = None
+        self._marks = bytearray(num_rows)  # 0: not used, 1: used, 2: listed as dropped
+
+    @property
+    def left_out(self) -> int:
+        """Rows that were not used."""
+        return self.num_rows - self.used
+
+    def use(self, rows: Sequence[Any]) -> list[str]:
+        """Mark the rows of a step as used; return what is wrong with them."""
+        return self._put(1, rows, {1: "rows used twice", 2: "rows used, and listed as dropped"})
+
+    def drop(self, rows: Sequence[Any]) -> list[str]:
+        """Mark rows as dropped, once or more often; return what is wrong with them."""
+        return self._put(2, rows, {1: "rows listed as dropped, and used"})
+
+    def _put(self, mark: int, rows: Sequence[Any], wrong: Mapping[int, str]) -> list[str]:
+        found: dict[str, list[Any]] = {}
+        for row in rows:
+            if type(row) is not int or not 0 <= row < self.num_rows:
+                found.setdefault(f"rows that the dataset of {self.num_rows:,} rows does not have", []).append(row)
+            elif (there := self._marks[row]) in wrong:
+                found.setdefault(wrong[there], []).append(row)
+            elif there == 0:
+                self._marks[row] = mark
+                self.used += mark == 1
+                self.num_dropped += mark == 2
+        return [f"{what}: {_some(those)}" for what, those in found.items()]
+
+    def close(self) -> None:
+        """Let go of the marks; what was counted stays."""
+        self._marks = bytearray()
+
+    def problems_of_end(self) -> list[str]:
+        """Return what does not add up at the end of the epoch."""
+        if self.ending is None:
+            missing = [row for row, mark in enumerate(self._marks) if not mark]
+            return [f"rows never used, and not recorded as left out: {_some(missing)}"] if missing else []
+        problems = [
+            f"its end records {self.ending.get(name)} rows as {name}, its steps give {counted}"
+            for name, counted in (("used", self.used), ("left_out", self.left_out))
+            if self.ending.get(name) != counted
+        ]
+        if "an error" in self.reasons:
+            problems.append(f"{self.reasons['an error']} rows were lost by an error")
+        if sum(self.reasons.values()) != self.left_out:
+            problems.append(f"the reasons {self.reasons} do not add up to {self.left_out} rows left out")
+        return problems
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why rows were left out, and how many for each reason."""
+        reasons = self.ending.get("reasons") if self.ending else {"dropped": self.num_dropped}
+        items = reasons.items() if isinstance(reasons, Mapping) else ()
+        return {str(reason): rows for reason, rows in items if isinstance(rows, int) and rows}
+
+    def describe(self) -> str:
+        """Return one line on its steps and rows."""
+        steps = f"steps {self.first_step:,} to {self.last_step:,}" if self.first_step else "no step"
+        rows = f"{self.used:,} of {self.num_rows:,} rows used"
+        if not self.is_done:
+            return f"{steps}: {rows} so far"
+        reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in self.reasons.items())
+        return f"{steps}: {rows}" + (f", {self.left_out:,} left out ({reasons})" if reasons else "")
+
+    def proved(self) -> tuple[str, str]:
+        """Return what is proved of its rows: how many, and what of the rest."""
+        if self.is_done and not self.left_out:
+            return f"each of {self.num_rows:,} rows", ""
+        rest = f", {self.left_out:,} left out as recorded" if self.is_done else " so far"
+        return f"{self.used:,} of {self.num_rows:,} rows", rest
+
+
+# What a repeated step must have again: the rows it took, what came of them, and the rate that it was applied with.
+_COMPARED = ("rows", "loss", "lr")
+
+
+@dataclass
+class _Start:
+    steps: int
+    changed: list[str] = field(default_factory=list)
+
+
+class _Repeats:
+    """Compares each step that was rolled back with the one of the same number that counts.
+
+    A difference is explained, and no problem, in two cases. A setting was changed on resume: between the ``start`` and
+    its first step there is a record whose ``before`` and ``after`` differ (not that of a growth rule, which records what
+    was ``requested``). Or rows and rate are the same, and after the step that the restart went back to the limit of a
+    micro-batch was lowered in one of the two: sums are then rounded differently.
+    """
+
+    def __init__(self) -> None:
+        self.different: list[str] = []
+        self.explained: list[str] = []
+        self._num_alike = 0
+        self._rolled_back: dict[int, list[tuple[tuple[str, ...], int]]] = {}  # by step: values, starts before it
+        self._starts: list[_Start] = []
+        self._lowered_at: list[int] = []  # steps after which the limit was lowered
+        self._is_starting = False
+
+    def start(self, steps: int) -> None:
+        """Training resumes after so many steps."""
+        self._starts.append(_Start(steps))
+        self._is_starting = True
+
+    def event(self, record: Record, steps: int) -> None:
+        """Take in a record that is no step."""
+        if "before" not in record or record["before"] == record.get("after"):
+            return
+        if record.get("kind") == "capacity":
+            self._lowered_at.append(steps)
+        elif self._is_starting and "requested" not in record:
+            self._starts[-1].changed.append(f"{record.get('kind')} {record['before']} -> {record.get('after')}")
+
+    def roll_back(self, step: int, record: Record) -> None:
+        """Keep a step that does not count."""
+        self._is_starting = False
+        self._rolled_back.setdefault(step, []).append((_compared(record), len(self._starts)))
+
+    def forget(self) -> int:
+        """Drop what was rolled back, as the data is another now; return how many steps that is."""
+        forgotten = len(self._rolled_back)
+        self._rolled_back.clear()
+        return forgotten
+
+    def count(self, step: int, record: Record) -> None:
+        """Compare a step that counts with those that were rolled back."""
+        self._is_starting = False
+        now, before = _compared(record), self._rolled_back.pop(step, [])
+        unlike = [(values, num_starts) for values, num_starts in before if values != now]
+        self._num_alike += bool(before) and not unlike
+        for values, num_starts in unlike[:1]:
+            names = [name for name, one, other in zip(_COMPARED, values, now, strict=True) if one != other]
+            what = ", ".join(
+                name if name == "rows" else f"{name} ({values[place]}, then {now[place]})"
+                for place, name in enumerate(_COMPARED)
+                if name in names
+            )
+            sentence, reason = f"step {step} was repeated with another {what}", self._reason(names, num_starts)
+            (self.explained if reason else self.different).append(f"{sentence}: {reason}" if reason else sentence)
+
+    def _reason(self, names: list[str], num_starts: int) -> str:
+        starts = self._starts[num_starts:]
+        if changed := [change for start in starts for change in start.changed]:
+            return f"changed on resume: {', '.join(dict.fromkeys(changed))}"
+        back_to = min((start.steps for start in starts), default=0)
+        if names == ["loss"] and any(steps >= back_to for steps in self._lowered_at):
+            return "the limit of a micro-batch was lowered in one of the two"
+        return ""
+
+    def lines(self) -> Iterator[str]:
+        """Yield how many steps were repeated, and how many came out alike."""
+        num = self._num_alike + len(self.different) + len(self.explained)
+        yield f"repeated steps: {num:,}" + (f", alike: {self._num_alike:,}" if num else "")
+        if self._rolled_back:
+            yield f"steps rolled back and not repeated so far: {len(self._rolled_back):,}"
+
+
+def _compared(record: Record) -> tuple[str, ...]:
+    """Return what is compared, as text; the rows as a digest, as there may be many."""
+    rows = hashlib.blake2b(json.dumps(record.get("rows")).encode(), digest_size=16).hexdigest()
+    return rows, *(str(record.get(name)) for name in _COMPARED[1:])
+
+
+class _Changes:
+    """Lists every change of the batch, of the learning rate and of the limit of a micro-batch."""
+
+    def __init__(self) -> None:
+        self.is_by_tokens = False
+        self._batches: list[str] = []
+        self._limits: list[str] = []
+        self._asked = ""
+        self._rates: dict[str, tuple[int, float]] = {}
+        self._messages: dict[str, tuple[int, int]] = {}  # step of the first time, and how often
+
+    def step(self, step: int, record: Record, rows: int) -> None:
+        """Add a step. The short last step of an epoch was asked for as many rows as the others, so it is no change."""
+        rate = as_number(record.get("lr"))
+        asked = f"{whole(record, 'asked') or rows:,} {'tokens' if self.is_by_tokens else 'rows'}"
+        if asked != self._asked:
+            before = f"{self._asked.removesuffix(' rows')} -> " if self._asked else ""
+            in_rows = f" ({rows:,} rows)" if self.is_by_tokens else ""
+            rate_before = f"{self._rates['last'][1]:g} -> " if self._rates else ""
+            self._batches.append(f"step {step:,}: {before}{asked}{in_rows}, lr {rate_before}{rate:g}")
+            self._asked = asked
+        named, here = self._rates, (step, rate)
+        named.setdefault("first", here)
+        named["last"] = here
+        if rate < named.setdefault("least", here)[1]:
+            named["least"] = here
+        if rate > named.setdefault("most", here)[1]:
+            named["most"] = here
+
+    def rate_event(self, message: str, steps: int) -> None:
+        """Add what was logged about the learning rate; what is logged again at a restart is counted."""
+        first, times = self._messages.get(message, (steps, 0))
+        self._messages[message] = first, times + 1
+
+    def limit(self, record: Record, steps: int, *, counts: bool) -> None:
+        """Add a change of what a micro-batch may hold."""
+        change = f"after step {steps:,}: {record.get('before')} -> {record.get('after')} {record.get('unit', 'rows')}"
+        why = " (out of memory)" if record.get("out_of_memory") else ""
+        self._limits.append(change + why + ("" if counts else "; rolled back with the next step"))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield headings with one line each."""
+        yield from (("batch size", line) for line in self._batches)
+        if self._rates:
+            yield "lr", ", ".join(f"{name} {rate:g} (step {step:,})" for name, (step, rate) in self._rates.items())
+        for message, (steps, times) in self._messages.items():
+            yield "lr", f"after step {steps:,}: {message}" + (f" (logged {times} times)" if times > 1 else "")
+        yield from (("capacity", line) for line in self._limits or ["unchanged"])
+
+
+def _span(name: str, first: int, last: int) -> str:
+    """Return ``step 4``, or ``steps 4 to 9``."""
+    return f"{name} {first}" if first == last else f"{name}s {first} to {last}"
+
+
+def _some(rows: Collection[Any]) -> str:
+    """Return row numbers as text, the first ten of them."""
+    shown = ", ".join(repr(row) for row in list(rows)[:10])
+    return shown + (f" and {len(rows) - 10:,} more" if len(rows) > 10 else "")

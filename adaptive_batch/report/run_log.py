@@ -1,4 +1,4 @@
-"""What was decided and what was done, seen on the terminal and kept in ``run.jsonl``."""
+"""The run log: each step and each event of a run, one JSON object a line in ``run.jsonl``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger("adaptive_batch")
 
 
 class RunLog:
-    """One JSON object a line: ``kind`` is ``step``, or the decision's name. Each line is written out at once, from any thread.
+    """Appends one JSON object a line: ``kind`` is ``step``, or the name of the event. Any thread may write; nothing is buffered.
 
-    JSON has no word for nan and infinities: they are written as text, which ``float`` reads.
+    JSON has no nan and no infinities: they are written as text, which ``float`` reads.
 
     Args:
-        path: the file; appended to, so that a record outlives restarts. A line torn by a kill is closed, not joined.
+        path: the file; appended to, also by the restarts of a run. A line torn by a kill is ended, not continued.
         enabled: False writes nothing (ranks other than zero).
 
     Raises:
@@ -54,19 +54,19 @@ class RunLog:
         self._write("step", metrics)
 
     def decision(self, kind: str, message: str, *, says: bool = True, **values: Any) -> None:
-        """Record one decision with its numbers, and print it where it `says` so."""
+        """Record one event with its numbers, and log its message unless `says` is False."""
         if self._file and says:
             log.info("%s", message)
         self._write(kind, {"message": message, **values})
 
     def sync(self) -> None:
-        """Bring what was recorded to the disk, so that nothing saved after it is ahead of its record."""
+        """Flush the log to disk, so that nothing saved afterwards is ahead of it."""
         if self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; later records are an error."""
+        """Close the file; writing afterwards is an error."""
         if self._file:
             self._file.close()
 
@@ -87,7 +87,7 @@ class RunLog:
 
 
 def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The records of a run, line by line; None for a line that a kill has torn."""
+    """Yield the records of a file line by line; None for a line that a kill has torn."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
             try:
@@ -98,7 +98,7 @@ def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a run; lines that a kill has torn are left out, which is said."""
+    """Return the records of a file; lines that a kill has torn are left out, with a warning."""
     records = list(iterate_records(path))
     if torn := records.count(None):
         log.warning("%s: %d torn %s left out", path, torn, "line is" if torn == 1 else "lines are")
@@ -106,8 +106,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _locked(file: TextIO) -> bool:
-    """Whether the file is ours alone now, until it is closed or this process ends by any means."""
-    if sys.platform == "win32":  # which has no locks of this kind
+    """Lock the file until it is closed or this process ends by any means; return whether nobody else had."""
+    if sys.platform == "win32":  # it has no locks of this kind
         return True
     import fcntl
 
@@ -121,7 +121,7 @@ def _locked(file: TextIO) -> bool:
 
 
 def _ends_torn(path: Path) -> bool:
-    """Whether the last line of a file has no end. Only its last byte is read: records grow large."""
+    """Return whether the last line of a file has no end. Only its last byte is read: logs grow large."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

@@ -40,6 +40,7 @@ OURS = (
     "resume_allow_changes",
     "sync_gradients_every_micro_batch",
     "probe",
+    "estimate",
 )
 
 # Keys of torchtune's full fine-tune configs. One that looks like ours is still torchtune's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .estimate_settings import EstimateSettings
 from .probe_settings import ProbeSettings
 from .settings import Settings
 
@@ -66,6 +67,8 @@ def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int 
             say(("probe",), "nothing that needs to know what fits is on")
         elif settings.probe.sequence_lengths:
             found.append(("probe.sequence_lengths", "it is for adaptive_probe"))
+    if settings.estimate != EstimateSettings():
+        found.append(("estimate", "it is for adaptive_estimate"))
     return found
 
 
@@ -79,14 +82,29 @@ def without_effect_on_probe(probe: ProbeSettings, *, ranks: int = 1) -> list[tup
     reasons = {"assumed_maximum": "it is for plan_only"}
     if probe.sequence_lengths:
         reasons["sequence_length"] = "probe.sequence_lengths says which"
-    if probe.plan_for is None:
-        reasons["plan_changes"] = "it is for probe.plan_for, which is not set"
-    else:
-        reasons["device_memory"] = "probe.plan_for says what the devices have"
-        tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
-        reasons |= dict.fromkeys(tries, "a plan tries nothing, and says all that fits")
     if ranks == 1:
-        reasons.setdefault("trial_timeout", "it is for several ranks, and this is one")
+        reasons["trial_timeout"] = "it is for several ranks, and this is one"
+    return _set(probe, reasons)
+
+
+def without_effect_on_estimate(settings: Settings) -> list[tuple[str, str]]:
+    """The keys of the `probe` block that are set and do nothing in ``adaptive_estimate``, each with the reason."""
+    reasons = {
+        "device_memory": "estimate.devices gives what the devices have",
+        "sequence_lengths": "it is for adaptive_probe; give estimate.sequence_lengths",
+        "assumed_maximum": "it is for plan_only",
+    }
+    if settings.estimate.sequence_lengths:
+        reasons["sequence_length"] = "estimate.sequence_lengths gives the lengths"
+    if settings.estimate.headroom is not None:
+        reasons["headroom"] = "estimate.headroom gives it"
+    tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
+    reasons |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
+    return _set(settings.probe, reasons)
+
+
+def _set(probe: ProbeSettings, reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Those of the keys of the `probe` block that are not at their default."""
     default = ProbeSettings()
     return [(f"probe.{key}", reason) for key, reason in reasons.items() if getattr(probe, key) != getattr(default, key)]
 

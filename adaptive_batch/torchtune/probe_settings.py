@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 
 from adaptive_batch._util import check_bool, check_share, check_whole, nearest
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import parse_devices
 from adaptive_batch.memory import check_device_memory
 
 SEARCHES = ("predict", "binary", "halve")
+# Keys of an estimate, which has a block and a recipe of its own.
+_MOVED = {"plan_for": "devices", "plan_world_size": "world_size", "plan_changes": "changes"}
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,6 @@ class ProbeSettings:
         cache: use a bound that was found before, after trying it once.
         trial_timeout: with several ranks, seconds after which a trial that does not end ends the run.
         assumed_maximum: rows that fit, for ``plan_only``, which tries nothing; None for what a search has found before.
-        plan_for: for ``adaptive_probe``: plan for a device that is not here, a size or a name, or several; None tries what is here.
-        plan_world_size: ranks that share the model of such a plan.
-        plan_changes: also plan what single changes of the configuration would bring.
     """
 
     search: str = "predict"
@@ -44,9 +42,6 @@ class ProbeSettings:
     cache: bool = True
     trial_timeout: int = 600
     assumed_maximum: int | None = None
-    plan_for: object = None
-    plan_world_size: int = 1
-    plan_changes: bool = True
 
     @classmethod
     def from_config(cls, config: object) -> ProbeSettings:
@@ -61,18 +56,17 @@ class ProbeSettings:
             raise SettingError("probe", config, "give a block of settings, such as probe.search=predict")
         known = [field.name for field in fields(cls)]
         for key in config:
+            if key in _MOVED:
+                raise SettingError(
+                    f"probe.{key}",
+                    config[key],
+                    f"it is estimate.{_MOVED[key]} now: tune run adaptive_estimate --config NAME estimate.devices=...",
+                )
             if key not in known:
                 raise SettingError(f"probe.{key}", config[key], f"there is no such key; {nearest(str(key), known)}")
         values = {key: value for key, value in config.items() if value is not None}
         if "sequence_lengths" in values:
-            lengths = values["sequence_lengths"]
-            if not isinstance(lengths, list | tuple) or not lengths:
-                raise SettingError(
-                    "probe.sequence_lengths", lengths, "give a list of lengths, such as [512, 1024, 2048]"
-                )
-            if twice := next((length for number, length in enumerate(lengths) if length in lengths[:number]), None):
-                raise SettingError("probe.sequence_lengths", lengths, f"{twice} is there twice; leave one out")
-            values["sequence_lengths"] = tuple(lengths)
+            values["sequence_lengths"] = read_lengths("probe.sequence_lengths", values["sequence_lengths"])
         settings = cls(**values)
         settings._check()
         return settings
@@ -82,27 +76,32 @@ class ProbeSettings:
             raise SettingError("probe.search", self.search, f"give one of {', '.join(SEARCHES)}")
         check_device_memory("probe.device_memory", self.device_memory)
         check_share("probe.headroom", self.headroom)
-        for length in (self.sequence_length, *self.sequence_lengths):
-            key = (
-                "probe.sequence_lengths"
-                if self.sequence_lengths and length != self.sequence_length
-                else "probe.sequence_length"
-            )
-            if isinstance(length, str):
-                if length not in ("longest", "max_seq_len"):
-                    raise SettingError(key, length, "give longest, max_seq_len or a number of tokens")
-            else:
-                check_whole(key, length)
+        _check_length("probe.sequence_length", self.sequence_length)
         check_bool("probe.round_to_power_of_two", self.round_to_power_of_two)
         check_whole("probe.maximum", self.maximum)
         check_bool("probe.cache", self.cache)
         check_whole("probe.trial_timeout", self.trial_timeout, remedy="give seconds, a whole number, 1 or more")
         if self.assumed_maximum is not None:
             check_whole("probe.assumed_maximum", self.assumed_maximum)
-        if self.plan_for is not None:
-            parse_devices(self.plan_for)
-        check_whole("probe.plan_world_size", self.plan_world_size)
-        if self.plan_world_size > 1 and self.plan_for is None:
-            remedy = "it is for a plan; give probe.plan_for too, or start as many ranks (tune run --nproc_per_node)"
-            raise SettingError("probe.plan_world_size", self.plan_world_size, remedy)
-        check_bool("probe.plan_changes", self.plan_changes)
+
+
+def read_lengths(key: str, lengths: object) -> tuple[int | str, ...]:
+    """A list of lengths, each ``longest``, ``max_seq_len`` or a number of tokens.
+
+    Raises:
+        SettingError: naming `key`.
+    """
+    if not isinstance(lengths, list | tuple) or not lengths:
+        raise SettingError(key, lengths, "give a list of lengths, such as [512, 1024, 2048]")
+    if twice := next((length for number, length in enumerate(lengths) if length in lengths[:number]), None):
+        raise SettingError(key, lengths, f"{twice} is there twice; leave one out")
+    for length in lengths:
+        _check_length(key, length)
+    return tuple(lengths)
+
+
+def _check_length(key: str, length: object) -> None:
+    if not isinstance(length, str):
+        check_whole(key, length)
+    elif length not in ("longest", "max_seq_len"):
+        raise SettingError(key, length, "give longest, max_seq_len or a number of tokens")

@@ -12,6 +12,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import RULES, Clock, Progress, Reference, needs_noise_scale, parse_reference
 
 from .components import load_increment, load_schedule
+from .estimate_settings import EstimateSettings
 from .keys import auto_or_whole, check_key_names, choice, switch, whole
 from .probe_settings import ProbeSettings
 from .validation_settings import ValidationSettings
@@ -56,6 +57,7 @@ class Settings:
         saves_asynchronously: write resume points while training goes on.
         resume_allow_changes: keys that may differ from the checkpoint's.
         probe: the `probe` block.
+        estimate: the `estimate` block.
     """
 
     batch_size: int
@@ -91,6 +93,7 @@ class Settings:
     saves_asynchronously: bool
     resume_allow_changes: tuple[str, ...]
     probe: ProbeSettings
+    estimate: EstimateSettings
 
     @property
     def step_rows(self) -> int:
@@ -204,6 +207,7 @@ class Settings:
             saves_asynchronously=switch(config, "enable_async_checkpointing", default=False),
             resume_allow_changes=_names_of_keys(config, "resume_allow_changes"),
             probe=ProbeSettings.from_config(config.get("probe")),
+            estimate=EstimateSettings.from_config(config.get("estimate")),
         )
         settings._check_batches(config)
         settings._check_schedule(config)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, sized
+from adaptive_batch._util import format_bytes
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from adaptive_batch.memory import (
     DeviceMemory,
     MemoryCurve,
@@ -224,7 +225,7 @@ class MaxBatchSearch:
             rows.length,
             memory.describe(),
             maximum,
-            sized(budget),
+            format_bytes(budget),
         )
 
         def run_trial(size: int) -> Trial:
@@ -267,7 +268,7 @@ class MaxBatchSearch:
                 budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
             )
         if not result.max_batch_size:
-            raise DoesNotFitError(f"{rows.name} does not fit in {sized(result.budget_bytes)}; {self._remedies}")
+            raise DoesNotFitError(f"{rows.name} does not fit in {format_bytes(result.budget_bytes)}; {self._remedies}")
         if not result.from_cache:
             found.keep(result)
         return result

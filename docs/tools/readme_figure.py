@@ -1,7 +1,6 @@
 """Draws the README's figure from a run of the demo: `make demo`, then `python docs/tools/readme_figure.py`.
 
-It is two of the figures that `python -m adaptive_batch report` draws, drawn by the same code, on a white ground of its own so that
-it is read on a dark page too.
+It has two of the figures that `python -m adaptive_batch report` draws, on a white ground so that it can be read on a dark page too.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import sys
 from pathlib import Path
 
 from adaptive_batch.report import read_records
-from adaptive_batch.report.figures.images import to_png
-from adaptive_batch.report.figures.of_run import figures_of
-from adaptive_batch.report.history.timeline import Timeline
+from adaptive_batch.report.drawing import marks_of, to_png
 from adaptive_batch.report.page import read_probe
+from adaptive_batch.report.run_figures import figures_of
+from adaptive_batch.report.run_history import Timeline
 
 NAMES = ("probe", "batch_size")
 PICTURE = Path(__file__).resolve().parents[1] / "images" / "demo.png"
@@ -30,7 +29,7 @@ def main(output_dir: str = "adaptive_batch_demo/tuned", picture: str | Path = PI
     timeline = Timeline.of(read_records(record / "run.jsonl"))
     drawn = {figure.name: figure for figure in figures_of(timeline, read_probe(record / "probe.json"))[0]}
     figures = [drawn[name] for name in NAMES]
-    sheet = to_png(figures, timeline, heading="make demo", lines=[drawn["probe"].description])
+    sheet = to_png(figures, heading="make demo", lines=[drawn["probe"].description], events=marks_of(timeline))
     Path(picture).write_bytes(sheet)
 
 

@@ -1,0 +1,115 @@
+"""The figures of an estimate: what a step holds, by kind, against the rows, and what each device allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import cycle, pairwise
+from typing import TYPE_CHECKING
+
+from adaptive_batch.estimate import LengthEstimate, MemoryEstimate, Target
+from adaptive_batch.memory import GIB
+
+from .drawing import LIGHT, Figure, Points, add_legend, plot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = ("blue", "ochre", "purple", "green", "vermilion", "muted")  # of the kinds, the lowest first
+_DASHES = ("--", "-.", ":", (0, (8, 2)))  # of the devices
+
+
+def estimate_figures(estimate: MemoryEstimate) -> list[Figure]:
+    """Return a figure for each length, all of one height in GiB."""
+    highest = max(target.budget_bytes for target in estimate.devices)
+    # Where nothing fits, the least that a step holds is higher than what any device allows.
+    least = max(length.peak_bytes(1) for length in estimate.lengths)
+    top = max(1.12 * highest, 1.1 * least) / GIB
+    return [_figure(estimate, length, number, top) for number, length in enumerate(estimate.lengths, start=1)]
+
+
+def summary_lines(estimate: MemoryEstimate) -> list[str]:
+    """Return a line for each device."""
+    lines = []
+    for target in estimate.devices:
+        fits = [
+            f"{_rows_that_fit(estimate, one, target)} of {one.sequence_length:,} tokens" for one in estimate.lengths
+        ]
+        lines.append(f"{target.name}: {'; '.join(fits)}. {target.budget_bytes / GIB:.2f} GiB may be used.")
+    return lines
+
+
+def _rows_that_fit(estimate: MemoryEstimate, length: LengthEstimate, target: Target) -> str:
+    rows = estimate.format_rows(estimate.bound(length, target))
+    return {"0": "no row", "1": "1 row"}.get(rows, f"{rows} rows")
+
+
+def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: float) -> Figure:
+    most = max(estimate.bound(length, target) for target in estimate.devices)
+    last = max(4, min(math.ceil(1.12 * most), estimate.maximum))
+    rows = _corners(length, last)
+    parts = [_composition(length, count) for count in rows]
+    of_optimizer = (length.optimizer_peak_bytes or 0) / GIB
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        below = [0.0] * len(rows)
+        for kind, colour in zip(parts[0], _COLOURS, strict=True):
+            above = [low + part[kind] / GIB for low, part in zip(below, parts, strict=True)]
+            if any(part[kind] > 0 for part in parts):
+                axes.fill_between(rows, below, above, color=LIGHT[colour], alpha=0.4, linewidth=0, label=kind)
+            below = above
+        if of_optimizer > _step_bytes(length, 1) / GIB:
+            axes.axhline(of_optimizer, color=LIGHT["purple"], linewidth=1.4, label="optimizer's step")
+        for target, dashes in zip(estimate.devices, cycle(_DASHES), strict=False):
+            label = f"{target.name.split(' (')[0]}: {_rows_that_fit(estimate, length, target)}"
+            axes.axhline(target.budget_bytes / GIB, color=LIGHT["text"], linewidth=1.2, linestyle=dashes, label=label)
+            if bound := estimate.bound(length, target):
+                at_bound = Points([bound], [length.peak_bytes(bound) / GIB])
+                plot(axes, at_bound, "", "text", marker="o", clip_on=False)
+        axes.set_xlim(1, last)
+        axes.set_ylim(0, top)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("rows at once" + (f", each of {estimate.world_size} ranks" if estimate.world_size > 1 else ""))
+        axes.set_ylabel("peak memory (GiB)")
+        add_legend(axes)
+
+    words = [f"The optimizer's step holds {of_optimizer:.2f} GiB with any number of rows."] if of_optimizer else []
+    for target in estimate.devices:
+        bound, fits = estimate.bound(length, target), _rows_that_fit(estimate, length, target)
+        needs = f"{length.peak_bytes(max(1, bound)) / GIB:.2f} GiB."
+        words.append(f"{target.name}: {fits}, {needs}" if bound else f"{target.name}: {fits} fits; one needs {needs}")
+    shares = {kind: size / GIB for kind, size in _composition(length, max(1, most)).items() if size > 0}
+    listed = ", ".join(f"{kind} {size:.2f}" for kind, size in shares.items())
+    words.append(f"Forward and backward of {max(1, most)} row{'s' if most > 1 else ''}: {listed}.")
+    title = f"Estimated memory, rows of {length.sequence_length:,} tokens"
+    return Figure(f"estimate-{number}", title, " ".join(words), draw)
+
+
+def _step_bytes(length: LengthEstimate, rows: int) -> int:
+    """Return the peak of forward and backward."""
+    return length.one_row_bytes if rows == 1 else length.curve.peak_bytes(rows)
+
+
+def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
+    """Return bytes by kind, whose sum is the peak of forward and backward.
+
+    Of a single row, which often runs other operations, only the sum is known: what comes and goes is divided as the curve says.
+    """
+    kinds, resident = length.composition(rows), length.resident
+    stays = dict(
+        zip(kinds, (resident.parameters, resident.buffers, resident.optimizer, resident.gradients), strict=False)
+    )
+    passing = sum(kinds.values()) - resident.total
+    factor = (_step_bytes(length, rows) - resident.total) / passing if passing else 1.0
+    return {kind: stays.get(kind, 0) + factor * (size - stays.get(kind, 0)) for kind, size in kinds.items()}
+
+
+def _corners(length: LengthEstimate, last: int) -> Sequence[int]:
+    """Return rows between which each kind is a straight line: the ends, and both sides of where the peak moves."""
+    places = {1, 2, last}
+    for flatter, steeper in pairwise(length.curve.lines):
+        overtakes = (flatter.fixed_bytes - steeper.fixed_bytes) / (steeper.bytes_per_row - flatter.bytes_per_row)
+        places |= {math.floor(overtakes), math.floor(overtakes) + 1}
+    return sorted(place for place in places if 1 <= place <= last)
