@@ -77,4 +77,4 @@ def _read_context(value: object) -> int:
     except ValueError:
         pass
     remedy = 'give a size such as "600MiB", or a whole number of bytes'
-    raise SettingError("estimate.context", value, remedy) from None
+    raise SettingError("estimate.context", value, remedy)

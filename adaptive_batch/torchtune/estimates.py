@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from adaptive_batch.memory import MemoryCurve
 
 from .bound import BatchSizeFinder
 from .components import load_function
+from .estimate_changes import candidates, share_of_layers, with_overrides
 from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed
 from .needs import complete
 from .no_effect import without_effect_on_estimate
@@ -122,16 +123,6 @@ def estimate_devices(
     return estimate
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A change to estimate: what is typed, what it costs, and the length and the ranks if they change."""
-
-    overrides: tuple[str, ...]
-    cost: str
-    sequence_length: int | None = None
-    world_size: int | None = None
-
-
 class Estimator:
     """Estimates one configuration and its variants.
 
@@ -185,7 +176,7 @@ class Estimator:
             *others, last = wanted
             lengths = [step.estimate(length, self.targets, checks=False) for length in others]
             lengths.append(step.estimate(last, self.targets, checks=True))
-            self._recomputed = _share_of_layers(step.parts.skeleton) / 3
+            self._recomputed = share_of_layers(step.parts.skeleton) / 3
             not_counted = list(step.parts.left_out)
             if self._settings.fits_itself:
                 not_counted.append(
@@ -218,11 +209,14 @@ class Estimator:
 
     def changes(self, length: LengthEstimate) -> Iterator[Change]:
         """Estimate each single change at a length."""
-        for one in self.candidates(length.sequence_length):
+        world_size = self._settings.estimate.world_size
+        for one in candidates(
+            self._cfg, tokens=length.sequence_length, world_size=world_size, recomputed=self._recomputed
+        ):
             tokens = one.sequence_length or self._first_length
             try:
-                cfg = _changed(self._cfg, one.overrides)
-                with self._step(cfg, [tokens], one.world_size or self._settings.estimate.world_size) as step:
+                cfg = with_overrides(self._cfg, one.overrides)
+                with self._step(cfg, [tokens], one.world_size or world_size) as step:
                     estimate = step.estimate(tokens, self.targets, checks=False)
             except (
                 Exception
@@ -232,50 +226,6 @@ class Estimator:
                 yield Change(one.overrides, one.cost, refused=why)
             else:
                 yield Change(one.overrides, one.cost, tuple(estimate.max_rows(t.budget_bytes) for t in self.targets))
-
-    def candidates(self, tokens: int) -> Iterator[Candidate]:
-        """Yield the changes that apply to the configuration, with rows of so many tokens."""
-        cfg, ranks = self._cfg, self._settings.estimate.world_size
-        optimizer, loss = str(cfg.optimizer._component_), str(cfg.loss._component_)
-        if not cfg.get("enable_activation_checkpointing", False) and cfg.get("ac_mode", None) is None:
-            cost = f"each layer's forward runs again in backward: about {self._recomputed:.0%} more compute"
-            yield Candidate(("enable_activation_checkpointing=True",), cost)
-            cost = f"every second layer's forward runs again: about {self._recomputed / 2:.0%} more compute"
-            yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
-        if not cfg.get("optimizer_in_bwd", False) and not (ranks > 1 and optimizer.startswith("torchao.")):
-            overrides = ["optimizer_in_bwd=True"]
-            if int(cfg.get("gradient_accumulation_steps", 1) or 1) > 1:
-                overrides.append("gradient_accumulation_steps=1")
-            if cfg.get("clip_grad_norm", None) is not None:
-                overrides.append("clip_grad_norm=null")
-            yield Candidate(
-                tuple(overrides), "no accumulation, no clipping, and no retry of a step that runs out of memory"
-            )
-        if optimizer in ("torch.optim.AdamW", "torch.optim.Adam"):
-            given = [key for key in ("fused", "foreach") if cfg.optimizer.get(key, None) is not None]
-            overrides = [f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit"]
-            yield Candidate(
-                (*overrides, *(f"~optimizer.{key}" for key in given)), "the optimizer's states are rounded to 8 bits"
-            )
-        if loss in ("torch.nn.CrossEntropyLoss", "torchtune.modules.loss.CrossEntropyLoss"):
-            yield Candidate(
-                ("loss=torchtune.modules.loss.CEWithChunkedOutputLoss",), "the same loss, summed in 8 parts"
-            )
-        elif loss.endswith("CEWithChunkedOutputLoss"):
-            chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
-            yield Candidate((f"loss.num_output_chunks={chunks}",), f"the same loss, summed in {chunks} parts")
-        if str(cfg.dtype) in ("fp32", "float32"):
-            yield Candidate(("dtype=bf16",), "weights, gradients and states with 8 bits of precision: results differ")
-        if tokens >= 256:
-            half = tokens // 2
-            yield Candidate((f"tokenizer.max_seq_len={half}",), f"rows are cut to {half} tokens", sequence_length=half)
-        if ranks > 1 and not cfg.get("fsdp_reshard_after_forward", True):
-            yield Candidate(("fsdp_reshard_after_forward=True",), "each layer is gathered again in backward")
-        if ranks > 1 and not self._settings.sync_gradients_every_micro_batch:
-            yield Candidate(("sync_gradients_every_micro_batch=True",), "gradients are reduced after each micro-batch")
-        for more in (number for number in (2, 4, 8) if number > ranks):
-            cost = f"{more} devices, which gather and reduce each layer's parameters; rows of each device"
-            yield Candidate((f"--nproc_per_node {more}",), cost, world_size=more)
 
     @contextmanager
     def _step(self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int) -> Iterator[_Step]:
@@ -391,32 +341,6 @@ class _Step:
             optimizer_peak_bytes=self._step.optimizer_peak_bytes,
             check=check,
         )
-
-
-def _share_of_layers(model: torch.nn.Module) -> float:
-    """Return the share of a forward's multiplications that is in the layers, by parameters; a backward has twice as many."""
-    sizes = {"layers": 0, "others": 0}
-    for name, parameter in model.named_parameters():
-        if "embeddings" not in name or not hasattr(model, "output"):  # looking up multiplies nothing
-            sizes["layers" if "layers." in name else "others"] += parameter.numel()
-    if not isinstance(getattr(model, "output", None), torch.nn.Linear) and hasattr(model, "tok_embeddings"):
-        sizes["others"] += model.tok_embeddings.weight.numel()  # a tied output layer
-    return sizes["layers"] / max(1, sum(sizes.values()))
-
-
-def _changed(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return a configuration with overrides as torchtune's command line takes them."""
-    changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(changed, DictConfig)
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key.startswith("~"):
-            block, _, key = key[1:].rpartition(".")
-            OmegaConf.select(changed, block).pop(key)
-        elif not key.startswith("--"):
-            key += "._component_" if key in ("optimizer", "loss") else ""
-            OmegaConf.update(changed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True)
-    return changed
 
 
 def _needs_values(cfg: DictConfig, error: Exception) -> SettingError:

@@ -1,0 +1,94 @@
+"""Single changes of a configuration that may let more rows fit, each with what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A change to estimate: what is typed, what it costs, and the length and the ranks if they change."""
+
+    overrides: tuple[str, ...]
+    cost: str
+    sequence_length: int | None = None
+    world_size: int | None = None
+
+
+def candidates(cfg: DictConfig, *, tokens: int, world_size: int, recomputed: float) -> Iterator[Candidate]:
+    """Yield the changes that apply to a configuration.
+
+    Args:
+        cfg: the configuration.
+        tokens: of a row.
+        world_size: ranks that share the model.
+        recomputed: share of the compute that activation checkpointing adds.
+    """
+    optimizer, loss = str(cfg.optimizer._component_), str(cfg.loss._component_)
+    if not cfg.get("enable_activation_checkpointing", False) and cfg.get("ac_mode", None) is None:
+        cost = f"each layer's forward runs again in backward: about {recomputed:.0%} more compute"
+        yield Candidate(("enable_activation_checkpointing=True",), cost)
+        cost = f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute"
+        yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
+    if not cfg.get("optimizer_in_bwd", False) and not (world_size > 1 and optimizer.startswith("torchao.")):
+        overrides = ["optimizer_in_bwd=True"]
+        if int(cfg.get("gradient_accumulation_steps", 1) or 1) > 1:
+            overrides.append("gradient_accumulation_steps=1")
+        if cfg.get("clip_grad_norm", None) is not None:
+            overrides.append("clip_grad_norm=null")
+        yield Candidate(
+            tuple(overrides), "no accumulation, no clipping, and no retry of a step that runs out of memory"
+        )
+    if optimizer in ("torch.optim.AdamW", "torch.optim.Adam"):
+        given = [key for key in ("fused", "foreach") if cfg.optimizer.get(key, None) is not None]
+        overrides = [f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit"]
+        yield Candidate(
+            (*overrides, *(f"~optimizer.{key}" for key in given)), "the optimizer's states are rounded to 8 bits"
+        )
+    if loss in ("torch.nn.CrossEntropyLoss", "torchtune.modules.loss.CrossEntropyLoss"):
+        yield Candidate(("loss=torchtune.modules.loss.CEWithChunkedOutputLoss",), "the same loss, summed in 8 parts")
+    elif loss.endswith("CEWithChunkedOutputLoss"):
+        chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
+        yield Candidate((f"loss.num_output_chunks={chunks}",), f"the same loss, summed in {chunks} parts")
+    if str(cfg.dtype) in ("fp32", "float32"):
+        yield Candidate(("dtype=bf16",), "weights, gradients and states with 8 bits of precision: results differ")
+    if tokens >= 256:
+        half = tokens // 2
+        yield Candidate((f"tokenizer.max_seq_len={half}",), f"rows are cut to {half} tokens", sequence_length=half)
+    if world_size > 1 and not cfg.get("fsdp_reshard_after_forward", True):
+        yield Candidate(("fsdp_reshard_after_forward=True",), "each layer is gathered again in backward")
+    if world_size > 1 and cfg.get("sync_gradients_every_micro_batch", None) is False:
+        yield Candidate(("sync_gradients_every_micro_batch=True",), "gradients are reduced after each micro-batch")
+    for more in (number for number in (2, 4, 8) if number > world_size):
+        cost = f"{more} devices, which gather and reduce each layer's parameters; rows of each device"
+        yield Candidate((f"--nproc_per_node {more}",), cost, world_size=more)
+
+
+def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a configuration with overrides as torchtune's command line takes them."""
+    changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    assert isinstance(changed, DictConfig)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.startswith("~"):
+            block, _, key = key[1:].rpartition(".")
+            OmegaConf.select(changed, block).pop(key)
+        elif not key.startswith("--"):
+            key += "._component_" if key in ("optimizer", "loss") else ""
+            OmegaConf.update(changed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True)
+    return changed
+
+
+def share_of_layers(model: torch.nn.Module) -> float:
+    """Return the share of a forward's multiplications that is in the layers, by parameters; a backward has twice as many."""
+    sizes = {"layers": 0, "others": 0}
+    for name, parameter in model.named_parameters():
+        if "embeddings" not in name or not hasattr(model, "output"):  # looking up multiplies nothing
+            sizes["layers" if "layers." in name else "others"] += parameter.numel()
+    if not isinstance(getattr(model, "output", None), torch.nn.Linear) and hasattr(model, "tok_embeddings"):
+        sizes["others"] += model.tok_embeddings.weight.numel()  # a tied output layer
+    return sizes["layers"] / max(1, sum(sizes.values()))
