@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -71,31 +72,9 @@ def load_named_optimizer_state(
     optimizers = list(optimizers)
     form = named_form(state, optimizers, names)
     group_of = {name: group for group in form["param_groups"] for name in group["params"]}
-    loads = []
-    for optimizer in optimizers:
-        parameters = _parameters([optimizer])
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        named = {parameter: parameter_name(names[parameter]) for parameter in parameters}
-        if missing := [name for name in named.values() if name not in group_of]:
-            raise CheckpointError(
-                f"the saved optimizer state has no parameter {missing[0]}; it belongs to another model"
-            )
-        by_number = {
-            numbers[parameter]: _placed_like(parameter, form["state"][name], name)
-            for parameter, name in named.items()
-            if name in form["state"]
-        }
-        groups = [
-            {
-                **_values_for([named[parameter] for parameter in group["params"]], group_of),
-                **({"param_names": group["param_names"]} if "param_names" in group else {}),
-                "params": [numbers[parameter] for parameter in group["params"]],
-            }
-            for group in optimizer.param_groups
-        ]
-        loads.append((optimizer, {"state": by_number, "param_groups": groups}))
-    for optimizer, by_numbers in loads:
-        optimizer.load_state_dict(by_numbers)
+    numbered = [_numbered(form["state"], group_of, optimizer, names) for optimizer in optimizers]
+    for optimizer, own_state in zip(optimizers, numbered, strict=True):
+        optimizer.load_state_dict(own_state)
 
 
 def named_form(
@@ -173,8 +152,36 @@ def _known(name: str, known: Sequence[str]) -> str:
     return cleaned
 
 
+def _numbered(
+    state: Mapping[str, Any],
+    group_of: Mapping[str, Mapping[str, Any]],
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes."""
+    entries_of: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    counter = count()
+    for group in optimizer.param_groups:
+        named = [parameter_name(names[parameter]) for parameter in group["params"]]
+        if missing := [name for name in named if name not in group_of]:
+            raise CheckpointError(
+                f"the saved optimizer state has no parameter {missing[0]}; it belongs to another model"
+            )
+        values = _values_for(named, group_of)
+        if "param_names" in group:
+            values["param_names"] = group["param_names"]
+        numbers = [next(counter) for _ in named]
+        groups.append({**values, "params": numbers})
+        for number, name, parameter in zip(numbers, named, group["params"], strict=True):
+            if name in state:
+                place = partial(_placed, parameter=parameter, what=f"state of {name}")
+                entries_of[number] = tree_map_only(torch.Tensor, place, dict(state[name]))
+    return {"state": entries_of, "param_groups": groups}
+
+
 def _values_for(params: Sequence[str], group_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a group had, other than its parameters."""
+    """Return what a group had, other than its parameters."""
     found = group_of[params[0]] if params else {}
     for name in params:
         if group_of[name] is not found:
@@ -185,23 +192,8 @@ def _values_for(params: Sequence[str], group_of: Mapping[str, Mapping[str, Any]]
     return {key: value for key, value in found.items() if key not in _OURS}
 
 
-def _placed_like(parameter: nn.Parameter, entries: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {
-        key: tree_map_only(torch.Tensor, partial(_placed, parameter=parameter, what=f"{key} of {name}"), value)
-        for key, value in entries.items()
-    }
-
-
 def _placed(value: torch.Tensor, *, parameter: nn.Parameter, what: str) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        ours = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else (None, None)
-        if value.device_mesh != ours[0] or (value.shape == parameter.shape and value.placements != ours[1]):
-            raise CheckpointError(
-                f"{what} is sharded as {value.placements} over {value.device_mesh}, and its parameter as {ours[1]} over {ours[0]}; "
-                "load it whole, or from a checkpoint of a step"
-            )
-        return value
-    if not isinstance(parameter, DTensor) or not value.dim():
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
         return value
     mesh = parameter.device_mesh
     is_wrapper: bool = is_traceable_wrapper_subclass(value)
