@@ -37,16 +37,7 @@ log = logging.getLogger("adaptive_batch")
 
 @dataclass
 class _Found:
-    """What there is to resume from, as rank zero found it.
-
-    Attributes:
-        point: where it is a resume point.
-        recipe_state: what was saved with weights and optimizer; None where training begins.
-        optimizer_file: of an epoch's recipe state.
-        source: where the weights are.
-        passed_over: a line for each newer checkpoint that was skipped.
-        holds_earlier_run: training begins in a folder where something else was saved.
-    """
+    """What rank zero found to resume from; the names are those of :class:`Checkpoints`, `optimizer_file` is of an epoch."""
 
     point: Checkpoint | None = None
     recipe_state: dict[str, Any] | None = None
