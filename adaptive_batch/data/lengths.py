@@ -37,7 +37,7 @@ MAX_WORKERS = 16
 CHUNK_SECONDS = 0.25  # work of one message of a worker: the bar moves, and messages cost nothing beside it
 STALLED_SECONDS = 60.0  # a forked worker can inherit a lock that nobody releases; a chunk is due after CHUNK_SECONDS
 RECHECKED_ROWS = 8
-_CHECKSUM_BYTES = 32  # SHA-256: torch.load checks none of its own
+_CHECKSUM_BYTES = 32  # SHA-256: torch.load verifies no checksum
 
 
 class RowDataset(Protocol):

@@ -142,7 +142,7 @@ class Checkpoints:
 
     @staticmethod
     def _is_newer(epochs: EpochCheckpoints, point: Checkpoint) -> bool:
-        """Whether the last epoch was saved after the resume point; of one run, by its steps, whatever the clock said.
+        """Whether the last epoch was saved after the resume point; of one run, by its steps, whatever the clock read.
 
         Steps are counted again from an epoch that was restarted.
         """
