@@ -1,4 +1,4 @@
-"""Small tools that every package may use: checks of values, the cache folder, fingerprints."""
+"""Small tools that every package may use: checks of values, atomic writes, the cache folder, fingerprints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import os
 import stat
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path, PurePath
@@ -48,6 +49,41 @@ def nearest(name: str, names: list[str]) -> str:
     """The end of a sentence that refuses a name: those near it, or all that there are."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"near it: {', '.join(close)}" if close else f"there are: {', '.join(names)}"
+
+
+def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Write a file so that a reader, after a kill too, finds the old content or the new one, never a part.
+
+    Args:
+        path: the file; its folder is made if absent.
+        content: all of the file; text is encoded as UTF-8.
+        sync: flush file and name to the disk, so that this holds after a power failure too.
+
+    Raises:
+        OSError: it cannot be written; the old content is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names of a folder's files to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def cache_directory() -> Path:

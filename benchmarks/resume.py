@@ -20,7 +20,7 @@ import records
 import torch
 from torch import nn
 
-from adaptive_batch.checkpoint import ResumePoints, newest_whole
+from adaptive_batch.checkpoint import CheckpointManager, latest_complete
 
 WIDTH = 1024  # a layer of 1024 x 1024 has 1.05M parameters
 STEPS_BETWEEN = 5
@@ -84,8 +84,8 @@ def measure(training: Training, folder: Path, *, saves: int) -> dict[str, list[f
         training.step()
     small = {"rng": torch.get_rng_state()}
     with (
-        ResumePoints(folder / "synchronous", keep_last=1) as synchronous,
-        ResumePoints(folder / "asynchronous", keep_last=1, asynchronous=True) as asynchronous,
+        CheckpointManager(folder / "synchronous", keep_last=1) as synchronous,
+        CheckpointManager(folder / "asynchronous", keep_last=1, asynchronous=True) as asynchronous,
     ):
         asynchronous.save(training.steps, training.state(), small)  # the first makes the copies' memory
         asynchronous.wait()
@@ -101,7 +101,7 @@ def measure(training: Training, folder: Path, *, saves: int) -> dict[str, list[f
             asynchronous.wait()
             seconds["asynchronous save, until whole"].append(time.perf_counter() - start)
             start = time.perf_counter()
-            point, _ = newest_whole(folder / "asynchronous")
+            point, _ = latest_complete(folder / "asynchronous")
             assert point is not None
             found = time.perf_counter()
             point.load()
@@ -126,7 +126,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         seconds = measure(training, Path(folder), saves=arguments.saves)
-        point, _ = newest_whole(Path(folder) / "asynchronous")
+        point, _ = latest_complete(Path(folder) / "asynchronous")
         assert point is not None
         num_bytes = point.num_bytes
     print(f"{parameters / 1e6:.1f}M parameters with AdamW, {num_bytes / MIB:.0f} MiB a point, {training.steps} steps\n")

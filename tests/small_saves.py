@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from adaptive_batch.checkpoint import ResumePoints, newest_whole
+from adaptive_batch.checkpoint import CheckpointManager, latest_complete
 from adaptive_batch.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ def tree(step: int) -> dict:
 
 def save_for_ever(output_dir: Path, mode: str, step: int, vouched: int) -> None:
     """Save one step after another; the number of each that is vouched for goes into a pipe."""
-    points = ResumePoints(output_dir, keep_last=2, asynchronous=mode == "async")
+    points = CheckpointManager(output_dir, keep_last=2, asynchronous=mode == "async")
     while True:
         tensors = tree(step)
         points.save(step, tensors, {"step": step, "seen": torch.full((100,), step)})
@@ -61,7 +61,7 @@ def kills(output_dir: Path, mode: str, number: int) -> None:
 
 def limited(output_dir: Path, mode: str, limit_bytes: int | None) -> dict:
     """Save a small point, fail to save a larger one, say what is there, and save again when there is room."""
-    points = ResumePoints(output_dir, keep_last=1, asynchronous=mode == "async")
+    points = CheckpointManager(output_dir, keep_last=1, asynchronous=mode == "async")
     points.save(1, {"weight": torch.ones(10)}, {"step": 1})
     points.wait()
     if limit_bytes is not None:
@@ -72,12 +72,12 @@ def limited(output_dir: Path, mode: str, limit_bytes: int | None) -> dict:
         points.wait()
     except CheckpointError as error:
         told.append(str(error))
-    point, _ = newest_whole(output_dir)
+    point, _ = latest_complete(output_dir)
     names = sorted(path.name for path in output_dir.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     points.save(3, {"weight": torch.ones(10)}, {"step": 3})
     points.close()
-    return {"whole": point.step, "names": names, "told": told, "later": newest_whole(output_dir)[0].step}
+    return {"whole": point.step, "names": names, "told": told, "later": latest_complete(output_dir)[0].step}
 
 
 def limits(output_dir: Path) -> None:

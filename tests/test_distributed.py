@@ -197,7 +197,7 @@ def test_an_error_of_rank_zero_is_raised_alike_on_every_rank(ranks, name, messag
 
 def test_an_error_that_cannot_be_sent_is_told(ranks):
     assert ranks[0]["HoldsALambda"][:2] == ("HoldsALambda", "held")
-    assert ranks[1]["HoldsALambda"][:2] == ("RuntimeError", "rank zero failed with HoldsALambda: held")
+    assert ranks[1]["HoldsALambda"][:2] == ("RuntimeError", "rank 0 failed with HoldsALambda: held")
 
 
 def test_a_result_that_cannot_be_sent_fails_on_every_rank(ranks):

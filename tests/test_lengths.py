@@ -3,6 +3,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -130,7 +131,7 @@ def test_a_hundred_thousand_rows_take_little_time(tmp_path):
 
 def test_progress_ends_with_the_number_of_rows(capsys):
     measure(Rows(some_lengths(30)), show_progress=True)
-    assert capsys.readouterr().err.startswith("counting tokens: 30/30 rows (100%), ")
+    assert re.search(r"counting tokens: 100%.* 30/30 ", capsys.readouterr().err)
     measure(Rows(some_lengths(30)))
     assert capsys.readouterr().err == ""
 

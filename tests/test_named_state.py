@@ -221,6 +221,42 @@ def test_a_state_of_other_parameters_is_refused_and_nothing_is_loaded(change, me
     assert_equal(named(again, its_names), before)
 
 
+class Counting:
+    """Counts the steps of the optimizer that it is mixed into."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.num_steps = 0
+
+    def step(self, *arguments, **options):
+        self.num_steps += 1
+        return super().step(*arguments, **options)
+
+
+class CountingSGD(Counting, torch.optim.SGD): ...
+
+
+class CountingAdamW(Counting, torch.optim.AdamW): ...
+
+
+@pytest.mark.parametrize("make", [CountingSGD, CountingAdamW])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_saving_and_loading_never_step_an_optimizer(make, is_trained):
+    def new():
+        model = nn.Linear(4, 4)
+        return model, make(model.parameters(), lr=0.1), {p: name for name, p in model.named_parameters()}
+
+    model, optimizer, names = new()
+    if is_trained:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    _, again, its_names = new()
+    state = named_optimizer_state([optimizer], names)
+    load_named_optimizer_state(state, [again], its_names)
+    assert (optimizer.num_steps, again.num_steps) == (int(is_trained), 0)
+    assert_equal(named([again], its_names), plain(state))
+
+
 def test_groups_that_would_become_one_are_refused():
     _, optimizers, names = trained(in_backward=True)
     _, again, its_names = made()

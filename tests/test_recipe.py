@@ -320,7 +320,7 @@ def test_weights_of_another_save_are_refused(small, plain, interrupted):
 def test_a_truncated_weights_file_is_named(small, interrupted):
     (path,) = (interrupted / "epoch_0").glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=rf"{path.name} is not whole: \d+ bytes were saved"):
+    with pytest.raises(CheckpointError, match=rf"{path.name} is incomplete: \d+ bytes were saved"):
         go_on(small, interrupted)
 
 
@@ -333,7 +333,7 @@ def test_a_truncated_recipe_state_is_named(small, interrupted):
 
 def test_missing_weights_are_named(small, interrupted):
     shutil.rmtree(interrupted / "epoch_0")
-    with pytest.raises(CheckpointError, match="epoch_0 is not there"):
+    with pytest.raises(CheckpointError, match="epoch_0 does not exist"):
         go_on(small, interrupted)
 
 

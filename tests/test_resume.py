@@ -25,7 +25,7 @@ from small_saves import tree
 from torch import nn
 
 from adaptive_batch import __version__
-from adaptive_batch.checkpoint import ResumePoints, newest_whole
+from adaptive_batch.checkpoint import CheckpointManager, latest_complete
 from adaptive_batch.checkpoint.state_tree import flatten, unflatten
 from adaptive_batch.errors import CheckpointError
 
@@ -66,9 +66,9 @@ def bits(tensor):
 
 
 def saved_and_loaded(tmp_path, tree, small=None, *, step=1):
-    with ResumePoints(tmp_path) as points:
+    with CheckpointManager(tmp_path) as points:
         points.save(step, tree, small)
-    point, passed_over = newest_whole(tmp_path)
+    point, passed_over = latest_complete(tmp_path)
     assert passed_over == []
     assert point.step == step
     return point.load()
@@ -80,7 +80,7 @@ def values(step):
 
 
 def save(output_dir, *steps, **options):
-    with ResumePoints(output_dir, **options) as points:
+    with CheckpointManager(output_dir, **options) as points:
         for step in steps:
             points.save(step, values(step), {"step": step})
 
@@ -127,10 +127,10 @@ OPTIMIZERS = {
 def test_training_goes_on_from_a_point_to_the_same_bits(tmp_path, name, asynchronous):
     model, optimizer = trained(OPTIMIZERS[name])
     before = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with ResumePoints(tmp_path, asynchronous=asynchronous) as points:
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as points:
         points.save(3, before, {"rng": torch.get_rng_state()})
         points.wait()
-        tree, small = newest_whole(tmp_path)[0].load()
+        tree, small = latest_complete(tmp_path)[0].load()
         assert_same(tree, before)
         train(model, optimizer, 2)
     again, its_optimizer = trained(OPTIMIZERS[name], steps=1)
@@ -145,7 +145,7 @@ def test_training_goes_on_from_a_point_to_the_same_bits(tmp_path, name, asynchro
 def test_the_files_are_of_torch_distributed_checkpoint_and_a_state_that_weights_only_reads(tmp_path):
     model, optimizer = trained(OPTIMIZERS["adamw 8 bit"])
     save_tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with ResumePoints(tmp_path) as points:
+    with CheckpointManager(tmp_path) as points:
         points.save(3, save_tree, {"a": 1})
     folder = tmp_path / "step_3"
     assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", "state.pt", "resume.json"}
@@ -262,16 +262,16 @@ def test_subclasses_of_plain_values_are_taken_for_what_they_derive_from():
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"a": [1, {2: {3}}]}, "a.1.2 is a set, which a resume point cannot hold"),
-        ({"a": b"bytes"}, "a is a bytes, which a resume point cannot hold"),
+        ({"a": [1, {2: {3}}]}, "a.1.2 is a set, which a checkpoint cannot hold"),
+        ({"a": b"bytes"}, "a is a bytes, which a checkpoint cannot hold"),
         ({"a": {(1, 2): 3}}, "a has the key (1, 2): only str and int can be saved"),
         ({"a": torch.empty(2, device="meta")}, "a is a tensor on the meta device, which has no values"),
-        (object(), "the state is a object, which a resume point cannot hold"),
+        (object(), "the state is a object, which a checkpoint cannot hold"),
     ],
 )
 @pytest.mark.parametrize("which", ["tensors", "small"])
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, tree, message, which):
-    points = ResumePoints(tmp_path / "out")
+    points = CheckpointManager(tmp_path / "out")
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         points.save(1, *((tree, None) if which == "tensors" else (None, tree)))
     assert not (tmp_path / "out").exists()
@@ -286,20 +286,20 @@ def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_p
     with pytest.raises(
         CheckpointError, match=r"could not be read again: it names \w*\.Scaled, which torch.load\(weights_only"
     ):
-        ResumePoints(tmp_path).save(2, {"w": torch.ones(2).as_subclass(Scaled)}, None)
-    assert newest_whole(tmp_path)[0].step == 1
+        CheckpointManager(tmp_path).save(2, {"w": torch.ones(2).as_subclass(Scaled)}, None)
+    assert latest_complete(tmp_path)[0].step == 1
     assert hidden(tmp_path) == []
 
 
 def test_nothing_saved_is_nothing_found(tmp_path):
-    assert newest_whole(tmp_path / "none") == (None, [])
-    assert newest_whole(tmp_path) == (None, [])
+    assert latest_complete(tmp_path / "none") == (None, [])
+    assert latest_complete(tmp_path) == (None, [])
 
 
 def test_the_newest_is_the_one_that_was_saved_last_not_the_largest_step(tmp_path):
     save(tmp_path, 20, 30)
     save(tmp_path, 10)
-    assert newest_whole(tmp_path)[0].step == 10
+    assert latest_complete(tmp_path)[0].step == 10
 
 
 def test_order_grows_even_where_the_clock_went_back(tmp_path):
@@ -309,14 +309,14 @@ def test_order_grows_even_where_the_clock_went_back(tmp_path):
     content.update(order=2**62, format_version=2)  # as another version, of the future, would have left it
     manifest.write_text(json.dumps(content))
     save(tmp_path, 2)
-    assert newest_whole(tmp_path)[0].order == 2**62 + 1
+    assert latest_complete(tmp_path)[0].order == 2**62 + 1
 
 
 def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
-    with ResumePoints(tmp_path) as points:
+    with CheckpointManager(tmp_path) as points:
         points.save(5, values(1), {"save": 1})
         points.save(5, values(2), {"save": 2})
-    point, _ = newest_whole(tmp_path)
+    point, _ = latest_complete(tmp_path)
     tree, small = point.load()
     assert_same(tree, values(2))
     assert small == point.load_small_state() == {"save": 2}
@@ -338,7 +338,7 @@ def test_killed_at_any_moment_the_last_whole_point_loads_and_is_what_was_saved(t
             assert answer["killed"]
             vouched = max([vouched, *map(int, answer["vouched"])])
             killed_while_saving += any(name.startswith(".saving-") for name in hidden(tmp_path))
-            point, _ = newest_whole(tmp_path)
+            point, _ = latest_complete(tmp_path)
             if point is None:
                 assert vouched == 0
             else:
@@ -381,7 +381,7 @@ def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
                 (output_dir / "step_2" / later).unlink()
             path = output_dir / "step_2" / name
             path.write_bytes(path.read_bytes()[:kept])
-            point, passed_over = newest_whole(output_dir)
+            point, passed_over = latest_complete(output_dir)
             if name == "resume.json" and kept is None:
                 assert point.step == 2
             else:
@@ -394,11 +394,11 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     save(tmp_path, 4)
     (tmp_path / "step_4").rename(tmp_path / ".replaced-step_4")
     shutil.copytree(tmp_path / ".replaced-step_4", tmp_path / ".saving-step_4")
-    point, _ = newest_whole(tmp_path)
+    point, _ = latest_complete(tmp_path)
     assert_same(point.load()[0], values(4))
     save(tmp_path, 6)
     assert (steps_there(tmp_path), hidden(tmp_path)) == ([4, 6], [])
-    assert newest_whole(tmp_path)[0].step == 6
+    assert latest_complete(tmp_path)[0].step == 6
 
 
 def test_what_a_kill_left_aside_is_cleared_by_the_next_save(tmp_path):
@@ -429,14 +429,14 @@ def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, dat
     content[position] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     try:
-        point, passed_over = newest_whole(tmp_path)
+        point, passed_over = latest_complete(tmp_path)
         assert point.step == 1
         assert [other.path.name for other in passed_over] == ["step_2"]
         assert name in passed_over[0].describe() or "newer format" in passed_over[0].describe()
     finally:
         content[position] = original
         path.write_bytes(content)
-    assert newest_whole(tmp_path)[0].step == 2
+    assert latest_complete(tmp_path)[0].step == 2
 
 
 @pytest.mark.parametrize(
@@ -445,27 +445,27 @@ def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, dat
         (lambda f: (f / ".metadata").unlink(), ".metadata is missing"),
         (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda f: (f / "state.pt").unlink(), "state.pt is missing"),
-        (lambda f: (f / "resume.json").unlink(), "half written: it has no resume.json"),
-        (lambda f: (f / "resume.json").write_text(""), "resume.json is torn or changed"),
+        (lambda f: (f / "resume.json").unlink(), "incomplete: it has no resume.json"),
+        (lambda f: (f / "resume.json").write_text(""), "resume.json is truncated or changed"),
         (lambda f: (f / "resume.json").write_bytes(b"\xff\xfe"), "resume.json cannot be read"),
         (lambda f: (f / "state.pt").write_bytes(b"x"), "state.pt has 1 bytes, "),
-        (lambda f: (f / "resume.json").write_text('{"format": "x"}'), "resume.json is torn or changed"),
+        (lambda f: (f / "resume.json").write_text('{"format": "x"}'), "resume.json is truncated or changed"),
     ],
 )
 def test_damage_is_named_and_the_next_older_is_taken(tmp_path, harm, reason):
     save(tmp_path, 1, 2, 3)
     harm(tmp_path / "step_3")
-    point, (passed_over,) = newest_whole(tmp_path)
+    point, (passed_over,) = latest_complete(tmp_path)
     assert point.step == 2
     assert passed_over.path == tmp_path / "step_3"
     assert passed_over.reason.startswith(reason)
-    assert passed_over.describe() == f"{tmp_path / 'step_3'} is passed over: {passed_over.reason}"
+    assert passed_over.describe() == f"{tmp_path / 'step_3'} is skipped: {passed_over.reason}"
 
 
 def test_older_damage_is_not_spoken_of(tmp_path):
     save(tmp_path, 1, 2)
     (tmp_path / "step_1" / "state.pt").write_bytes(b"")
-    point, passed_over = newest_whole(tmp_path)
+    point, passed_over = latest_complete(tmp_path)
     assert (point.step, passed_over) == (2, [])
 
 
@@ -473,7 +473,7 @@ def test_all_damaged_is_none_with_every_reason(tmp_path):
     save(tmp_path, 1, 2)
     for step in (1, 2):
         (tmp_path / f"step_{step}" / ".metadata").unlink()
-    point, passed_over = newest_whole(tmp_path)
+    point, passed_over = latest_complete(tmp_path)
     assert point is None
     assert len(passed_over) == 2
 
@@ -483,7 +483,7 @@ def test_a_newer_format_is_passed_over_by_name_and_stays(tmp_path):
     manifest = tmp_path / "step_2" / "resume.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "format_version": 7, "package_version": "9.9"}))
-    point, (passed_over,) = newest_whole(tmp_path)
+    point, (passed_over,) = latest_complete(tmp_path)
     assert point.step == 1
     assert passed_over.reason == (
         "newer format 7, written by adaptive_batch 9.9; this version reads up to 1: update it"
@@ -500,15 +500,15 @@ def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
     (tmp_path / "step_8" / "resume.json").write_text('{"my": "resume"}')
     (tmp_path / "step_9").write_text("a file")
     save(tmp_path, 1, 2, keep_last=keep_last)
-    with pytest.raises(CheckpointError, match="step_7 is there and is not ours to replace: foreign"):
+    with pytest.raises(CheckpointError, match="step_7 exists and is not ours to replace: unrecognized"):
         save(tmp_path, 7)
-    with pytest.raises(CheckpointError, match="step_9 is there and is not ours"):
+    with pytest.raises(CheckpointError, match="step_9 exists and is not ours"):
         save(tmp_path, 9)
-    point, passed_over = newest_whole(tmp_path)
+    point, passed_over = latest_complete(tmp_path)
     assert point.step == 2
     assert [(other.path.name, other.reason) for other in passed_over] == [
-        ("step_7", "foreign: it has no resume.json"),
-        ("step_8", "resume.json is foreign"),
+        ("step_7", "unrecognized: it has no resume.json"),
+        ("step_8", "resume.json is unrecognized"),
     ]
     for name in ("step_7", "step_8", "step_x"):
         assert (tmp_path / name / "mine.txt").read_text() == "mine"
@@ -522,7 +522,7 @@ class Evil:
 @pytest.mark.parametrize("name", [".metadata", "state.pt"])
 def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name):
     save(tmp_path, 1)
-    point, _ = newest_whole(tmp_path)
+    point, _ = latest_complete(tmp_path)
     path = tmp_path / "step_1" / name
     if name == "state.pt":
         torch.save(Evil(), path)
@@ -535,7 +535,7 @@ def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name)
 
 def test_a_point_that_vanished_says_so(tmp_path):
     save(tmp_path, 1)
-    point, _ = newest_whole(tmp_path)
+    point, _ = latest_complete(tmp_path)
     (tmp_path / "step_1" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="step_1 cannot be read"):
         point.load()
@@ -619,7 +619,7 @@ def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
 def test_training_may_change_the_tensors_as_soon_as_save_returns(tmp_path, asynchronous):
     tree = {"w": torch.full((2000, 500), 1.0), "strided": torch.ones(30, 40).t(), "moments": [torch.ones(3)]}
     small = {"seen": torch.ones(10), "counts": [1, 2]}
-    points = ResumePoints(tmp_path, asynchronous=asynchronous)
+    points = CheckpointManager(tmp_path, asynchronous=asynchronous)
     for step in (1, 2, 3):
         points.save(step, tree, small)
         tree["w"].add_(1)
@@ -643,7 +643,7 @@ def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_a_fai
     tmp_path, caplog
 ):
     save(tmp_path, 1)
-    points = ResumePoints(tmp_path, asynchronous=True)
+    points = CheckpointManager(tmp_path, asynchronous=True)
     with pytest.raises(CheckpointError, match=r"step_2 failed \(.*allocate"):
         points.save(2, {"too large for any machine": torch.ones(1, dtype=torch.uint8).expand(2**62)}, None)
     assert "copies 4294967296.00 GiB to the host, which has" in caplog.text
@@ -657,13 +657,13 @@ def point(output_dir, step):
     alone = output_dir.with_name(f"{output_dir.name}-{step}")
     alone.mkdir()
     shutil.copytree(output_dir / f"step_{step}", alone / f"step_{step}")
-    return newest_whole(alone)[0]
+    return latest_complete(alone)[0]
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close", "with"])
 def test_a_failed_asynchronous_save_is_reported_by_the_next_call(tmp_path, call):
     (tmp_path / "file").write_text("")
-    points = ResumePoints(tmp_path / "file", asynchronous=True)
+    points = CheckpointManager(tmp_path / "file", asynchronous=True)
     points.save(1, values(1), None)
     with pytest.raises(CheckpointError, match="step_1 failed"):
         {
@@ -676,33 +676,36 @@ def test_a_failed_asynchronous_save_is_reported_by_the_next_call(tmp_path, call)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_whom_failures_are_told_decides_what_becomes_of_the_run(tmp_path, asynchronous):
-    output_dir, told = tmp_path / "out", []
+def test_the_save_after_one_that_failed_is_complete(tmp_path, asynchronous):
+    output_dir = tmp_path / "out"
     output_dir.write_text("a file in the way")
-    points = ResumePoints(output_dir, asynchronous=asynchronous, on_failure=told.append)
-    points.save(1, values(1), None)
-    points.wait()
-    assert [type(error) for error in told] == [CheckpointError]
+    points = CheckpointManager(output_dir, asynchronous=asynchronous)
+
+    def save_and_wait():
+        points.save(1, values(1), None)
+        points.wait()
+
+    with pytest.raises(CheckpointError, match="step_1 failed"):
+        save_and_wait()
     output_dir.unlink()
     points.save(2, values(2), None)
     points.close()
-    assert len(told) == 1
-    assert newest_whole(output_dir)[0].step == 2
+    assert latest_complete(output_dir)[0].step == 2
 
 
 def test_the_process_ends_when_the_save_is_whole(tmp_path):
     program = (
-        "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import ResumePoints;"
-        "ResumePoints(Path(sys.argv[1]), asynchronous=True).save(1, {'w': torch.ones(3_000_000)}, None)"
+        "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import CheckpointManager;"
+        "CheckpointManager(Path(sys.argv[1]), asynchronous=True).save(1, {'w': torch.ones(3_000_000)}, None)"
     )
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path)], check=True, timeout=120)
-    assert newest_whole(tmp_path)[0].step == 1
+    assert latest_complete(tmp_path)[0].step == 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_how_long_training_stood_still_is_returned(tmp_path, asynchronous):
     """With it the time that an earlier save, not yet whole, was waited for."""
-    with ResumePoints(tmp_path, asynchronous=asynchronous) as points:
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as points:
         for step in (1, 2):
             start = time.perf_counter()
             seconds = points.save(step, values(step), None)
@@ -714,4 +717,4 @@ def test_one_process_alone_is_no_reason_to_warn(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(tmp_path, 1, 2, asynchronous=True)
-        newest_whole(tmp_path)[0].load()
+        latest_complete(tmp_path)[0].load()

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from adaptive_batch.checkpoint import (
-    ResumePoints,
+    CheckpointManager,
+    checkpoint,
+    latest_complete,
     load_named_optimizer_state,
     named_optimizer_state,
-    newest_whole,
-    resume_point,
 )
 from adaptive_batch.errors import CheckpointError
 
@@ -153,7 +153,7 @@ def assert_equal(found, expected, path="state"):
 def loaded(folder, group, kind=Small, **options):
     """A model whose tensors are empty and new optimizers, with what the newest point of a folder holds."""
     model, optimizers, names = made(kind, group, empty=True, **options)
-    point, _ = newest_whole(folder)
+    point, _ = latest_complete(folder)
     point.load_into({"model": model.state_dict()}, process_group=group)
     load_named_optimizer_state(point.load_optimizer(optimizers, names, process_group=group), optimizers, names)
     return model, optimizers, names
@@ -164,7 +164,7 @@ def saved(folder, group, kind=Small, *, asynchronous=False, **options):
     trained = made(kind, group, **options)
     train(*trained[:2])
     expected = whole(state_of(*trained)) if kind is not Wide else parts(state_of(*trained))
-    with ResumePoints(folder, process_group=group, asynchronous=asynchronous) as points:
+    with CheckpointManager(folder, process_group=group, asynchronous=asynchronous) as points:
         points.save(2, state_of(*trained), {"from": 0 if group is None else group.rank()})
         if asynchronous:
             train(*trained[:2], steps=1)  # goes on in what is being saved, with collectives of its own
@@ -202,7 +202,7 @@ def two_ranks(folder):
         lambda: loaded(folder / "eight bits of one", group, Wide, optimizer=torchao.optim.AdamW8bit)
     )
     facts["another model"] = message_of(lambda: loaded(folder / "one", group, Wide))
-    resume_point._SEEN_SECONDS = 0.2
+    checkpoint._SEEN_SECONDS = 0.2
     facts["not shared"] = message_of(lambda: saved(folder / f"on machine {group.rank()}", group))
     facts["failures"] = failures(folder / "failures", group)
     facts["goes on"] = goes_on(folder / "two", group)
@@ -215,7 +215,7 @@ def goes_on(folder, group):
     train(model, optimizers)
     train(model, optimizers)
     resumed = loaded(folder, group)
-    state = newest_whole(folder)[0].load_optimizer(*resumed[1:], process_group=group)
+    state = latest_complete(folder)[0].load_optimizer(*resumed[1:], process_group=group)
     kinds = {key: type(tensor).__name__ for entries in state["state"].values() for key, tensor in entries.items()}
     train(*resumed[:2])
     return whole(state_of(model, optimizers, names)), whole(state_of(*resumed)), kinds
@@ -224,7 +224,7 @@ def goes_on(folder, group):
 def failures(folder, group):
     """A disk that is full on one rank, a state that cannot be saved on rank zero, and a save that works after both."""
     tree = {"w": sharded_tensor(200_000)}
-    points = ResumePoints(folder, process_group=group, keep_last=1)
+    points = CheckpointManager(folder, process_group=group, keep_last=1)
     points.save(1, {"w": sharded_tensor(10)}, {"step": 1})
     found = {}
     for rank in (0, 1):
@@ -241,14 +241,12 @@ def failures(folder, group):
         points.save(2, tree, {"unfit": {1}} if group.rank() == 0 else None)
     except TypeError as error:
         found["unfit"] = str(error)
-    told = []
-    in_background = ResumePoints(folder, process_group=group, asynchronous=True, on_failure=told.append)
+    in_background = CheckpointManager(folder, process_group=group, asynchronous=True)
     if group.rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     in_background.save(3, tree, {})
-    in_background.wait()
+    found["told"] = message_of(in_background.wait)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    found["told"] = [str(error) for error in told]
     points.save(4, tree, {"step": 4})
     dist.barrier(group)
     found["at last"] = sorted(path.name for path in folder.iterdir())
@@ -267,9 +265,9 @@ def sharded_tensor(rows):
 def four_ranks(folder):
     group = host_group()
     tied, tied_again = (sharded(Tied()) for _ in range(2))
-    with ResumePoints(folder / "tied", process_group=group) as points:
+    with CheckpointManager(folder / "tied", process_group=group) as points:
         points.save(1, {"model": tied.state_dict()}, None)
-    newest_whole(folder / "tied")[0].load_into({"model": tied_again.state_dict()}, process_group=group)
+    latest_complete(folder / "tied")[0].load_into({"model": tied_again.state_dict()}, process_group=group)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return {
         "tied": whole(tied.state_dict()),
@@ -323,16 +321,16 @@ def two_by_two(folder, group):
         load_named_optimizer_state(point.load_optimizer(optimizers, names, process_group=group), optimizers, names)
         return model, optimizers, names
 
-    of_one = load(newest_whole(folder / "parallel one")[0])
+    of_one = load(latest_complete(folder / "parallel one")[0])
     facts = {"one, loaded": whole(state_of(*of_one))}
-    tree, _ = newest_whole(folder / "parallel one")[0].load()
+    tree, _ = latest_complete(folder / "parallel one")[0].load()
     load_named_optimizer_state(tree["optimizer"], *(again := make(98))[1:])  # each rank takes its part of the whole
     facts["one, taken"] = whole(named_optimizer_state(*again[1:]))
     train(*of_one[:2], steps=1)
     facts["saved"] = whole(state_of(*of_one))
-    with ResumePoints(folder / "two by two", process_group=group) as points:
+    with CheckpointManager(folder / "two by two", process_group=group) as points:
         points.save(3, state_of(*of_one), None)
-    facts["loaded"] = whole(state_of(*load(newest_whole(folder / "two by two")[0])))
+    facts["loaded"] = whole(state_of(*load(latest_complete(folder / "two by two")[0])))
     return facts
 
 
@@ -342,7 +340,7 @@ def factored(folder, group):
     facts = {"one, loaded": whole(state_of(*trained))}
     train(*trained[:2], steps=1)  # plain and sharded tensors do not mix
     facts["saved"] = whole(state_of(*trained))
-    with ResumePoints(folder / "factored four", process_group=group) as points:
+    with CheckpointManager(folder / "factored four", process_group=group) as points:
         points.save(3, state_of(*trained), None)
     return facts
 
@@ -367,7 +365,7 @@ def one(folder):
     }
     model, optimizers, _ = made(Small, None)
     train(model, optimizers)
-    with ResumePoints(folder / "one numbered") as points:
+    with CheckpointManager(folder / "one numbered") as points:
         points.save(2, {"model": model.state_dict(), "optimizer": optimizers[0].state_dict()}, None)
     return facts
 
@@ -406,7 +404,7 @@ def test_a_point_of_four_ranks_goes_on_on_two(folder, four):
 def test_a_point_of_several_ranks_goes_on_in_one_process(folder, two, four, name):
     expected = {**two[0], **four[0]}[name]
     assert_equal(whole(state_of(*loaded(folder / name, None))), expected)
-    tree, small = newest_whole(folder / name)[0].load()
+    tree, small = latest_complete(folder / name)[0].load()
     assert_equal(tree, expected)
     assert small == {"from": 0}
 
@@ -433,13 +431,13 @@ def test_with_tensor_parallelism_too(folder, one, four):
 def test_with_replicas_of_the_shards_too(folder, four):
     for facts in four:
         assert_equal(facts["replicated, loaded"], four[0]["replicated"])
-    assert_equal(newest_whole(folder / "replicated")[0].load()[0], four[0]["replicated"])
+    assert_equal(latest_complete(folder / "replicated")[0].load()[0], four[0]["replicated"])
 
 
 def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, four):
     for facts in four:
         assert_equal(facts["tied, loaded"], facts["tied"])
-    (model, _) = newest_whole(folder / "tied")[0].load()
+    (model, _) = latest_complete(folder / "tied")[0].load()
     assert model["model"]["embedding.weight"] is model["model"]["output.weight"]
     metadata = dist.checkpoint.FileSystemReader(folder / "tied" / "step_1").read_metadata()
     assert list(metadata.state_dict_metadata) == ["model.embedding.weight"]
@@ -460,7 +458,7 @@ def test_training_goes_on_to_the_same_bits_and_each_rank_read_its_own_part_only(
 
 
 def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(folder, two):
-    point, _ = newest_whole(folder / "two")
+    point, _ = latest_complete(folder / "two")
     assert sorted(point.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
     assert point.world_size == 2
     assert {name: (point.path / name).stat().st_size for name in point.files} == {
@@ -469,7 +467,7 @@ def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(
 
 
 def test_a_point_can_be_told_to_other_ranks(folder, two):
-    point, _ = newest_whole(folder / "two")
+    point, _ = latest_complete(folder / "two")
     assert pickle.loads(pickle.dumps(point)) == point
 
 
@@ -491,7 +489,7 @@ def test_a_point_without_the_part_of_a_rank_is_passed_over_and_the_file_is_named
     shutil.copytree(folder / "two", tmp_path / "out")
     shutil.copytree(folder / "one" / "step_2", tmp_path / "out" / "step_1")
     damage(tmp_path / "out" / "step_2" / "__1_0.distcp")
-    point, (passed_over,) = newest_whole(tmp_path / "out")
+    point, (passed_over,) = latest_complete(tmp_path / "out")
     assert point.world_size == 1
     assert passed_over.path.name == "step_2"
     assert re.match(reason, passed_over.reason), passed_over.reason
@@ -499,7 +497,7 @@ def test_a_point_without_the_part_of_a_rank_is_passed_over_and_the_file_is_named
 
 def test_a_part_that_vanished_after_it_was_vouched_for_is_named(tmp_path, folder, two):
     shutil.copytree(folder / "two", tmp_path / "out")
-    point, _ = newest_whole(tmp_path / "out")
+    point, _ = latest_complete(tmp_path / "out")
     (point.path / "__1_0.distcp").unlink()
     model, _, _ = made(Small, None)
     with pytest.raises(CheckpointError, match=r"step_2 cannot be read \(.*No such file.*__1_0.distcp"):
@@ -521,15 +519,12 @@ def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all_and_leaves_the_la
 
 def test_a_state_that_cannot_be_saved_is_named_on_all_ranks(two):
     for facts in two:
-        assert facts["failures"]["unfit"] == (
-            "step 2 cannot be saved (rank 0: unfit is a set, which a resume point cannot hold)"
-        )
+        assert facts["failures"]["unfit"] == ("rank 0: unfit is a set, which a checkpoint cannot hold")
 
 
 def test_a_save_in_the_background_that_fails_on_one_rank_is_told_on_all_and_the_next_is_whole(two):
     for facts in two:
-        (told,) = facts["failures"]["told"]
-        assert "step_3 failed (rank 1: [Errno 27] File too large)" in told
+        assert "step_3 failed (rank 1: [Errno 27] File too large)" in facts["failures"]["told"]
         assert facts["failures"]["at last"] == ["step_4"]
 
 
@@ -537,8 +532,8 @@ def test_a_point_that_rank_zero_does_not_see_whole_is_not_saved(folder, two):
     for facts in two:
         assert "rank zero does not see all that was saved" in facts["not shared"]
         assert "__1_0.distcp is missing" in facts["not shared"]
-        assert "output_dir must be of a file system that all ranks share" in facts["not shared"]
-    assert newest_whole(folder / "on machine 0")[0] is None
+        assert "output_dir must be on a file system that all ranks share" in facts["not shared"]
+    assert latest_complete(folder / "on machine 0")[0] is None
 
 
 def test_a_point_of_another_model_is_refused_on_all_ranks(two):
@@ -564,19 +559,19 @@ def test_low_bit_states_come_back_in_one_process(folder, one):
 
 def test_low_bit_states_are_not_divided_among_another_number_of_ranks(folder, two, four):
     saved_by_two = (
-        "is a low-bit state that 2 ranks saved in parts, which {} cannot divide anew: go on with 2, or begin with"
+        "is a low-bit state that 2 ranks saved in parts, which {} cannot divide again: resume with 2, or begin with"
     )
     for facts in four:
         assert saved_by_two.format(4) in facts["eight bits"]
     for facts in two:
         assert (
-            "state.2.weight.exp_avg is a OptimState8bit, which cannot be divided among 2 ranks: go on with as many ranks"
+            "state.2.weight.exp_avg is a OptimState8bit, which cannot be divided among 2 ranks: resume with as many ranks"
             in facts["eight bits of one"]
         )
     with pytest.raises(CheckpointError, match=saved_by_two.format(1)):
         loaded(folder / "eight bits", None, Wide, optimizer=torchao.optim.AdamW8bit)
     with pytest.raises(CheckpointError, match=saved_by_two.format(1)):
-        newest_whole(folder / "eight bits")[0].load()
+        latest_complete(folder / "eight bits")[0].load()
     model, _, _ = made(Wide, None, seed=1)
-    newest_whole(folder / "eight bits")[0].load_into({"model": model.state_dict()})  # the weights are
+    latest_complete(folder / "eight bits")[0].load_into({"model": model.state_dict()})  # the weights are
     assert_equal(parts(model.state_dict())["2.bias"].shape, torch.Size([128]))

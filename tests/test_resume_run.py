@@ -219,7 +219,7 @@ def test_a_corrupt_resume_point_is_passed_over_for_the_next_older_and_that_is_sa
     go_on(small, folder, SAVES, *DROPOUT)
     assert went_on_from(folder) == "step_12"
     (said,) = records(folder, "passed_over")
-    assert "step_15 is passed over" in said["message"]
+    assert "step_15 is skipped" in said["message"]
     assert_the_same(folder, whole)
 
 
@@ -245,7 +245,7 @@ def test_a_foreign_and_a_newer_folder_are_passed_over_by_name_and_stay(small, wh
     go_on(small, folder, SAVES, *DROPOUT, "keep_last_n_checkpoints=1")
     assert went_on_from(folder) == "step_12"
     said = " ".join(record["message"] for record in records(folder, "passed_over"))
-    assert "step_99 is passed over: foreign" in said
+    assert "step_99 is skipped: unrecognized" in said
     assert "newer format 99" in said
     assert (folder / "step_99" / "notes.txt").exists()
     assert manifest.exists()
@@ -255,13 +255,13 @@ def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
     folder = stopped_after(whole, small, 6)
     for name in ("step_3", "step_6"):
         (folder / name / "resume.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"(?s)step_3 is passed over: .*step_6 is passed over: ") as error:
+    with pytest.raises(CheckpointError, match=r"(?s)step_3 is skipped: .*step_6 is skipped: ") as error:
         go_on(small, folder, SAVES, *DROPOUT)
-    assert "holds nothing whole to go on from" in str(error.value)
+    assert "holds nothing complete to resume from" in str(error.value)
 
 
 def test_where_nothing_was_saved_that_is_said_with_what_would_do(small):
-    with pytest.raises(CheckpointError, match=r"holds nothing to go on from: .*resume_from_checkpoint=False to begin"):
+    with pytest.raises(CheckpointError, match=r"holds nothing to resume from: .*resume_from_checkpoint=False to begin"):
         go_on(small, small.fresh_folder())
 
 

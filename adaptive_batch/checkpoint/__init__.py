@@ -1,14 +1,14 @@
-"""Resume points that are complete or absent."""
+"""Checkpoints of steps that are complete or absent."""
 
-from .manager import ResumePoint, ResumePoints, newest_whole
+from .checkpoint import Checkpoint, SkippedCheckpoint
+from .manager import CheckpointManager, latest_complete
 from .optimizer_state import load_named_optimizer_state, named_optimizer_state
-from .resume_point import flush_folder
 
 __all__ = [
-    "ResumePoint",
-    "ResumePoints",
-    "flush_folder",
+    "Checkpoint",
+    "CheckpointManager",
+    "SkippedCheckpoint",
+    "latest_complete",
     "load_named_optimizer_state",
     "named_optimizer_state",
-    "newest_whole",
 ]

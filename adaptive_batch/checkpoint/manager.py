@@ -1,32 +1,33 @@
-"""Resume points: what a run needs to go on, in ``{output_dir}/step_N``, each whole or absent.
+"""Save checkpoints of steps into ``{output_dir}/step_N``, each complete or absent, and find the latest one again.
 
-A point is written into a fresh folder aside, flushed to the disk and renamed, so a kill at any moment leaves the points that
-were whole. Older ones are removed when a newer one is whole, and not before. Several ranks write one point together, each what it
-holds, into a file system that they share; what goes wrong on one goes wrong on all.
+A checkpoint is written into a temporary folder, flushed to the disk and renamed, so a kill at any moment leaves the complete ones
+as they were. Older ones are removed when a newer one is complete, and not before. Several ranks write one checkpoint together, each
+what it holds, into a file system that they share; an error of one is raised on all.
 """
 
 from __future__ import annotations
 
 import logging
+import platform
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
+import torch
+from torch.distributed.tensor import DTensor
 
-from adaptive_batch.distributed import Agreement
+from adaptive_batch._util import sync_folder
 from adaptive_batch.errors import CheckpointError
+from adaptive_batch.memory import GIB, host_available_bytes
 
-from .content import Content, HostCopies, gathered_content
-from .resume_point import PassedOver, ResumePoint, examine, flush_folder, write_point
-
-__all__ = ["PassedOver", "ResumePoint", "ResumePoints", "newest_whole"]
+from .checkpoint import Checkpoint, SkippedCheckpoint, inspect, write_checkpoint
+from .content import Content, gather_content
+from .dcp import Ranks, reason
 
 log = logging.getLogger("adaptive_batch")
 
@@ -34,75 +35,67 @@ _STEP = re.compile(r"step_\d+")
 _SAVING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
 
 
-def newest_whole(output_dir: Path) -> tuple[ResumePoint | None, list[PassedOver]]:
-    """The resume point that was saved last and is whole, every file read and compared with its checksum.
+def latest_complete(output_dir: Path) -> tuple[Checkpoint | None, list[SkippedCheckpoint]]:
+    """Find the checkpoint that was saved last and is complete, every file read and compared with its checksum.
 
-    With several ranks one of them asks, and tells the others; a point can be pickled.
+    With several ranks one of them calls this and sends the result to the others: it can be pickled.
 
     Args:
         output_dir: of the run; it need not exist.
 
     Returns:
-        The point, or None; and what was passed over before it was found: points that are newer, or of which nobody can say
-        whether they are, each with the reason.
+        The checkpoint, or None; and what was skipped before it was found: those that are newer, or whose age cannot be known,
+        each with the reason.
     """
-    points, passed_over = _examined(output_dir)
-    for point in points:
-        if (damage := point.damage()) is None:
-            return point, [other for other in passed_over if other.order is None or other.order > point.order]
-        passed_over.append(PassedOver(point.path, damage, True, point.order))
-    return None, passed_over
+    checkpoints, skipped = _inspected(output_dir)
+    for found in checkpoints:
+        if (corruption := found.corruption()) is None:
+            return found, [other for other in skipped if other.order is None or other.order > found.order]
+        skipped.append(SkippedCheckpoint(found.path, corruption, True, found.order))
+    return None, skipped
 
 
-class ResumePoints:
-    """Saves resume points, and removes old ones.
+class CheckpointManager:
+    """Saves checkpoints, and removes old ones.
 
-    With a process group, every rank makes one of these, calls the same methods in the same order, and sees them end alike.
+    With a process group, every rank makes one of these and calls the same methods in the same order; they end alike on all.
 
     Args:
         output_dir: of the run.
-        keep_last: whole points to keep; older ones, and older broken ones that were ours, are removed after each save. None keeps all.
-        asynchronous: :meth:`save` copies the tensors to the host and returns, and a thread writes. Where the host has no room
-            for the copy, that point is saved synchronously, and that is said.
-        on_failure: is told of a save that failed, in the thread of the caller; None raises the error instead.
+        keep_last: complete checkpoints to keep; older ones, and older incomplete ones of ours, are removed after each save. None
+            keeps all.
+        asynchronous: :meth:`save` copies the tensors to the host and returns, and a thread writes. Where the host lacks memory
+            for the copy, that checkpoint is saved synchronously, which is logged.
         process_group: whose ranks save together; None for one process. An asynchronous save needs one that nothing else uses.
     """
 
     def __init__(
-        self,
-        output_dir: Path,
-        *,
-        keep_last: int | None = None,
-        asynchronous: bool = False,
-        on_failure: Callable[[CheckpointError], object] | None = None,
-        process_group: Any = None,
+        self, output_dir: Path, *, keep_last: int | None = None, asynchronous: bool = False, process_group: Any = None
     ) -> None:
         assert keep_last is None or keep_last >= 1, keep_last
         self._output_dir = Path(output_dir)
         self._keep_last = keep_last
-        self._asynchronous = asynchronous
-        self._on_failure = on_failure
-        self._ranks = Agreement(process_group)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._copies = HostCopies(self._ranks)
+        self._ranks = Ranks(process_group)
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._pending: Future[None] | None = None
+        self._copies: dict[str, torch.Tensor] = {}
 
     @property
     def is_saving(self) -> bool:
         """Whether an asynchronous save is being written now."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._pending is not None and not self._pending.done()
 
     def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
-        """Save what a run needs to go on.
+        """Save what a run needs to resume.
 
         Args:
-            step: optimizer steps so far; a point of the same step is replaced.
+            step: optimizer steps so far; a checkpoint of the same step is replaced.
             tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``; see :func:`.state_tree.flatten`. Alike on all
                 ranks but for what each holds of a DTensor.
             small_state: the rest, of the same kinds of value; it can be read alone. That of rank zero is saved.
 
         Returns:
-            Seconds that training stood still, waiting for an earlier asynchronous save included.
+            Seconds for which training waited, also for an earlier asynchronous save.
 
         Raises:
             CheckpointError: saving failed on one rank at least, or the asynchronous save before this one, which is then not begun;
@@ -112,37 +105,31 @@ class ResumePoints:
         start = time.perf_counter()
         self.wait()
         try:
-            content = gathered_content(tensors_tree, small_state, self._ranks)
-            copies = self._copies.of(content.tensors) if self._asynchronous else None
-        except CheckpointException as error:  # of several ranks
-            message = f"step {step} cannot be saved ({self._ranks.reason(error)})"
-            if any(isinstance(failed, TypeError) for failed, _ in error.failures.values()):
-                raise TypeError(message) from error
-            self._error = CheckpointError(f"{message}; what was saved before is untouched")
+            content = gather_content(tensors_tree, small_state, self._ranks)
+            is_copied = self._writer is not None and self._copy(content.tensors)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"step {step} cannot be saved ({error}); what was saved before is untouched"
+            ) from error
+        if self._writer is not None and is_copied:
+            copies = replace(content, tensors=self._copies)
+            self._pending = self._writer.submit(self._write, step, copies)
         else:
-            if copies is None:
-                self._run(step, content)
-            else:
-                arguments = (step, replace(content, tensors=copies))
-                self._thread = threading.Thread(target=self._run, args=arguments, name=f"save step_{step}")
-                self._thread.start()
-        if self._thread is None:
-            self._report()
+            self._write(step, content)
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Return when the last save is whole.
+        """Return when the last save is complete.
 
         Raises:
             CheckpointError: it failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._report()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
-        """Wait, and let go of the memory of the copies.
+        """Wait, and release thread and memory.
 
         Raises:
             CheckpointError: the last save failed.
@@ -150,58 +137,73 @@ class ResumePoints:
         try:
             self.wait()
         finally:
-            self._copies.release()
+            self._copies = {}
+            if self._writer is not None:
+                self._writer.shutdown()
 
-    def __enter__(self) -> ResumePoints:
+    def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, step: int, content: Content) -> None:
-        """Save; the error is kept for :meth:`_report`, as this may be another thread."""
-        try:
-            self._write(step, content)
-        except Exception as error:
-            self._error = error
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Copy what this rank holds to the host; returns whether there was memory for it, which a host's ranks share. A collective.
 
-    def _report(self) -> None:
-        error, self._error = self._error, None
-        if isinstance(error, CheckpointError) and self._on_failure is not None:
-            self._on_failure(error)
-        elif error is not None:
-            raise error
+        Copies are kept from one save to the next: allocating fresh memory takes longer than copying.
+        """
+        self._copies = {
+            name: copy for name, copy in self._copies.items() if name in tensors and _form(copy) == _form(tensors[name])
+        }
+        needed = sum(_local(tensor).nbytes for name, tensor in tensors.items() if name not in self._copies)
+        hosts = self._ranks.each(lambda: (platform.node(), needed, host_available_bytes()))
+        on_host = {name: sum(bytes_ for other, bytes_, _ in hosts if other == name) for name, _, _ in hosts}
+        if any(on_host[name] > available for name, _, available in hosts):
+            self._copies = {}
+            log.warning(
+                "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
+                on_host[platform.node()] / GIB,
+                hosts[self._ranks.rank][2] / GIB,
+            )
+            return False
+        self._ranks.each(lambda: self._copy_local(tensors))
+        return True
+
+    def _copy_local(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name in self._copies:
+                _local(self._copies[name]).copy_(_local(tensor))
+            else:
+                self._copies[name] = tensor.to("cpu", copy=True)
 
     def _write(self, step: int, content: Content) -> None:
-        """Each rank goes through the same steps; one that fails on any of them is the last for all."""
+        """Write and rename; each rank takes the same steps, and one that fails on any of them is the last for all."""
         target = self._output_dir / f"step_{step}"
-        aside = self._output_dir / f"{_SAVING}step_{step}"
+        temporary = self._output_dir / f"{_SAVING}step_{step}"
         ranks = self._ranks
         try:
-            order = ranks.from_rank_zero(lambda: self._prepare(target, aside))
-            write_point(aside, step=step, order=order, tensors=content.tensors, state=content.state, ranks=ranks)
-            ranks.from_rank_zero(lambda: self._move_into_place(aside, target))
-        except (Exception, CheckpointException) as error:
+            order = ranks.first(lambda: self._prepare(target, temporary))
+            write_checkpoint(temporary, content, step=step, order=order, ranks=ranks)
+            ranks.first(lambda: self._move_into_place(temporary, target))
+        except Exception as error:
             free = _free_bytes(self._output_dir)
-            self._clear(aside)
+            self._clear(temporary)
             raise CheckpointError(
-                f"saving {target} failed ({ranks.reason(error)}): it needs {content.num_bytes:,} bytes and a little more, and "
-                f"{free:,} bytes were free when it failed; what was saved before is untouched: free disk space or mend the path"
+                f"saving {target} failed ({reason(error)}): it needs {content.num_bytes:,} bytes and a little more, and "
+                f"{free:,} bytes were free when it failed; what was saved before is untouched: free disk space or correct the path"
             ) from error
         except BaseException:
-            self._clear(aside)
+            self._clear(temporary)
             raise
         if ranks.rank == 0:
             self._remove_old(order)
 
-    def _clear(self, aside: Path) -> None:
+    def _clear(self, temporary: Path) -> None:
         if self._ranks.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
-    def _prepare(self, target: Path, aside: Path) -> int:
-        """Clear away what a kill has left, and make an empty folder; returns the order of the new point."""
+    def _prepare(self, target: Path, temporary: Path) -> int:
+        """Remove what a kill has left, and make an empty folder; returns the order of the new checkpoint."""
         self._output_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._output_dir.iterdir()):
             for prefix in (_SAVING, _REPLACED, _REMOVED):
@@ -213,54 +215,50 @@ class ResumePoints:
                 else:
                     shutil.rmtree(path)
         if target.exists():
-            there = examine(target)
-            if isinstance(there, PassedOver) and not there.is_ours:
-                raise FileExistsError(f"{target} is there and is not ours to replace: {there.reason}")
-        aside.mkdir()
-        return max([time.time_ns(), *(order + 1 for order in self._orders())])
+            existing = inspect(target)
+            if isinstance(existing, SkippedCheckpoint) and not existing.is_ours:
+                raise FileExistsError(f"{target} exists and is not ours to replace: {existing.reason}")
+        temporary.mkdir()
+        orders = (inspect(folder).order for folder in _step_folders(self._output_dir))
+        return max([time.time_ns(), *(order + 1 for order in orders if order is not None)])
 
-    def _orders(self) -> Iterator[int]:
-        for folder in _step_folders(self._output_dir):
-            if (order := examine(folder).order) is not None:
-                yield order
-
-    def _move_into_place(self, aside: Path, target: Path) -> None:
+    def _move_into_place(self, temporary: Path, target: Path) -> None:
         replaced = target.with_name(_REPLACED + target.name)
         if target.exists():
             target.rename(replaced)
         try:
-            aside.rename(target)
+            temporary.rename(target)
         except BaseException:
             if replaced.exists():
                 replaced.rename(target)
             raise
-        flush_folder(self._output_dir)
+        sync_folder(self._output_dir)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _remove_old(self, newest: int) -> None:
-        """Keep the last few that are whole by name and size. Folders of users and of newer versions stay."""
+        """Keep the last few that are complete by name and size. Folders of users and of newer versions stay."""
         if self._keep_last is None:
             return
-        points, passed_over = _examined(self._output_dir)
-        older = [other for other in passed_over if other.is_ours and (other.order is None or other.order < newest)]
-        for path in [*(point.path for point in points[self._keep_last :]), *(other.path for other in older)]:
+        checkpoints, skipped = _inspected(self._output_dir)
+        older = [other for other in skipped if other.is_ours and (other.order is None or other.order < newest)]
+        for path in [*(old.path for old in checkpoints[self._keep_last :]), *(old.path for old in older)]:
             removed = path.with_name(_REMOVED + path.name)
             try:
-                path.rename(removed)  # half removed, it might look like a user's folder
+                path.rename(removed)  # partly removed, it might look like a user's folder
                 shutil.rmtree(removed)
             except OSError as error:
                 log.warning("%s could not be removed: %s", path, error)
 
 
-def _examined(output_dir: Path) -> tuple[list[ResumePoint], list[PassedOver]]:
-    """Points whose files have their sizes, the newest first, and the other folders."""
-    found = [examine(folder) for folder in _step_folders(output_dir)]
-    points = sorted((one for one in found if isinstance(one, ResumePoint)), key=lambda point: -point.order)
-    return points, [one for one in found if isinstance(one, PassedOver)]
+def _inspected(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
+    """The checkpoints whose files have their sizes, the newest first, and the other folders."""
+    found = [inspect(folder) for folder in _step_folders(output_dir)]
+    checkpoints = sorted((one for one in found if isinstance(one, Checkpoint)), key=lambda one: -one.order)
+    return checkpoints, [one for one in found if isinstance(one, SkippedCheckpoint)]
 
 
 def _step_folders(output_dir: Path) -> list[Path]:
-    """The folders named as points; one that was renamed aside by a save that never came to replace it counts."""
+    """The folders with a checkpoint's name; one that a save renamed and was killed before replacing it counts."""
     if not output_dir.is_dir():
         return []
     return [
@@ -276,3 +274,15 @@ def _free_bytes(folder: Path) -> int:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What is the same for two tensors if one can be copied into the other's memory."""
+    local, placements = _local(tensor), tensor.placements if isinstance(tensor, DTensor) else None
+    return (type(tensor), tensor.shape, placements, local.dtype, local.shape, local.stride())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local

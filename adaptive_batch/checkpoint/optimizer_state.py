@@ -1,15 +1,18 @@
-"""The state of optimizers by the names of the parameters: the same however the parameters are sharded, checkpointed or compiled.
+"""Optimizer state by parameter name (FQN): the same however the parameters are sharded, checkpointed or compiled.
 
     {"state": {name: {"exp_avg": tensor, "step": tensor, ...}}, "param_groups": [{"lr": ..., "params": [name, ...]}, ...]}
 
-torch numbers the parameters instead, and torchtune has one such state for each parameter where the optimizer runs in backward;
-all of them are read.
+This is also the form of ``torch.distributed.checkpoint.state_dict``, whose functions are not used: they call ``step()`` of the live
+optimizer wherever it has no state (a new AdamW when it is loaded, plain SGD at each save), and refuse a parameter that was never
+stepped. torch's own form numbers the parameters, and torchtune has one such state for each parameter where the optimizer runs in
+backward; all of these are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,10 +21,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from adaptive_batch.errors import CheckpointError
-
-from .state_tree import mapped
 
 # What activation checkpointing, torch.compile and FSDP1 put into the path of a module.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
@@ -29,19 +31,16 @@ _OURS = ("params", "param_names")
 
 
 def parameter_name(name: str) -> str:
-    """A parameter's name without what wraps its modules."""
+    """Return a parameter's name without what wraps its modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """The state of optimizers by name.
+    """Return the state of optimizers by name; their own tensors, not copies, which are DTensors where the parameters are.
 
     Args:
         optimizers: one over all parameters, or one for each.
         names: of the parameters, as ``model.named_parameters()`` has them.
-
-    Returns:
-        The named form. Tensors are the optimizers' own, not copies: DTensors where the parameters are.
     """
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -73,42 +72,18 @@ def load_named_optimizer_state(
     optimizers = list(optimizers)
     form = named_form(state, optimizers, names)
     group_of = {name: group for group in form["param_groups"] for name in group["params"]}
-    loads = []
-    for optimizer in optimizers:
-        parameters = _parameters([optimizer])
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        named = {parameter: parameter_name(names[parameter]) for parameter in parameters}
-        if missing := [name for name in named.values() if name not in group_of]:
-            raise CheckpointError(
-                f"the saved optimizer state has no parameter {missing[0]}; it belongs to another model"
-            )
-        by_number = {
-            numbers[parameter]: _placed_like(parameter, form["state"][name], name)
-            for parameter, name in named.items()
-            if name in form["state"]
-        }
-        groups = [
-            {
-                **_values_for([named[parameter] for parameter in group["params"]], group_of),
-                **({"param_names": group["param_names"]} if "param_names" in group else {}),
-                "params": [numbers[parameter] for parameter in group["params"]],
-            }
-            for group in optimizer.param_groups
-        ]
-        loads.append((optimizer, {"state": by_number, "param_groups": groups}))
-    for optimizer, by_numbers in loads:
-        optimizer.load_state_dict(by_numbers)
+    numbered = [_numbered(form["state"], group_of, optimizer, names) for optimizer in optimizers]
+    for optimizer, own_state in zip(optimizers, numbered, strict=True):
+        optimizer.load_state_dict(own_state)
 
 
 def named_form(
     state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any]:
-    """A saved state in the form of :func:`named_optimizer_state`; its tensors may be anything, as they are not looked at.
+    """Return a saved state in the form of :func:`named_optimizer_state`; its tensors may be anything, as they are not looked at.
 
     Args:
-        state: one of ``optimizer.state_dict()``, with its numbers; the named form, which is also what
-            ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives; ``{name: one of these}``, for the optimizer in
-            backward.
+        state: of ``optimizer.state_dict()``, with its numbers; the named form; ``{name: one of these}``, for the optimizer in backward.
         optimizers: that it is to be loaded into; they say which parameter has which number.
         names: as in :func:`named_optimizer_state`.
 
@@ -129,7 +104,7 @@ def named_form(
 
 
 def empty_like_parameter(parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-    """A new DTensor for a saved tensor of a parameter's state, sharded as the parameter is; None where it is to be a plain one."""
+    """Return a new DTensor for a saved tensor of a parameter's state, sharded as the parameter; None where it is to be a plain one."""
     if not isinstance(parameter, DTensor) or not shape or shape != parameter.shape:
         return None
     return torch.empty_like(parameter.detach(), dtype=dtype)
@@ -139,7 +114,7 @@ def refuse_to_divide(wrapper: type, parameter: torch.Tensor | None, what: str) -
     """Raise a CheckpointError where a state that wraps tensors, such as a low-bit one, would go to a parameter of several ranks."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
         raise CheckpointError(
-            f"{what} is a {wrapper.__name__}, which cannot be divided among {parameter.device_mesh.size()} ranks: go on with as many "
+            f"{what} is a {wrapper.__name__}, which cannot be divided among {parameter.device_mesh.size()} ranks: resume with as many "
             "ranks as it was saved with, or begin with a new optimizer state"
         )
 
@@ -177,8 +152,36 @@ def _known(name: str, known: Sequence[str]) -> str:
     return cleaned
 
 
+def _numbered(
+    state: Mapping[str, Any],
+    group_of: Mapping[str, Mapping[str, Any]],
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes."""
+    entries_of: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    counter = count()
+    for group in optimizer.param_groups:
+        named = [parameter_name(names[parameter]) for parameter in group["params"]]
+        if missing := [name for name in named if name not in group_of]:
+            raise CheckpointError(
+                f"the saved optimizer state has no parameter {missing[0]}; it belongs to another model"
+            )
+        values = _values_for(named, group_of)
+        if "param_names" in group:
+            values["param_names"] = group["param_names"]
+        numbers = [next(counter) for _ in named]
+        groups.append({**values, "params": numbers})
+        for number, name, parameter in zip(numbers, named, group["params"], strict=True):
+            if name in state:
+                place = partial(_placed, parameter=parameter, what=f"state of {name}")
+                entries_of[number] = tree_map_only(torch.Tensor, place, dict(state[name]))
+    return {"state": entries_of, "param_groups": groups}
+
+
 def _values_for(params: Sequence[str], group_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a group had, other than its parameters."""
+    """Return what a group had, other than its parameters."""
     found = group_of[params[0]] if params else {}
     for name in params:
         if group_of[name] is not found:
@@ -189,23 +192,8 @@ def _values_for(params: Sequence[str], group_of: Mapping[str, Mapping[str, Any]]
     return {key: value for key, value in found.items() if key not in _OURS}
 
 
-def _placed_like(parameter: nn.Parameter, entries: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {
-        key: mapped(value, torch.Tensor, partial(_placed, parameter=parameter, what=f"{key} of {name}"))
-        for key, value in entries.items()
-    }
-
-
 def _placed(value: torch.Tensor, *, parameter: nn.Parameter, what: str) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        ours = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else (None, None)
-        if value.device_mesh != ours[0] or (value.shape == parameter.shape and value.placements != ours[1]):
-            raise CheckpointError(
-                f"{what} is sharded as {value.placements} over {value.device_mesh}, and its parameter as {ours[1]} over {ours[0]}; "
-                "load it whole, or from a resume point"
-            )
-        return value
-    if not isinstance(parameter, DTensor) or not value.dim():
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
         return value
     mesh = parameter.device_mesh
     is_wrapper: bool = is_traceable_wrapper_subclass(value)
@@ -222,7 +210,7 @@ def _placed(value: torch.Tensor, *, parameter: nn.Parameter, what: str) -> torch
 def distributed_from_local(
     local: torch.Tensor, parameter: DTensor, placements: Sequence[Placement], shape: torch.Size | None = None
 ) -> DTensor:
-    """A DTensor of a rank's own part, over the mesh of a parameter and on its device, which is the host's with CPU offload."""
+    """Return a DTensor of a rank's own part, over the mesh of a parameter and on its device, which is the host's with CPU offload."""
     shape = local.shape if shape is None else shape
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)

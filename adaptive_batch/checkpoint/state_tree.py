@@ -1,8 +1,8 @@
-"""A nested state divided into its plain tensors, which any checkpoint format takes, and a small skeleton of all the rest."""
+"""Flatten a nested state into its plain tensors, which any checkpoint format takes, and a small skeleton of all the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 
 def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Divide a nested state into plain tensors and a skeleton.
+    """Flatten a nested state into plain tensors and a skeleton.
 
     Wrapper subclasses, such as torchao's low-bit optimizer states, are divided into the tensors that they wrap; other tensors that
     are not plain (sparse, quantized) stay in the skeleton, as copies on the host. A DTensor stays one tensor, of its global shape,
@@ -23,8 +23,8 @@ def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
     Args:
         tree: dicts with str or int keys, lists, tuples, tensors and plain values (bool, int, float, complex, str, None,
-            ``torch.dtype``, ``torch.device``, ``torch.Size``), nested as they like. Subclasses of these, such as OrderedDict and
-            numpy's float64, are taken for what they derive from.
+            ``torch.dtype``, ``torch.device``, ``torch.Size``), in any nesting. Subclasses of these, such as OrderedDict and
+            numpy's float64, are saved as what they derive from.
 
     Returns:
         The plain tensors and DTensors, detached, not copied, by the path to each (``model.layers.0.weight``), and the skeleton,
@@ -38,11 +38,9 @@ def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
-    """The tree that :func:`flatten` divided: values bit for bit, keys in their order, dense tensors with their strides.
+    """Put together the tree that :func:`flatten` took apart: values bit for bit, keys in order, dense tensors with their strides.
 
-    Args:
-        tensors: by the names that `flatten` gave; used as they are, not copied, where their strides are right.
-        skeleton: of `flatten`.
+    The tensors are used as they are, not copied, where their strides are right.
     """
     restored: dict[str, torch.Tensor] = {}
 
@@ -61,11 +59,7 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
 
 @dataclass(frozen=True)
 class SavedLeaf:
-    """A place of a tensor in a tree whose tensors are not there yet.
-
-    Attributes:
-        node: its part of the skeleton, which :func:`unflatten` takes.
-    """
+    """A reference to a tensor that is not read yet: its part of the skeleton, which :func:`unflatten` takes."""
 
     node: list[Any]
 
@@ -83,20 +77,17 @@ class SavedLeaf:
 
 
 def leaves(skeleton: Any) -> Any:
-    """The tree that :func:`flatten` divided, with a :class:`SavedLeaf` in the place of each tensor."""
+    """Put together the tree that :func:`flatten` took apart, with a :class:`SavedLeaf` in place of each tensor."""
     return _built(skeleton, SavedLeaf)
 
 
-def mapped(tree: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """A tree of dicts, lists and tuples with `function` applied to each entry of a kind."""
-    if isinstance(tree, kind):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: mapped(child, kind, function) for key, child in tree.items()}
-    if isinstance(tree, list | tuple):
-        children = [mapped(child, kind, function) for child in tree]
-        return children if isinstance(tree, list) else tuple(children)
-    return tree
+def leaf_paths(tree: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path to each tensor or :class:`SavedLeaf` of a tree, and the value."""
+    if isinstance(tree, torch.Tensor | SavedLeaf):
+        yield path, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, child in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaf_paths(child, *path, str(key))
 
 
 def _built(node: Any, build: Callable[[list[Any]], Any]) -> Any:
@@ -137,7 +128,7 @@ class _Flattening:
         for base in (int, float, str):
             if isinstance(value, base):
                 return base(value)
-        raise TypeError(f"{path or 'the state'} is a {type(value).__qualname__}, which a resume point cannot hold")
+        raise TypeError(f"{path or 'the state'} is a {type(value).__qualname__}, which a checkpoint cannot hold")
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         if tensor.is_meta:

@@ -2,7 +2,7 @@
 
 The probe tries the longest real rows, so it has to know which they are. Counting means tokenizing the
 whole dataset once: worker processes are used where that is worth their start, and the result goes to one file named by
-a `fingerprint` of everything that it depends on. Where that file is torn, foreign or no longer true, the log says so
+a `fingerprint` of everything that it depends on. Where that file is truncated, unrecognized or out of date, this is logged
 and the rows are counted again.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import io
 import logging
 import math
 import multiprocessing
@@ -19,15 +19,14 @@ import random
 import re
 import sys
 import time
-import uuid
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from adaptive_batch._util import atomic_write
 from adaptive_batch.errors import SettingError
 
 logger = logging.getLogger("adaptive_batch")
@@ -38,6 +37,7 @@ MAX_WORKERS = 16
 CHUNK_SECONDS = 0.25  # work of one message of a worker: the bar moves, and messages cost nothing beside it
 STALLED_SECONDS = 60.0  # a forked worker can inherit a lock that nobody releases; a chunk is due after CHUNK_SECONDS
 RECHECKED_ROWS = 8
+_CHECKSUM_BYTES = 32  # SHA-256: torch.load verifies no checksum
 
 
 class RowDataset(Protocol):
@@ -56,9 +56,9 @@ def row_lengths(
     num_workers: int | None = None,
     show_progress: bool = True,
 ) -> torch.Tensor:
-    """Measures each row of a dataset in tokens, or reads what was measured before.
+    """Measure each row of a dataset in tokens, or read what was measured before.
 
-    A cached result is believed if its checksum, fingerprint and number of rows are right and a few rows, the longest
+    A cached result is trusted if its checksum, fingerprint and number of rows are right and a few rows, the longest
     among them, are still as long as it says. The random state of Python, numpy and torch (CPU) is left as it was.
 
     Args:
@@ -68,7 +68,7 @@ def row_lengths(
             settings).
         num_workers: None uses all CPUs where the first rows show that it helps; 0 counts in this process; otherwise
             that many processes. Where they fail, the rest is counted in this process, and the reason is logged.
-        show_progress: whether a line on stderr says how far it is.
+        show_progress: whether a progress bar is shown on stderr; it needs tqdm.
 
     Returns:
         int64 tensor ``[rows]``: tokens of each row.
@@ -89,10 +89,11 @@ def row_lengths(
                 logger.info("lengths of %d rows read from %s", num_rows, path)
                 return cached
             logger.warning("%s: row %d no longer has that length; counting all rows again", path, changed)
-        lengths = _count(dataset, num_rows=num_rows, num_workers=num_workers, show_progress=show_progress)
+        counted = _count(dataset, num_rows=num_rows, num_workers=num_workers, show_progress=show_progress)
+    lengths = torch.tensor(counted, dtype=torch.int64)
     if path is not None:
         _write(path, lengths, fingerprint=fingerprint)
-    return torch.tensor(lengths, dtype=torch.int64)
+    return lengths
 
 
 def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
@@ -153,35 +154,34 @@ def _changed_row(dataset: RowDataset, lengths: torch.Tensor) -> int | None:
 
 def _count(dataset: RowDataset, *, num_rows: int, num_workers: int | None, show_progress: bool) -> list[int]:
     lengths: list[int] = []
-    with _ProgressLine(num_rows, shown=show_progress) as progress:
+    failure: str | None = None
+    with _progress(num_rows, shown=show_progress) as advance:
+        start = time.monotonic()
         timed_seconds = TIMED_SECONDS if num_workers is None else 0.0
         # One row at least is read here even when workers do the rest: what a dataset opens lazily is then open already.
-        while len(lengths) < num_rows and (not lengths or progress.seconds < timed_seconds):
+        while len(lengths) < num_rows and (not lengths or time.monotonic() - start < timed_seconds):
             lengths.append(_row_length(dataset, len(lengths)))
-            progress.show(len(lengths))
-        seconds_per_row = progress.seconds / len(lengths)
+            advance(1)
+        seconds_per_row = (time.monotonic() - start) / len(lengths)
         num_left = num_rows - len(lengths)
         if num_workers is None:
             num_workers = _worthwhile_workers(seconds_per_row * num_left)
-        failure: str | None = None
         if num_workers > 0 and num_left > 0:
-            chunk_rows = max(
-                1, min(math.ceil(num_left / (4 * num_workers)), int(CHUNK_SECONDS / max(seconds_per_row, 1e-9)))
-            )
-            chunks = _Chunks(dataset, first_row=len(lengths), num_rows=num_rows, chunk_rows=chunk_rows)
-            for counted, failure in _counted_by_workers(chunks, num_workers):
-                lengths += counted
-                progress.show(len(lengths))
-                if failure is not None:
+            chunk = min(math.ceil(num_left / (4 * num_workers)), int(CHUNK_SECONDS / max(seconds_per_row, 1e-9)))
+            rows = range(len(lengths), num_rows)
+            for length in _counted_by_workers(dataset, rows, num_workers=num_workers, chunk_rows=max(1, chunk)):
+                if isinstance(length, str):
+                    failure = length
                     break
+                lengths.append(length)
+                advance(1)
         for row in range(len(lengths), num_rows):
             # The row at which a worker failed is read first: a mistake in the dataset raises here, as itself.
             lengths.append(_row_length(dataset, row))
-            progress.show(len(lengths))
+            advance(1)
             if failure is not None:
-                logger.warning(
-                    "worker processes failed at row %d (%s); counting the other rows in this process", row, failure
-                )
+                message = "worker processes failed at row %d (%s); counting the other rows in this process"
+                logger.warning(message, row, failure)
                 failure = None
     return lengths
 
@@ -199,50 +199,40 @@ def _fork_is_safe() -> bool:
     return sys.platform != "darwin" and "fork" in multiprocessing.get_all_start_methods()
 
 
-class _Chunks(Dataset[tuple[list[int], str | None]]):
-    """Chunk ``i`` is the lengths of its rows in order; where one could not be read, those before it and the reason."""
+class _Lengths(Dataset[int | str]):
+    """The length of each row; the reason where a row cannot be read."""
 
-    def __init__(self, dataset: RowDataset, *, first_row: int, num_rows: int, chunk_rows: int) -> None:
+    def __init__(self, dataset: RowDataset) -> None:
         self._dataset = dataset
-        self._num_rows = num_rows
-        self._starts = range(first_row, num_rows, chunk_rows)
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> tuple[list[int], str | None]:
-        start = self._starts[index]
-        lengths: list[int] = []
+    def __getitem__(self, row: int) -> int | str:
         try:
-            for row in range(start, min(start + self._starts.step, self._num_rows)):
-                lengths.append(_row_length(self._dataset, row))
+            return _row_length(self._dataset, row)
         except Exception as error:
-            return lengths, f"{type(error).__name__}: {error}"
-        return lengths, None
+            return f"{type(error).__name__}: {error}"
 
 
-def _counted_by_workers(chunks: _Chunks, num_workers: int) -> Iterator[tuple[list[int], str | None]]:
-    """Yields the chunks in order; where the workers themselves fail, an empty chunk with the reason is the last."""
+def _counted_by_workers(dataset: RowDataset, rows: range, *, num_workers: int, chunk_rows: int) -> Iterator[int | str]:
+    """Yield the length of each row in order; a reason where a row or the workers failed."""
     if not _fork_is_safe():
-        yield [], f"there is no safe fork on {sys.platform}"
+        yield f"there is no safe fork on {sys.platform}"
         return
     try:
         # Forked, so that the dataset is not pickled. With its own generator, as it would draw from torch's global one.
-        yield from DataLoader(
-            chunks,
-            batch_size=None,
-            collate_fn=_unchanged,
+        chunks = DataLoader(
+            _Lengths(dataset),
+            batch_size=chunk_rows,
+            sampler=rows,
+            collate_fn=list,
             num_workers=num_workers,
             multiprocessing_context="fork",
             timeout=STALLED_SECONDS,
             generator=torch.Generator(),
         )
+        for chunk in chunks:
+            yield from chunk
     except Exception as error:
-        yield [], f"{type(error).__name__}: {error}"
-
-
-def _unchanged(chunk: Any) -> Any:
-    return chunk
+        yield f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -260,55 +250,25 @@ def _random_state_kept() -> Iterator[None]:
             numpy_random.set_state(numpy_state)
 
 
-class _ProgressLine(contextlib.AbstractContextManager["_ProgressLine"]):
-    """Says on stderr how many rows are done: one line that moves in a terminal, a line every 10 s in a log file."""
-
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self._total = total
-        self._shown = shown
-        self._moves = sys.stderr.isatty()
-        self._start = time.monotonic()
-        self._done = 0
-        self._interval_seconds = 0.1 if self._moves else 10.0
-        self._next_seconds = self._interval_seconds
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    def show(self, done: int) -> None:
-        self._done = done
-        if self._shown and self.seconds >= self._next_seconds:
-            self._next_seconds = self.seconds + self._interval_seconds
-            self._print(end="" if self._moves else "\n")
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._print(end="\n")
-
-    def _print(self, *, end: str) -> None:
-        start = "\r" if self._moves else ""
-        text = (
-            f"counting tokens: {self._done}/{self._total} rows ({self._done / self._total:.0%}), {self.seconds:.1f} s"
-        )
-        print(start + text, end=end, file=sys.stderr, flush=True)
-
-
-def _header(payload: bytes, *, fingerprint: str, num_rows: int) -> bytes:
-    """Returns the first line of a cache file. All of it is known to the reader, so one comparison checks the file."""
-    return json.dumps(
-        {
-            "format": "adaptive_batch.lengths 1, int64",
-            "byteorder": sys.byteorder,
-            "fingerprint": fingerprint,
-            "rows": num_rows,
-            "sha256": hashlib.sha256(payload).hexdigest(),
-        }
-    ).encode()
+@contextlib.contextmanager
+def _progress(num_rows: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Yield what is to be called with each number of rows that are done; without tqdm, a line is logged instead of a bar."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if shown:
+            logger.info("counting the tokens of %d rows", num_rows)
+        yield lambda _: None
+        return
+    interval = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each update is a line
+    with tqdm(
+        total=num_rows, desc="counting tokens", unit=" rows", mininterval=interval, disable=not shown, leave=True
+    ) as bar:
+        yield bar.update
 
 
 def _read(path: Path, *, fingerprint: str, num_rows: int) -> torch.Tensor | None:
-    """Reads a cache file; None if there is none, or (said) none that can be believed."""
+    """Read a cache file; None where there is none, and where there is none to be trusted, which is logged."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -316,26 +276,21 @@ def _read(path: Path, *, fingerprint: str, num_rows: int) -> torch.Tensor | None
     except OSError as error:
         logger.warning("%s cannot be read (%s); counting the rows", path, error)
         return None
-    head, _, payload = content.partition(b"\n")
-    if len(payload) != 8 * num_rows or head != _header(payload, fingerprint=fingerprint, num_rows=num_rows):
-        logger.warning("%s is torn or not of these %d rows; counting them again", path, num_rows)
-        return None
-    return torch.frombuffer(bytearray(payload), dtype=torch.int64)
+    checksum, packed = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    if checksum == hashlib.sha256(packed).digest():
+        cached = torch.load(io.BytesIO(packed), weights_only=True)
+        lengths: torch.Tensor = cached["lengths"]
+        if cached["fingerprint"] == fingerprint and len(lengths) == num_rows:
+            return lengths
+    logger.warning("%s is truncated or not of these %d rows; counting them again", path, num_rows)
+    return None
 
 
-def _write(path: Path, lengths: list[int], *, fingerprint: str) -> None:
-    """Writes a cache file aside and renames it, so that a reader, or a second writer, sees a whole one or none."""
-    payload = array("q", lengths).tobytes()
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+def _write(path: Path, lengths: torch.Tensor, *, fingerprint: str) -> None:
+    buffer = io.BytesIO()
+    torch.save({"fingerprint": fingerprint, "lengths": lengths}, buffer)
+    packed = buffer.getvalue()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with aside.open("xb") as file:
-                file.write(_header(payload, fingerprint=fingerprint, num_rows=len(lengths)) + b"\n" + payload)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        atomic_write(path, hashlib.sha256(packed).digest() + packed, sync=True)
     except OSError as error:
         logger.warning("%s cannot be written (%s); the rows will be counted again next time", path, error)

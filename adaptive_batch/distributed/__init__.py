@@ -1,6 +1,5 @@
 """Ranks: collectives, FSDP2, the watchdog, preemption."""
 
-from .agreement import Agreement, portable
 from .collectives import (
     all_gather,
     all_reduce_max,
@@ -12,6 +11,7 @@ from .collectives import (
     data_parallel_size,
     destroy_process_group,
     fake_process_group,
+    from_each_rank,
     from_rank_zero,
     gather_to_rank_zero,
     host_group,
@@ -33,7 +33,6 @@ from .watchdog import End, Watchdog
 
 __all__ = [
     "EXIT_STATUS",
-    "Agreement",
     "End",
     "Preemption",
     "Sharding",
@@ -48,6 +47,7 @@ __all__ = [
     "data_parallel_size",
     "destroy_process_group",
     "fake_process_group",
+    "from_each_rank",
     "from_rank_zero",
     "gather_to_rank_zero",
     "host_group",
@@ -60,7 +60,6 @@ __all__ = [
     "meet_ranks",
     "minimum",
     "on_rank_zero",
-    "portable",
     "rank",
     "reshard",
     "shapes_worked_out_apart",

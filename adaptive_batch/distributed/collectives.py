@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -243,12 +244,13 @@ def gather_to_rank_zero(value: Result) -> list[Result]:
     return values if is_rank_zero() else []
 
 
-def from_rank_zero(compute: Callable[[], Result]) -> Result:
+def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
     """Computes on rank zero alone and shares the result.
 
     Args:
         compute: called on rank zero; its result must be picklable when there are other ranks. They wait for it up to 12 hours,
-            or where :func:`begin` did not begin the group, up to its timeout.
+            or where :func:`init_process_group` did not begin the group, up to its timeout.
+        group: another process group of all ranks, so that a thread may call this where nothing else uses that group.
 
     Returns:
         The result of rank zero, on every rank.
@@ -259,15 +261,32 @@ def from_rank_zero(compute: Callable[[], Result]) -> Result:
     """
     if world_size() == 1:
         return compute()
-    if is_rank_zero():
-        return _computed_and_sent(compute)
-    envelope: list[Any] = [None, None]
-    _broadcast(envelope)
-    packed_result, packed_error = envelope
-    if packed_error is not None:
-        raise _unpacked_error(packed_error)
-    result: Result = pickle.loads(packed_result)
+    outcome = _outcome(compute) if is_rank_zero() else None
+    envelope: list[Any] = [None if outcome is None else outcome.packed]
+    dist.broadcast_object_list(envelope, src=0, group=group or _patient_group)
+    result: Result = _unpacked(envelope[0]) if outcome is None else outcome.result()
     return result
+
+
+def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Result]:
+    """Computes on every rank and shares the results.
+
+    Args:
+        compute: as in :func:`from_rank_zero`, called on every rank.
+        group: as in :func:`from_rank_zero`.
+
+    Returns:
+        The results by rank, on every rank.
+
+    Raises:
+        BaseException: what `compute` raised on the first rank that failed is raised on every rank, as in :func:`from_rank_zero`.
+    """
+    if world_size() == 1:
+        return [compute()]
+    outcome = _outcome(compute)
+    envelopes: list[Any] = [None] * world_size()
+    dist.all_gather_object(envelopes, outcome.packed, group=group or _patient_group)
+    return [outcome.result() if of == rank() else _unpacked(envelope) for of, envelope in enumerate(envelopes)]
 
 
 def on_rank_zero(act: Callable[[], Result]) -> Result | None:
@@ -281,20 +300,34 @@ def on_rank_zero(act: Callable[[], Result]) -> Result | None:
     return results[0] if results else None
 
 
-def _broadcast(objects: list[Any]) -> None:
-    device = _collective_device() if _patient_group is None else torch.device("cpu")
-    dist.broadcast_object_list(objects, src=0, group=_patient_group, device=device)
+@dataclass(frozen=True)
+class _Outcome:
+    """What a computation of this rank returned or raised, and the same packed for other ranks, as result and error."""
+
+    value: Any
+    error: BaseException | None
+    packed: tuple[bytes | None, bytes | None]
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
 
 
-def _computed_and_sent(compute: Callable[[], Result]) -> Result:
+def _outcome(compute: Callable[[], Any]) -> _Outcome:
     try:
-        result = compute()
-        envelope = [pickle.dumps(result), None]
+        value = compute()
+        return _Outcome(value, None, (pickle.dumps(value), None))
     except BaseException as error:
-        _broadcast([None, _packed_error(error)])
-        raise
-    _broadcast(envelope)
-    return result
+        return _Outcome(None, error, (None, _packed_error(error)))
+
+
+def _unpacked(packed: tuple[bytes | None, bytes | None]) -> Any:
+    result, error = packed
+    if error is not None:
+        raise _unpacked_error(error)
+    assert result is not None
+    return pickle.loads(result)
 
 
 def _packed_error(error: BaseException) -> bytes:
@@ -310,7 +343,7 @@ def _packed_error(error: BaseException) -> bytes:
                 return packed
         except Exception:
             continue
-    return pickle.dumps(RuntimeError(f"rank zero failed with {type(error).__name__}: {error}"))
+    return pickle.dumps(RuntimeError(f"rank {rank()} failed with {type(error).__name__}: {error}"))
 
 
 def _unpacked_error(packed: bytes) -> BaseException:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import uuid
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 
 from adaptive_batch import distributed
-from adaptive_batch._util import cache_directory
+from adaptive_batch._util import atomic_write, cache_directory
 from adaptive_batch.memory import Line, MemoryCurve
 
 from .search import Trial
@@ -46,14 +44,8 @@ class CachedCurve:
         if self._path is None or not distributed.is_rank_zero():
             return
         lines = [[str(line.fixed_bytes), str(line.bytes_per_row), line.operation] for line in curve.lines]
-        aside = self._path.with_name(f"{self._path.name}.{uuid.uuid4().hex}.tmp")
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                aside.write_text(json.dumps({"format": _FORMAT, "lines": lines}))
-                os.replace(aside, self._path)
-            except OSError:
-                aside.unlink(missing_ok=True)
+            atomic_write(self._path, json.dumps({"format": _FORMAT, "lines": lines}))
 
     def _read(self) -> MemoryCurve | None:
         if self._path is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
+from adaptive_batch._util import atomic_write
 from adaptive_batch.memory import GIB
 
 from .search import Search, Trial
@@ -175,11 +175,10 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
 
 
 def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: str = "") -> None:
-    """Write a result as JSON, aside and renamed, with the fingerprint of everything it depends on, and that of settings alone.
+    """Write a result as JSON, with the fingerprint of everything it depends on, and that of settings alone.
 
     Results of other fingerprints that the file holds, such as those of other lengths, are kept under ``earlier``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     earlier = [record for record in _read_records(path, say=False) if record["fingerprint"] != fingerprint]
     result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
     record = {
@@ -189,12 +188,7 @@ def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: 
         **asdict(result),
         "bytes_per_row": result.bytes_per_row(),
     }
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with aside.open("w") as file:
-        json.dump({**record, "earlier": earlier[-_KEPT:]}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    atomic_write(path, json.dumps({**record, "earlier": earlier[-_KEPT:]}, indent=2), sync=True)
 
 
 def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:

@@ -1,12 +1,13 @@
-"""Epoch checkpoints through torchtune's checkpointers: whole or absent, and resumed from their own files.
+"""Epoch checkpoints through torchtune's checkpointers: complete or absent, and resumed from their own files.
 
-torchtune's checkpointer writes into a folder aside; when everything is there the folders are renamed into place. The recipe
+torchtune's checkpointer writes into a temporary folder; when everything is there the folders are renamed into place. The recipe
 state carries an identity that the weights' folder carries too, so weights of one epoch are never taken with the recipe
 state of another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from omegaconf import DictConfig
 from safetensors import safe_open
 from torchtune import config, training
 
-from adaptive_batch.checkpoint import flush_folder
+from adaptive_batch._util import atomic_write, sync_folder
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import is_out_of_memory
 
@@ -35,27 +36,27 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class EpochCheckpoints:
-    """Loads the base model or goes on from the last whole epoch; saves an epoch so that a kill leaves the last one whole.
+    """Loads the base model or the last complete epoch; saves an epoch so that a kill leaves the last one complete.
 
     Args:
         cfg: the `checkpointer` block of the configuration.
         resume: load the recipe state and the weights that it names, instead of the configured `checkpoint_files`.
 
     Attributes:
-        recipe_state: what :meth:`save` was given at the end of the last whole epoch; None unless resuming.
+        recipe_state: what :meth:`save` was given at the end of the last complete epoch; None unless resuming.
         order: when it was saved, in nanoseconds; 0 for a recipe of torchtune's own.
         recipe_state_file: that it was read from; None unless resuming.
         source: where the weights are.
 
     Raises:
-        CheckpointError: resuming, and a file is missing, torn, or belongs to another epoch; the file is named.
+        CheckpointError: resuming, and a file is missing, truncated, or belongs to another epoch; the file is named.
     """
 
     def __init__(self, cfg: DictConfig, *, resume: bool) -> None:
         self._output_dir = Path(cfg.output_dir)
-        self._aside = self._output_dir / ".saving"
+        self._temporary = self._output_dir / ".saving"
         self.recipe_state: dict[str, Any] | None = None
-        overrides: dict[str, Any] = {"output_dir": str(self._aside), "should_load_recipe_state": False}
+        overrides: dict[str, Any] = {"output_dir": str(self._temporary), "should_load_recipe_state": False}
         self.recipe_state_file: Path | None = None
         self.source = "the base checkpoint"
         self.order = 0
@@ -70,10 +71,11 @@ class EpochCheckpoints:
             self.order = self.recipe_state.get(STATE_KEY, {}).get("weights", {}).get("order", 0)
             log.info("resuming from %s: %s", folder, ", ".join(path.name for path in files))
         self._checkpointer = config.instantiate(cfg, **overrides)
-        _remove_if_empty(self._aside)
+        with contextlib.suppress(OSError):
+            self._temporary.rmdir()  # which torchtune's checkpointer makes
 
     def load_weights(self) -> dict[str, Any]:
-        """The model's state dict, in torchtune's naming.
+        """Load the model's state dict, in torchtune's naming.
 
         Raises:
             CheckpointError: a file cannot be read; it is named.
@@ -90,12 +92,12 @@ class EpochCheckpoints:
         return state
 
     def save(self, model_state: Mapping[str, Any], *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Save the weights as `epoch_{epoch}` and, unless training is done, the recipe state beside them.
+        """Save the weights as `epoch_{epoch}` and, unless training is done, the recipe state with them.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
         """
-        shutil.rmtree(self._aside, ignore_errors=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
         folder = f"epoch_{epoch}"
         identity = {"id": uuid.uuid4().hex, "folder": folder, "order": time.time_ns()}
         state = {training.MODEL_KEY: dict(model_state), **(recipe_state or {})}
@@ -103,25 +105,23 @@ class EpochCheckpoints:
             state[STATE_KEY] = {**state.get(STATE_KEY, {}), "weights": identity}
         try:
             self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=recipe_state is not None)
-            saved = self._aside / folder
+            saved = self._temporary / folder
             sizes = {path.name: path.stat().st_size for path in sorted(saved.iterdir()) if path.suffix in _WEIGHTS}
             (saved / _IDENTITY).write_text(json.dumps({**identity, "bytes": sizes}, indent=2))
-            _flush_to_disk(self._aside)
+            _flush_to_disk(self._temporary)
         except Exception as error:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            mend = "free memory" if is_out_of_memory(error) else "free disk space or mend the path"
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            remedy = "free memory" if is_out_of_memory(error) else "free disk space or correct the path"
             raise CheckpointError(
                 f"saving {self._output_dir / folder} failed ({error}); what was saved before is untouched: "
-                f"{mend}, and go on with resume_from_checkpoint=True"
+                f"{remedy}, and resume with resume_from_checkpoint=True"
             ) from error
         self._move_into_place(folder)
 
     def mark_preempted(self, epoch: int) -> None:
-        """Say of an epoch that is saved that its run was asked to end while that was being saved."""
+        """Mark a saved epoch: its run was asked to end while it was being saved."""
         path = self._output_dir / f"epoch_{epoch}" / _IDENTITY
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps({**json.loads(path.read_text()), "preempted": True}, indent=2))
-        os.replace(aside, path)
+        atomic_write(path, json.dumps({**json.loads(path.read_text()), "preempted": True}, indent=2))
 
     def _move_into_place(self, folder: str) -> None:
         target = self._output_dir / folder
@@ -129,38 +129,40 @@ class EpochCheckpoints:
         shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
             target.rename(replaced)
-        (self._aside / folder).rename(target)
-        flush_folder(self._output_dir)  # the weights are there before the recipe state names them
-        if (self._aside / _RECIPE_STATE).exists():
+        (self._temporary / folder).rename(target)
+        sync_folder(self._output_dir)  # the weights are there before the recipe state names them
+        if (self._temporary / _RECIPE_STATE).exists():
             (self._output_dir / _RECIPE_STATE).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(self._aside / _RECIPE_STATE, self._output_dir / _RECIPE_STATE)
-            flush_folder((self._output_dir / _RECIPE_STATE).parent)
+            os.replace(self._temporary / _RECIPE_STATE, self._output_dir / _RECIPE_STATE)
+            sync_folder((self._output_dir / _RECIPE_STATE).parent)
         shutil.rmtree(replaced, ignore_errors=True)
-        shutil.rmtree(self._aside, ignore_errors=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _read_recipe_state(self, cfg: DictConfig) -> dict[str, Any]:
         path = self.recipe_state_file = self._output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
         if not path.exists():
             raise CheckpointError(
-                f"{path} is not there, so there is nothing to resume; it is written after each epoch but the last: "
+                f"{path} does not exist, so there is nothing to resume; it is written after each epoch but the last: "
                 "check output_dir, or set resume_from_checkpoint=False"
             )
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"checkpoint file {path} cannot be read ({error}); it is torn or foreign") from error
+            raise CheckpointError(
+                f"checkpoint file {path} cannot be read ({error}); it is truncated or unrecognized"
+            ) from error
         missing = [k for k in (training.EPOCHS_KEY, training.SEED_KEY, training.MAX_STEPS_KEY) if k not in state]
         if missing:
             raise CheckpointError(f"{path} holds no {', '.join(missing)}; it is not the state of a fine-tuning recipe")
         return state
 
     def _weights_folder(self, cfg: DictConfig, state: Mapping[str, Any]) -> Path:
-        """The folder that the recipe state belongs to, checked to be whole and of the same save; notes what is marked there."""
+        """Return the folder that the recipe state belongs to, checked to be complete and of the same save; take over its mark."""
         identity = state.get(STATE_KEY, {}).get("weights")
         folder = self._output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not there; the recipe state in {self._output_dir} was saved with these weights"
+                f"{folder} does not exist; the recipe state in {self._output_dir} was saved with these weights"
             )
         files = cfg.get("checkpoint_files")
         for name in files if not isinstance(files, DictConfig) and files else ():
@@ -175,7 +177,7 @@ class EpochCheckpoints:
                 saved = json.loads((folder / _IDENTITY).read_text())
             except (OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"{folder / _IDENTITY} cannot be read ({error}); {folder} is not whole"
+                    f"{folder / _IDENTITY} cannot be read ({error}); {folder} is incomplete"
                 ) from error
             if saved["id"] != identity["id"]:
                 raise CheckpointError(
@@ -187,7 +189,7 @@ class EpochCheckpoints:
                 if not path.exists() or path.stat().st_size != size:
                     found = path.stat().st_size if path.exists() else "no file"
                     raise CheckpointError(
-                        f"checkpoint file {path} is not whole: {size} bytes were saved, found {found}"
+                        f"checkpoint file {path} is incomplete: {size} bytes were saved, found {found}"
                     )
             state[STATE_KEY]["preempted"] = saved.get("preempted", False)
         return folder
@@ -209,14 +211,7 @@ def _unreadable(path: Path) -> str | None:
 def _flush_to_disk(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_dir():
-            flush_folder(path)
+            sync_folder(path)
         elif path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        return

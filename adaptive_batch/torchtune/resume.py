@@ -1,10 +1,9 @@
-"""Where a run goes on: from the newest whole checkpoint, of a step or an epoch, saved by any number of ranks."""
+"""Where a run resumes: from the latest complete checkpoint, of a step or an epoch, saved by any number of ranks."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,16 +12,19 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torchtune import training
 
 from adaptive_batch import distributed
+from adaptive_batch._util import atomic_write
 from adaptive_batch.checkpoint import (
-    ResumePoint,
-    ResumePoints,
+    Checkpoint,
+    CheckpointManager,
+    latest_complete,
     load_named_optimizer_state,
     named_optimizer_state,
-    newest_whole,
 )
 from adaptive_batch.errors import CheckpointError
 
@@ -35,18 +37,9 @@ log = logging.getLogger("adaptive_batch")
 
 @dataclass
 class _Found:
-    """What there is to go on from, as rank zero found it.
+    """What rank zero found to resume from; the names are those of :class:`Checkpoints`, `optimizer_file` is of an epoch."""
 
-    Attributes:
-        point: where it is a resume point.
-        recipe_state: what was saved beside weights and optimizer; None where training begins.
-        optimizer_file: of an epoch's recipe state.
-        source: where the weights are.
-        passed_over: a line for each checkpoint that was newer and could not be used.
-        holds_earlier_run: training begins in a folder where something else was saved.
-    """
-
-    point: ResumePoint | None = None
+    point: Checkpoint | None = None
     recipe_state: dict[str, Any] | None = None
     optimizer_file: Path | None = None
     source: str = ""
@@ -55,30 +48,30 @@ class _Found:
 
 
 class Checkpoints:
-    """Epoch checkpoints and resume points of a run.
+    """Epoch checkpoints and resume points (checkpoints of steps) of a run.
 
-    Rank zero looks for them and tells the others; all read from a file system that they share.
+    Rank zero looks for them and sends what it found to the others; all read from a file system that they share.
 
     Args:
         cfg: the configuration.
         settings: the same, checked.
 
     Attributes:
-        recipe_state: what was saved beside weights and optimizer; None unless resuming.
+        recipe_state: what was saved with weights and optimizer; None unless resuming.
         is_divided: each rank reads its own part of the weights.
         source: where the weights are.
-        passed_over: a line for each resume point that was newer and could not be used.
+        passed_over: a line for each newer checkpoint that was skipped.
         holds_earlier_run: training begins in a folder where something else was saved.
-        on_failure: is told of a resume point that failed in the background while training went on; logs a warning unless set.
+        on_failure: called with the error of a resume point that failed in the background; logs a warning unless set.
 
     Raises:
-        CheckpointError: resuming, and nothing whole is there.
+        CheckpointError: resuming, and nothing complete is there.
     """
 
     def __init__(self, cfg: DictConfig, settings: Settings) -> None:
         self._cfg = cfg
         self._group = distributed.host_group()
-        self._points = ResumePoints(
+        self._manager = CheckpointManager(
             Path(cfg.output_dir),
             keep_last=settings.keep_last_n_checkpoints,
             asynchronous=settings.saves_asynchronously,
@@ -97,12 +90,9 @@ class Checkpoints:
     # --- looking ----------------------------------------------------------------------------------------------------
 
     def begin_job(self, run: str) -> None:
-        """Write down which run torchrun has started, so that after a restart this run, and no earlier one, goes on."""
+        """Write down which run torchrun has started, so that after a restart this run, and no earlier one, is resumed."""
         if distributed.is_rank_zero() and self._launch is not None:
-            self._job.parent.mkdir(parents=True, exist_ok=True)
-            aside = self._job.with_suffix(".tmp")
-            aside.write_text(json.dumps({"run": run, "launch": self._launch}))
-            os.replace(aside, self._job)
+            atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
 
     def _find(self) -> _Found:
         if self._launch is not None and (found := self._find_of_job()):
@@ -110,7 +100,7 @@ class Checkpoints:
         return self._find_saved() if self._cfg.resume_from_checkpoint else self._find_base()
 
     def _find_of_job(self) -> _Found | None:
-        """What the run has saved that torchrun has started again; None where that is nothing."""
+        """Find what the run has saved that torchrun has restarted; None where that is nothing."""
         try:
             job = json.loads(self._job.read_text())
             if job["launch"] != self._launch:
@@ -129,7 +119,7 @@ class Checkpoints:
 
     def _find_saved(self) -> _Found:
         cfg = self._cfg
-        point, others = newest_whole(Path(cfg.output_dir))
+        point, others = latest_complete(Path(cfg.output_dir))
         passed_over = [passed.describe() for passed in others]
         try:
             epochs = EpochCheckpoints(cfg.checkpointer, resume=True)
@@ -137,7 +127,7 @@ class Checkpoints:
             has_epoch = (Path(cfg.checkpointer.output_dir) / "recipe_state").exists()
             if point is None:
                 why = str(error) if has_epoch else ""
-                raise CheckpointError(self._nothing_whole(cfg.output_dir, why, passed_over)) from error
+                raise CheckpointError(self._nothing_complete(cfg.output_dir, why, passed_over)) from error
             if has_epoch:
                 passed_over.append(str(error))
             epochs = EpochCheckpoints(cfg.checkpointer, resume=False)
@@ -151,10 +141,10 @@ class Checkpoints:
         return _Found(point, point.load_small_state(), None, str(point.path), passed_over)
 
     @staticmethod
-    def _is_newer(epochs: EpochCheckpoints, point: ResumePoint) -> bool:
-        """Whether the last epoch was saved after the resume point; of one run, by its steps, whatever the clock said.
+    def _is_newer(epochs: EpochCheckpoints, point: Checkpoint) -> bool:
+        """Whether the last epoch was saved after the resume point; of one run, by its steps, whatever the clock read.
 
-        Where an epoch was begun anew, steps were counted anew.
+        Steps are counted again from an epoch that was restarted.
         """
         if epochs.recipe_state is None:
             return False
@@ -165,32 +155,32 @@ class Checkpoints:
         return epochs.order > point.order
 
     @staticmethod
-    def _nothing_whole(folder: str, epoch: str, passed_over: list[str]) -> str:
-        """Why there is nothing to go on from; `epoch` is what is wrong with the last epoch, if there is one."""
+    def _nothing_complete(folder: str, epoch: str, passed_over: list[str]) -> str:
+        """Return why there is nothing to resume from; `epoch` is what is wrong with the last epoch, if there is one."""
         reasons = [*filter(None, [epoch]), *passed_over]
         if len(reasons) == 1 and epoch:
             return epoch
         if reasons:
             return "\n".join(
                 [
-                    f"{folder} holds nothing whole to go on from; restore one of these, or give another output_dir:",
+                    f"{folder} holds nothing complete to resume from; restore one of these, or give another output_dir:",
                     *reasons,
                 ]
             )
         if any(Path(folder).glob("epoch_*")):
             return (
-                f"{folder} holds the weights of a run that is done, and nothing to go on from: the last epoch is saved without "
+                f"{folder} holds the weights of a run that is done, and nothing to resume from: the last epoch is saved without "
                 "its recipe_state; train on from its weights with another output_dir and resume_from_checkpoint=False"
             )
         return (
-            f"{folder} holds nothing to go on from: no resume point (step_N), and no recipe_state of an epoch; check output_dir, "
+            f"{folder} holds nothing to resume from: no resume point (step_N), and no recipe_state of an epoch; check output_dir, "
             "or set resume_from_checkpoint=False to begin, as for a run that was ended before its first save"
         )
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def load_weights(self) -> Mapping[str, Any]:
-        """The whole model's state dict, in torchtune's naming, on rank zero; nothing on others.
+        """Load the whole model's state dict, in torchtune's naming, on rank zero; nothing on others.
 
         torchtune's checkpointer learns from reading the base how to save, so rank zero reads it in any case.
         """
@@ -227,7 +217,7 @@ class Checkpoints:
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def save_epoch(self, parts: TrainingParts, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Save an epoch, once a resume point that is being written is whole or has failed.
+        """Save an epoch, once a resume point that is being written is complete or has failed.
 
         Args:
             parts: with model and optimizers, which are put together on rank zero.
@@ -245,7 +235,7 @@ class Checkpoints:
             model = training.gather_cpu_state_dict(parts.model, distributed.is_rank_zero(), device=parts.device)
             named = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
             if recipe_state is not None and distributed.any_of_ranks(_holds_low_bit(named)):
-                # which cannot be put together: what it takes to go on is a resume point, the epoch the weights alone
+                # which cannot be put together: the epoch holds the weights alone, and a resume point what it takes to resume
                 self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], parts, state=recipe_state)
                 recipe_state = None
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
@@ -255,21 +245,20 @@ class Checkpoints:
         distributed.on_rank_zero(lambda: epochs and epochs.save(model, recipe_state=state, epoch=epoch))
 
     def mark_preempted(self, epoch: int) -> None:
-        """Say of an epoch that is saved that its run was asked to end."""
-
+        """Mark a saved epoch: its run was asked to end."""
         epochs = self._epochs
         distributed.on_rank_zero(lambda: epochs and epochs.mark_preempted(epoch))
 
     def save_step(self, step: int, parts: TrainingParts, *, state: Mapping[str, Any]) -> float:
-        """Save a resume point; returns the seconds that training stood still.
+        """Save a resume point; returns the seconds for which training waited.
 
         Raises:
-            CheckpointError: saving failed, unless it goes on in the background; what was saved before is untouched.
+            CheckpointError: saving failed, unless it is written in the background; what was saved before is untouched.
         """
         start = time.perf_counter()
         self._settle()
         optimizer = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
-        self._points.save(step, {"model": parts.model.state_dict(), "optimizer": optimizer}, dict(state))
+        self._manager.save(step, {"model": parts.model.state_dict(), "optimizer": optimizer}, dict(state))
         return time.perf_counter() - start
 
     def wait(self) -> None:
@@ -278,44 +267,39 @@ class Checkpoints:
         Raises:
             CheckpointError: it failed.
         """
-        self._points.wait()
+        self._manager.wait()
 
     def close(self) -> None:
-        """Wait, and take no more.
+        """Wait, and save no more.
 
         Raises:
             CheckpointError: the last one failed.
         """
-        self._points.close()
+        self._manager.close()
 
     def _settle(self) -> None:
-        """Wait for a resume point that is being written in the background; that it failed is said, and no more."""
+        """Wait for a resume point that is being written in the background; a failure is reported, not raised."""
         try:
-            self._points.wait()
+            self._manager.wait()
         except CheckpointError as error:
             self.on_failure(error)
 
 
 def _warn(error: CheckpointError) -> None:
-    log.warning("training goes on without a resume point: %s", error)
+    log.warning("training continues without a resume point: %s", error)
 
 
 def _whole_on_rank_zero(tree: Any) -> Any:
-    """A tree whose tensors are put together and lie on the host of rank zero; a collective, and empty on other ranks."""
-    if isinstance(tree, dict):
-        return {key: _whole_on_rank_zero(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_whole_on_rank_zero(value) for value in tree)
-    if not isinstance(tree, torch.Tensor):
-        return tree
-    whole = tree.full_tensor() if hasattr(tree, "full_tensor") else tree
-    return whole.cpu() if distributed.is_rank_zero() else None
+    """Put the tensors of a tree together on the host of rank zero; a collective, which leaves None on other ranks."""
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+        whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.cpu() if distributed.is_rank_zero() else None
+
+    return tree_map_only(torch.Tensor, gathered, tree)
 
 
 def _holds_low_bit(tree: Any) -> bool:
-    """Whether this rank's part of a tensor in a tree is in a form of its own, such as torchao's low-bit states."""
-    if isinstance(tree, dict):
-        return any(map(_holds_low_bit, tree.values()))
-    if isinstance(tree, list | tuple):
-        return any(map(_holds_low_bit, tree))
-    return hasattr(tree, "to_local") and is_traceable_wrapper_subclass(tree.to_local())
+    """Whether this rank's part of a DTensor in a tree wraps other tensors, as torchao's low-bit states do."""
+    parts = (leaf.to_local() for leaf in tree_leaves(tree) if isinstance(leaf, DTensor))
+    return any(map(is_traceable_wrapper_subclass, parts))

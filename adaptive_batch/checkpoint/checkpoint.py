@@ -1,0 +1,303 @@
+"""One checkpoint: a folder with the files of torch.distributed.checkpoint, the small rest, and a manifest that verifies all of them.
+
+The manifest is written last and names every file with its size and checksum: ``.metadata`` is no proof that a checkpoint is
+complete, as an old one may lie next to new data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batch import __version__
+from adaptive_batch._util import atomic_write
+from adaptive_batch.errors import CheckpointError
+
+from .content import Content, read_into, read_optimizer, read_whole
+from .dcp import METADATA, Ranks, SavedTensors, reason, write_tensors
+from .state_tree import unflatten
+
+Result = TypeVar("Result")
+
+MANIFEST, STATE = "resume.json", "state.pt"
+FORMAT, FORMAT_VERSION = "adaptive_batch resume point", 1
+_SEEN_SECONDS = 10.0  # in which a file that another node has written must be seen
+_CHUNK_BYTES = 4 * 2**20  # large enough that reading, not Python, takes the time
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """Size of a file and its ``zlib.crc32``, as the manifest has them."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class SkippedCheckpoint:
+    """A folder that is no complete checkpoint.
+
+    Attributes:
+        path: the folder.
+        reason: why it is not used.
+        is_ours: it was written as a checkpoint in a format that this version knows.
+        order: as in :class:`Checkpoint`; None where it cannot be known.
+    """
+
+    path: Path
+    reason: str
+    is_ours: bool
+    order: int | None = None
+
+    def describe(self) -> str:
+        """Return folder and reason in one line."""
+        return f"{self.path} is skipped: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose files are all there with the sizes that they were saved with.
+
+    Attributes:
+        path: the folder.
+        step: optimizer steps when it was saved.
+        order: grows with each save into one output directory, so that the largest is the newest.
+        package_version: of adaptive_batch, when it was saved.
+        world_size: ranks that wrote it.
+        files: by name.
+    """
+
+    path: Path
+    step: int
+    order: int
+    package_version: str
+    world_size: int
+    files: Mapping[str, SavedFile]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def corruption(self) -> str | None:
+        """Read every file, and return what differs from what was saved; None where nothing does."""
+        for name, saved in self.files.items():
+            try:
+                found = _crc32(self.path / name)
+            except OSError as error:
+                return f"{name} cannot be read ({error})"
+            if found != saved.crc32:
+                return f"{name} has another checksum (crc32 {found:08x}) than was saved ({saved.crc32:08x})"
+        return None
+
+    def load(self) -> tuple[Any, Any]:
+        """Load what any number of ranks saved, whole, on the CPU: the tree of tensors, and the small state.
+
+        Nothing that a file could name is run: tensors and state are read with ``weights_only=True``, and of ``.metadata``, which is
+        a pickle, only the classes of torch.distributed.checkpoint are accepted.
+
+        Raises:
+            CheckpointError: a file cannot be read; for tensor subclasses, their package (torchao) must have been imported. Or
+                several ranks saved low-bit states, which cannot be put together.
+        """
+        return self._read(lambda saved, state: (read_whole(saved, state), _small(state)), Ranks())
+
+    def load_into(self, tree: Mapping[str, Any], *, process_group: Any = None) -> None:
+        """Load into existing tensors; each rank reads its own part of a DTensor, and no more. A collective.
+
+        Args:
+            tree: some entries of the tree that was saved, such as ``{"model": model.state_dict()}``; below these the tensors have
+                the same keys and shapes as when they were saved. Other values are ignored.
+            process_group: whose ranks load together; None for one process.
+
+        Raises:
+            CheckpointError: a file cannot be read, or the trees differ; on every rank, if on one.
+        """
+        self._read(lambda saved, state: read_into(saved, state, tree), Ranks(process_group))
+
+    def load_optimizer(
+        self,
+        optimizers: Iterable[Optimizer],
+        names: Mapping[nn.Parameter, str],
+        *,
+        key: str = "optimizer",
+        process_group: Any = None,
+    ) -> dict[str, Any]:
+        """Load the state of optimizers, sharded as their parameters are; each rank reads its own part. A collective.
+
+        Args:
+            optimizers: that it is for; they are not changed.
+            names: of their parameters, as ``model.named_parameters()`` has them.
+            key: of the state in the tree that was saved; it may have any form that :func:`.optimizer_state.named_form` takes.
+            process_group: whose ranks load together; None for one process.
+
+        Returns:
+            What :func:`.optimizer_state.load_named_optimizer_state` takes.
+
+        Raises:
+            CheckpointError: a file cannot be read, the state belongs to other parameters, or it is of low-bit states and the ranks
+                are not as many as saved it; on every rank, if on one.
+        """
+        ranks, optimizers = Ranks(process_group), list(optimizers)
+        return self._read(lambda saved, state: read_optimizer(saved, state, key, optimizers, names, ranks), ranks)
+
+    def load_small_state(self) -> Any:
+        """Load the small state alone, without reading the tensors.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return _small(self._read_state())
+
+    def _read(self, read: Callable[[SavedTensors, Any], Result], ranks: Ranks) -> Result:
+        """Read on each rank for itself; an error of one is raised on all."""
+        results: list[Result] = []  # which need not be picklable
+        try:
+            ranks.each(lambda: results.append(read(SavedTensors(self.path), self._read_state())))
+        except Exception as error:
+            if isinstance(error, CheckpointError) and str(self.path) in str(error):
+                raise
+            raise CheckpointError(f"resume point {self.path} cannot be read ({reason(error)})") from error
+        return results[0]
+
+    def _read_state(self) -> Any:
+        try:
+            return _load_safely(self.path / STATE)
+        except Exception as error:
+            raise CheckpointError(f"checkpoint file {self.path / STATE} cannot be read ({_advice(error)})") from error
+
+
+def write_checkpoint(folder: Path, content: Content, *, step: int, order: int, ranks: Ranks) -> None:
+    """Write a checkpoint into an empty folder, and flush it to the disk. A collective.
+
+    Args:
+        folder: where, of a file system that all ranks share; nothing else may be in it.
+        content: what this rank holds.
+        step: optimizer steps so far.
+        order: as in :class:`Checkpoint`.
+        ranks: that write it together, rank zero what is not divided.
+
+    Raises:
+        Exception: writing failed on one rank at least; raised on every rank.
+        CheckpointError: the state could not be read again with ``weights_only=True``, or rank zero does not see the files of
+            another rank.
+    """
+    written = write_tensors(folder, content.tensors, ranks)
+    of_ranks = ranks.each(lambda: {name: _saved_file(folder / name) for name in written})
+    files = {name: file for of_rank in of_ranks for name, file in of_rank.items()}
+
+    def complete() -> None:
+        with (folder / STATE).open("wb") as file:
+            torch.save(content.state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            _load_safely(folder / STATE)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"the state could not be read again: {_advice(error)}") from error
+        ours = {name: _saved_file(folder / name) for name in (METADATA, STATE)}
+        checkpoint = Checkpoint(folder, step, order, __version__, ranks.count, dict(sorted({**files, **ours}.items())))
+        atomic_write(folder / MANIFEST, _manifest(checkpoint), sync=True)
+        deadline = time.monotonic() + _SEEN_SECONDS
+        while isinstance(seen := inspect(folder), SkippedCheckpoint):
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank zero does not see all that was saved ({seen.reason}); output_dir must be on a file system that all "
+                    "ranks share"
+                )
+            time.sleep(0.1)
+
+    ranks.first(complete)
+
+
+def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
+    """Check whether a folder is a checkpoint whose files have their sizes; :meth:`Checkpoint.corruption` reads them."""
+    has_dcp = (folder / METADATA).exists() and (folder / STATE).exists()
+    try:
+        text = (folder / MANIFEST).read_bytes().decode()
+    except FileNotFoundError:
+        what = "incomplete" if has_dcp else "unrecognized"
+        return SkippedCheckpoint(folder, f"{what}: it has no {MANIFEST}", has_dcp)
+    except (OSError, ValueError) as error:
+        return SkippedCheckpoint(folder, f"{MANIFEST} cannot be read ({error})", has_dcp)
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise ValueError("another format")
+        version, order = int(content["format_version"]), int(content["order"])
+    except (ValueError, KeyError, TypeError):
+        is_ours = has_dcp or FORMAT in text
+        what = "truncated or changed" if is_ours else "unrecognized"
+        return SkippedCheckpoint(folder, f"{MANIFEST} is {what}", is_ours)
+    if version > FORMAT_VERSION:
+        by = f"newer format {version}, written by adaptive_batch {content.get('package_version')}"
+        return SkippedCheckpoint(folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order)
+    try:
+        files = {name: SavedFile(file["bytes"], file["crc32"]) for name, file in content["files"].items()}
+        found = Checkpoint(folder, content["step"], order, content["package_version"], content["world_size"], files)
+        is_unchanged = _manifest(found) == text
+    except (KeyError, TypeError, AttributeError):
+        is_unchanged = False
+    if not is_unchanged:
+        return SkippedCheckpoint(folder, f"{MANIFEST} is truncated or changed", True)
+    for name, saved in found.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return SkippedCheckpoint(folder, f"{name} is missing", True, order)
+        if size != saved.bytes:
+            return SkippedCheckpoint(folder, f"{name} has {size:,} bytes, {saved.bytes:,} were saved", True, order)
+    return found
+
+
+def _manifest(checkpoint: Checkpoint) -> str:
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "package_version": checkpoint.package_version,
+        "step": checkpoint.step,
+        "order": checkpoint.order,
+        "world_size": checkpoint.world_size,
+        "files": {name: asdict(file) for name, file in checkpoint.files.items()},
+    }
+    content["crc32"] = zlib.crc32(json.dumps(content).encode())  # of the manifest itself
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _load_safely(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _advice(error: Exception) -> str:
+    """The error in one line; torch's own advice, to allow everything, is left out."""
+    if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
+        return f"it names {named[1]}, which torch.load(weights_only=True) does not allow; import its package first if that allows it, as torchao does"
+    return str(error).partition("\n")[0]
+
+
+def _small(state: Any) -> Any:
+    return unflatten(state["small_tensors"], state["small_skeleton"])
+
+
+def _saved_file(path: Path) -> SavedFile:
+    return SavedFile(path.stat().st_size, _crc32(path))
+
+
+def _crc32(path: Path) -> int:
+    checksum, chunk = 0, bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(chunk):
+            checksum = zlib.crc32(memoryview(chunk)[:read], checksum)
+    return checksum

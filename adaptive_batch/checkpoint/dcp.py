@@ -1,0 +1,184 @@
+"""The tensors of a checkpoint in the files of torch.distributed.checkpoint, which divides them among any number of ranks."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from adaptive_batch import distributed
+from adaptive_batch.errors import CheckpointError
+
+Result = TypeVar("Result")
+
+METADATA = ".metadata"
+
+
+class Ranks:
+    """The ranks that save or load together: each learns what all returned, or that one failed, and none is left waiting.
+
+    Both methods are collectives over this process group and no other, so that a thread may call them where nothing else uses it.
+    With several ranks, an error is raised on all of them as a CheckpointError, or a TypeError if it was one, which names the rank.
+
+    Args:
+        group: of all ranks; None for one process alone, also where there are other ranks.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.rank: int = 0 if group is None else group.rank()
+        self.count: int = 1 if group is None else group.size()
+
+    def each(self, act: Callable[[], Result]) -> list[Result]:
+        """Act on every rank; return the results by rank, on every rank."""
+        return [act()] if self.count == 1 else distributed.from_each_rank(lambda: self._named(act), self.group)
+
+    def first(self, act: Callable[[], Result]) -> Result:
+        """Act on rank zero alone; return its result on every rank."""
+        return act() if self.count == 1 else distributed.from_rank_zero(lambda: self._named(act), self.group)
+
+    def _named(self, act: Callable[[], Result]) -> Result:
+        try:
+            return act()
+        except Exception as error:
+            kind = TypeError if isinstance(error, TypeError) else CheckpointError
+            raise kind(f"rank {self.rank}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The text of an error; of the system's error where torch has wrapped others around it."""
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, OSError):
+        below = below.__cause__ or below.__context__
+    return str(below or error)
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[str]:
+    """Write tensors into a folder and flush them to the disk; a collective.
+
+    Args:
+        folder: empty.
+        tensors: plain ones, the same on each rank that has one of this name, and DTensors, of which each rank writes its part.
+        ranks: that write together.
+
+    Returns:
+        The names of the files that this rank wrote, ``.metadata`` of rank zero not among them.
+
+    Raises:
+        RuntimeError: writing failed on one rank at least; raised on every rank.
+    """
+    _ignore_single_process_warnings()
+    writer = _Writer(folder, overwrite=False)
+    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+        # Copying ahead makes a CUDA context on device 0, in another thread, also where no tensor is on a device.
+        writer.per_thread_copy_ahead = 0
+    try:
+        state_dict_saver.save(
+            dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None
+        )
+    except CheckpointException as error:
+        rank, (failed, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"rank {rank}: {reason(failed)}" if ranks.count > 1 else reason(failed)) from error
+    return sorted(path.name for path in folder.glob(f"__{ranks.rank}_*"))
+
+
+class SavedTensors:
+    """What :func:`write_tensors` wrote.
+
+    Nothing that a file could name is run: tensors are read with ``weights_only=True``, and of ``.metadata``, which is a pickle,
+    only the classes of torch.distributed.checkpoint are accepted. Each rank reads for itself, without communication.
+
+    Args:
+        folder: with the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(folder)
+
+    @cached_property
+    def entries(self) -> Mapping[str, TensorStorageMetadata]:
+        """Size and dtype of each tensor, by name.
+
+        Raises:
+            Exception: of many kinds; the file cannot be read, or is not what it should be.
+        """
+        entries = self._reader.read_metadata().state_dict_metadata
+        if unfit := [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]:
+            raise pickle.UnpicklingError(f"{unfit[0]} is no tensor")
+        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def empty(self, name: str) -> torch.Tensor:
+        """An uninitialized tensor on the host for a saved one, whole."""
+        entry = self.entries[name]
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Read into tensors, by name; of a DTensor, this rank's part.
+
+        Raises:
+            Exception: of many kinds, as for :attr:`entries`.
+        """
+        _ignore_single_process_warnings()
+        try:
+            state_dict_loader.load(tensors, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            raise RuntimeError(reason(next(iter(error.failures.values()))[0])) from error
+
+
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Write; an error is replaced by one that can be pickled for other ranks."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise RuntimeError(reason(error)) from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Accepts the classes that ``.metadata`` is made of, and nothing else: a pickle may name anything to be run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        accepted = (module, name) in {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        }
+        if accepted or module in ("torch", "torch.distributed.checkpoint.metadata", "pathlib", "pathlib._local"):
+            found = super().find_class(module, name)
+            is_own_class = isinstance(found, type) and found.__module__ == module != "torch"
+            if accepted or is_own_class or isinstance(found, torch.dtype):
+                return found
+        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which does not belong there")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        with (Path(self.checkpoint_id) / METADATA).open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__qualname__}")
+        return metadata
+
+
+def _ignore_single_process_warnings() -> None:
+    """torch.distributed.checkpoint warns whenever one process writes or reads alone, which is meant here.
+
+    The filter stays: ``catch_warnings`` restores the filters of the whole process, which is not safe in a thread.
+    """
+    for action in ("save", "load"):
+        message = f"torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to {action} in"
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
