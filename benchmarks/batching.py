@@ -30,8 +30,7 @@ import records
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from adaptive_batch.data import plan_batches, row_lengths, split_by_tokens
-from adaptive_batch.data.order import row_order
+from adaptive_batch.data import plan_batches, row_lengths, row_order, split_by_tokens
 from adaptive_batch.torchtune import config_path
 
 MAX_TOKENS = 16_384
@@ -197,9 +196,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "data order": ({}, {}),
     "seqlen, window 4096": ({"order": "seqlen", "window": 4096}, {}),
     "seqlen": ({"order": "seqlen"}, {}),
-    "random, min_rows 8, groups of 4, divisible": (
+    "random, min_rows 8, divisible": (
         {"order": "random"},
-        {"min_rows": 8, "uniform_groups": 4, "divisible": True},
+        {"min_rows": 8, "divisible": True},
     ),
     "random, real tokens, min_rows 16": ({"order": "random"}, {"count": "real", "min_rows": 16}),
 }

@@ -29,8 +29,8 @@ from adaptive_batch.data import (
     balance_by_tokens,
     micro_batches,
     plan_batches,
+    row_order,
 )
-from adaptive_batch.data.order import row_order
 
 RANKS = 8
 STEP_ROWS = 64

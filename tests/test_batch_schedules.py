@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from adaptive_batch import schedules as growth
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import (
-    Asked,
     Progress,
-    ask,
     batch_schedules,
     by_noise_scale,
     check_schedule,
     linear_ramp,
     needs_noise_scale,
     ramp_by_doubling,
+    request_batch,
     steps,
 )
+from adaptive_batch.schedules.batch_rules import ClampedBatch
 
 batches = st.integers(1, 4096)
 
@@ -254,7 +254,7 @@ def test_a_rule_says_how_it_was_made_and_crosses_processes(rule):
     assert eval(repr(rule), vars(batch_schedules)) == rule == pickle.loads(pickle.dumps(rule))
     assert hash(rule) == hash(pickle.loads(pickle.dumps(rule)))
     progress = at(10, samples=300, tokens=10**6, epoch_rows=30, rows_per_epoch=100, noise_scale=200.0)
-    assert rule(progress) == rule(replace(progress)) == ask(rule, progress, maximum=None).after
+    assert rule(progress) == rule(replace(progress)) == request_batch(rule, progress, maximum=None).after
     check_schedule(rule)
 
 
@@ -273,23 +273,23 @@ def test_only_a_rule_that_follows_measurements_says_so():
 
 @given(requested=st.integers(1, 10**9), maximum=st.none() | st.integers(1, 10**6))
 def test_what_is_asked_for_is_cut_by_the_bound_alone(requested, maximum):
-    asked = ask(lambda progress: requested, at(), maximum=maximum)
-    assert asked == Asked(requested, min(requested, maximum or requested), maximum)
+    asked = request_batch(lambda progress: requested, at(), maximum=maximum)
+    assert asked == ClampedBatch(requested, min(requested, maximum or requested), maximum)
     assert asked.was_cut == (maximum is not None and maximum < requested)
 
 
 @pytest.mark.parametrize("answer", [np.int64(8), np.array(8), torch.tensor(8, dtype=torch.int16)])
 def test_whole_numbers_of_numpy_and_torch_will_do(answer):
-    assert type(ask(lambda progress: answer, at(), maximum=None).after) is int
+    assert type(request_batch(lambda progress: answer, at(), maximum=None).after) is int
 
 
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        (Asked(32, 24, 24), "batch_size 16 -> 24 (asked for 32, cut to the bound 24)"),
-        (Asked(32, 32, None), "batch_size 16 -> 32"),
-        (Asked(16, 16, 24), "batch_size 16 unchanged"),
-        (Asked(8, 8, 24), "batch_size 16 -> 8"),
+        (ClampedBatch(32, 24, 24), "batch_size 16 -> 24 (asked for 32, cut to the bound 24)"),
+        (ClampedBatch(32, 32, None), "batch_size 16 -> 32"),
+        (ClampedBatch(16, 16, 24), "batch_size 16 unchanged"),
+        (ClampedBatch(8, 8, 24), "batch_size 16 -> 8"),
     ],
 )
 def test_what_became_of_it_is_one_line(asked, line):
@@ -302,7 +302,7 @@ def test_what_became_of_it_is_one_line(asked, line):
 )
 def test_an_answer_that_is_no_batch_is_named_with_rule_and_progress(answer, shown):
     with pytest.raises(GrowthFunctionError) as caught:
-        ask(lambda progress: answer, at(7), maximum=64)
+        request_batch(lambda progress: answer, at(7), maximum=64)
     message = str(caught.value)
     assert message.startswith("batch_size_schedule ")
     assert "<lambda>(Progress(epoch=0, epoch_rows=0, steps=7" in message
@@ -311,7 +311,7 @@ def test_an_answer_that_is_no_batch_is_named_with_rule_and_progress(answer, show
 
 def test_an_error_of_the_rule_becomes_the_cause():
     with pytest.raises(GrowthFunctionError, match="raised ZeroDivisionError") as caught:
-        ask(lambda progress: 1 // progress.steps, at(), maximum=None)
+        request_batch(lambda progress: 1 // progress.steps, at(), maximum=None)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Clock, EpochPlan, Progress, after_warmup, schedule_clock
+from adaptive_batch.schedules import Clock, EpochPlan, Progress
+from adaptive_batch.schedules.clock import after_warmup, schedule_clock
 
 
 @given(rows=st.integers(1, 100_000), step_rows=st.integers(1, 300), drop_last=st.booleans(), epochs=st.integers(1, 5))
@@ -60,7 +61,7 @@ def test_the_clock_of_tokens_is_the_part_of_the_tokens():
 
 def test_a_plan_that_is_open_counts_what_ends_the_epoch_first():
     reference = EpochPlan.of(100, step_rows=4, drop_last=False)
-    plan = EpochPlan(100, 4, 25, most_steps=10, is_open=True)
+    plan = EpochPlan(100, 4, 25, most_steps=10, is_estimate=True)
     by_steps = Progress(epoch_rows=20, epoch_steps=5)
     assert schedule_clock(by_steps, plan=plan, reference=reference) == 12.5
     by_rows = Progress(epoch_rows=80, epoch_steps=5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress
-from adaptive_batch.schedules.durations import Epochs, Samples, Steps, Tokens, parse_duration
+from adaptive_batch.schedules.progress import Epochs, Samples, Steps, Tokens, parse_duration
 
 whole = st.integers(0, 10**15)
 durations = st.one_of(

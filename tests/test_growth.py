@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.schedules import Growth, at_epochs, check_increment, geometric, next_batch_size
+from adaptive_batch.schedules import at_epochs, check_increment, geometric, next_batch_size
+from adaptive_batch.schedules.batch_rules import ClampedBatch
 
 rows = st.integers(1, 10**6)
 bounds = st.none() | st.integers(1, 10**6)
@@ -57,18 +58,18 @@ def test_the_increment_is_asked_once_with_epoch_and_batch_size():
 
 
 @pytest.mark.parametrize(
-    ("growth", "line"),
+    ("before", "batch", "line"),
     [
-        (Growth(2, 16, 40, 24, 24), "epoch 2: batch_size 16 -> 24 (asked for 40, cut to the bound 24)"),
-        (Growth(2, 16, 24, 24, 24), "epoch 2: batch_size 16 -> 24"),
-        (Growth(1, 16, 16, 16, None), "epoch 1: batch_size 16 unchanged"),
-        (Growth(4, 24, 40, 24, 24), "epoch 4: batch_size 24 unchanged (asked for 40, cut to the bound 24)"),
-        (Growth(4, 24, 40, 24, 8), "epoch 4: batch_size 24 unchanged (asked for 40, already above the bound 8)"),
-        (Growth(0, 24, 24, 24, 8), "epoch 0: batch_size 24 unchanged"),
+        (16, ClampedBatch(40, 24, 24), "batch_size 16 -> 24 (asked for 40, cut to the bound 24)"),
+        (16, ClampedBatch(24, 24, 24), "batch_size 16 -> 24"),
+        (16, ClampedBatch(16, 16, None), "batch_size 16 unchanged"),
+        (24, ClampedBatch(40, 24, 24), "batch_size 24 unchanged (asked for 40, cut to the bound 24)"),
+        (24, ClampedBatch(40, 24, 8), "batch_size 24 unchanged (asked for 40, already above the bound 8)"),
+        (24, ClampedBatch(24, 24, 8), "batch_size 24 unchanged"),
     ],
 )
-def test_what_was_decided_is_one_line(growth, line):
-    assert growth.describe() == line
+def test_what_was_decided_is_one_line(before, batch, line):
+    assert batch.describe(before) == line
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.data import ORDERS
-from adaptive_batch.data.order import row_order
+from adaptive_batch.data import ORDERS, row_order
 from adaptive_batch.errors import SettingError
 
 row_lengths = st.lists(st.integers(1, 2048), max_size=60).map(lambda values: torch.tensor(values, dtype=torch.int64))
@@ -69,7 +68,9 @@ def test_drawing_an_order_leaves_the_random_state_alone():
 
 
 def test_another_process_draws_the_same_order():
-    program = "from adaptive_batch.data.order import row_order; print(row_order(100, order='random', seed=7, epoch=3).tolist())"
+    program = (
+        "from adaptive_batch.data import row_order; print(row_order(100, order='random', seed=7, epoch=3).tolist())"
+    )
     other = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     assert other.stdout.strip() == str(row_order(100, order="random", seed=7, epoch=3).tolist())
 

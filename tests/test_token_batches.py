@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.data import ORDERS, batches_by_tokens, plan_batches
+from adaptive_batch.data import ORDERS, batches_by_tokens, plan_batches, row_order
 from adaptive_batch.data.bin_packing import COUNTS
-from adaptive_batch.data.order import row_order
 from adaptive_batch.errors import SettingError
 
 NOT_FITTING = "shortest rows need"
@@ -25,10 +24,6 @@ def lognormal(num_rows, *, seed=0, mu=5.53, sigma=0.97):
     """Lengths of mean 385 tokens, 8 to 2048, of which 16 random rows waste 72.3% as padding."""
     normal = torch.randn(num_rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return (mu + sigma * normal).exp().clamp(8, 2048).round().to(torch.int64)
-
-
-def padded_to(lengths, multiple):
-    return [-(-length // multiple) * multiple for length in lengths]
 
 
 def padding(batches, lengths):
@@ -48,9 +43,7 @@ def plans(draw, **fixed):
         "max_rows": draw(st.none() | st.integers(min_rows, min_rows + 40)),
         "count": draw(st.sampled_from(COUNTS)),
         "long_rows": draw(st.sampled_from(["drop", "alone"])),
-        "uniform_groups": draw(st.integers(1, 4)),
         "divisible": draw(st.booleans()),
-        "pad_to_multiple_of": draw(st.sampled_from([1, 8])),
         **fixed,
     }
     max_tokens = draw(st.integers(most // 2 + 8, 40 * most))
@@ -72,20 +65,13 @@ def plans(draw, **fixed):
     return lengths, max_tokens, arguments, plan
 
 
-def needed_tokens(lengths, arguments):
-    if arguments["count"] == "real":
-        return lengths
-    return padded_to(lengths, arguments["pad_to_multiple_of"])
-
-
 # What holds of every plan.
 
 
 @given(plans())
 def test_every_row_is_in_one_batch_or_listed_as_dropped_once(case):
     lengths, max_tokens, arguments, plan = case
-    needed = needed_tokens(lengths, arguments)
-    too_long = [row for row, tokens in enumerate(needed) if tokens > max_tokens]
+    too_long = [row for row, tokens in enumerate(lengths) if tokens > max_tokens]
     assert sorted(plan.dropped.tolist()) == (too_long if arguments["long_rows"] == "drop" else [])
     assert sorted([row for batch in plan for row in batch] + plan.dropped.tolist()) == list(range(len(lengths)))
 
@@ -93,57 +79,39 @@ def test_every_row_is_in_one_batch_or_listed_as_dropped_once(case):
 @given(plans())
 def test_no_batch_is_empty_or_beyond_its_limits_but_a_row_that_is_alone(case):
     lengths, max_tokens, arguments, plan = case
-    needed = needed_tokens(lengths, arguments)
     for batch in plan:
         assert 1 <= len(batch) <= (arguments["max_rows"] or math.inf)
-        tokens = [needed[row] for row in batch]
+        tokens = [lengths[row] for row in batch]
         used = len(batch) * max(tokens) if arguments["count"] == "padded" else sum(tokens)
         assert used <= max_tokens or (len(batch) == 1 and arguments["long_rows"] == "alone")
-
-
-@given(plans())
-def test_batches_of_a_group_have_equal_rows_and_fit_when_padded_to_its_longest(case):
-    lengths, max_tokens, arguments, plan = case
-    needed = needed_tokens(lengths, arguments)
-    batches, size = plan.tolist(), arguments["uniform_groups"]
-    for start in range(0, len(batches), size):
-        group = batches[start : start + size]
-        longest = max(needed[row] for batch in group for row in batch)
-        assert {len(batch) for batch in group} == {len(group[0])}
-        if longest > max_tokens:
-            assert len(group[0]) == 1
-        elif arguments["count"] == "padded":
-            assert len(group[0]) * longest <= max_tokens
 
 
 @given(plans(divisible=True))
 def test_divisible_batches_are_multiples_of_an_eighth_to_a_sixteenth_but_the_last(case):
     _, _, arguments, plan = case
-    num_groups = -(-len(plan) // arguments["uniform_groups"])
-    for size in plan.sizes.tolist()[: (num_groups - 1) * arguments["uniform_groups"]]:
+    for size in plan.sizes.tolist()[:-1]:
         part = max(1, 2 ** (math.floor(math.log2(size)) - 3))
         assert size % part == 0 or size - size % part < arguments["min_rows"]
 
 
-@given(plans(min_rows=1, uniform_groups=1, divisible=False))
+@given(plans(min_rows=1, divisible=False))
 def test_a_batch_is_closed_only_when_the_next_row_would_take_it_beyond_a_limit(case):
     lengths, max_tokens, arguments, plan = case
-    needed = needed_tokens(lengths, arguments)
     batches = plan.tolist()
     for batch, following in itertools.pairwise(batches):
-        tokens = [needed[row] for row in [*batch, following[0]]]
+        tokens = [lengths[row] for row in [*batch, following[0]]]
         used = len(tokens) * max(tokens) if arguments["count"] == "padded" else sum(tokens)
         assert used > max_tokens or len(tokens) > (arguments["max_rows"] or math.inf)
     dropped = set(plan.dropped.tolist())
     assert plan.rows.tolist() == [row for row in arguments["order"].tolist() if row not in dropped]
 
 
-@given(plans(uniform_groups=1, count="padded", divisible=False))
+@given(plans(count="padded", divisible=False))
 def test_padded_only_rows_that_no_others_can_join_are_in_batches_that_are_too_small_but_the_last_few(case):
     lengths, max_tokens, arguments, plan = case
-    needed, min_rows = needed_tokens(lengths, arguments), arguments["min_rows"]
+    min_rows = arguments["min_rows"]
     small = [row for batch in plan if len(batch) < min_rows for row in batch]
-    assert sum(needed[row] * min_rows <= max_tokens for row in small) < min_rows
+    assert sum(lengths[row] * min_rows <= max_tokens for row in small) < min_rows
 
 
 @given(lengths=st.lists(st.integers(1, 100), min_size=2, max_size=60), max_tokens=st.integers(100, 200))
@@ -181,7 +149,6 @@ def test_padded_tokens_are_rows_times_the_longest_and_real_tokens_the_sum():
     lengths = [1, 1, 1, 50, 50]
     assert batches_by_tokens(lengths, 100) == [[0, 1, 2], [3, 4]]
     assert batches_by_tokens(lengths, 103, count="real") == [[0, 1, 2, 3, 4]]
-    assert batches_by_tokens(lengths, 100, pad_to_multiple_of=64) == [[0], [1], [2], [3], [4]]
 
 
 def test_rows_that_do_not_fit_wait_for_others_that_do_and_come_first_afterwards():
@@ -215,19 +182,9 @@ def test_one_group_that_cannot_be_filled_costs_no_other_rows():
         assert sum(len(batch) for batch in plan if len(batch) < 2) == (2 if count == "padded" else 0)
 
 
-def test_rows_that_cannot_fill_all_batches_of_a_group_are_one_last_group():
-    assert batches_by_tokens([5] * 11, 10, uniform_groups=4)[4:] == [[8], [9], [10]]
-    assert [len(batch) for batch in batches_by_tokens([5] * 11, 15, uniform_groups=4)] == [2, 2, 2, 2, 3]
-
-
 def test_a_divisible_batch_leaves_its_rest_to_the_next():
     plan = plan_batches([1] * 200, 100, divisible=True)
     assert plan.sizes.tolist() == [96, 96, 8]
-
-
-@pytest.mark.parametrize("none_is_one", [None, 1])
-def test_no_uniform_groups_are_groups_of_one(none_is_one):
-    assert batches_by_tokens([5, 5, 5], 10, uniform_groups=none_is_one) == [[0, 1], [2]]
 
 
 def test_only_the_rows_of_the_order_are_planned():
@@ -236,7 +193,7 @@ def test_only_the_rows_of_the_order_are_planned():
 
 
 def test_no_rows_are_no_batches():
-    plan = plan_batches([], 10, min_rows=2, uniform_groups=3)
+    plan = plan_batches([], 10, min_rows=2)
     assert (len(plan), plan.tolist(), plan.rows.tolist()) == (0, [], [])
     assert "padding" in plan.report([])
 
@@ -255,12 +212,10 @@ def test_epochs_differ_and_come_again_with_their_seed(order):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens=0: must be a whole number, 1 or more"),
-        ({"max_tokens": 1.5}, "max_tokens=1.5: must be a whole number, 1 or more"),
-        ({"min_rows": 0}, "min_rows=0: must be a whole number, 1 or more"),
-        ({"max_rows": 0}, "max_rows=0: must be a whole number, 1 or more"),
-        ({"uniform_groups": 0}, "uniform_groups=0: must be a whole number, 1 or more"),
-        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0: must be a whole number, 1 or more"),
+        ({"max_tokens": 0}, "max_tokens=0: give a whole number, 1 or more"),
+        ({"max_tokens": 1.5}, "max_tokens=1.5: give a whole number, 1 or more"),
+        ({"min_rows": 0}, "min_rows=0: give a whole number, 1 or more"),
+        ({"max_rows": 0}, "max_rows=0: give a whole number, 1 or more"),
         ({"min_rows": 3, "max_rows": 2}, "min_rows=3: must not be above max_rows=2"),
         ({"count": "words"}, "count='words': must be one of padded, real"),
         ({"long_rows": "cut"}, "long_rows='cut': must be one of error, drop, alone"),
@@ -276,11 +231,6 @@ def test_epochs_differ_and_come_again_with_their_seed(order):
             {"max_tokens": 5},
             "max_tokens=5: row 1 alone has 6 tokens, and 1 more are too long; set long_rows to drop or alone, "
             "or max_tokens to 7 or more",
-        ),
-        (
-            {"max_tokens": 7, "pad_to_multiple_of": 8},
-            "max_tokens=7: row 0 alone has 5 tokens (padded to a multiple of 8), and 2 more are too long; set "
-            "long_rows to drop or alone, or max_tokens to 8 or more",
         ),
         (
             {"min_rows": 2},
@@ -326,13 +276,6 @@ def test_the_report_says_how_full_the_batches_are_and_what_is_not_in_them():
     ]
 
 
-def test_the_report_counts_the_padding_of_groups_and_multiples():
-    lengths = [3, 5, 5, 5]
-    plan = plan_batches(lengths, 16, uniform_groups=2, pad_to_multiple_of=8)
-    report = plan.report(lengths, uniform_groups=2, pad_to_multiple_of=8)
-    assert f"{'padded tokens':<36} {32:>20}" in report
-
-
 def test_verbose_logs_the_report(caplog):
     with caplog.at_level(logging.INFO, logger="adaptive_batch"):
         batches_by_tokens([5, 5, 5], 10)
@@ -355,11 +298,10 @@ def test_verbose_logs_the_report(caplog):
         pytest.param([60, 61] * 50_000 + [10] * 100, id="few partners"),
     ],
 )
-@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("divisible", [False, True])
-def test_rows_that_wait_cost_no_more_than_time_in_proportion(lengths, groups, divisible):
+def test_rows_that_wait_cost_no_more_than_time_in_proportion(lengths, divisible):
     start = time.monotonic()
-    plan = plan_batches(lengths, 120, count="real", min_rows=2, uniform_groups=groups, divisible=divisible)
+    plan = plan_batches(lengths, 120, count="real", min_rows=2, divisible=divisible)
     assert time.monotonic() - start < SECONDS
     assert plan.rows.sort().values.equal(torch.arange(len(lengths)))
 
@@ -370,8 +312,7 @@ def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
         """
         import time, torch
         from pathlib import Path
-        from adaptive_batch.data.order import row_order
-        from adaptive_batch.data import plan_batches
+        from adaptive_batch.data import plan_batches, row_order
 
         def peak_kibibytes():  # not ru_maxrss, which starts at what the parent had
             return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batch.data import plan_batches, plan_batches_by_rule
+from adaptive_batch.data import plan_batches
+from adaptive_batch.data.token_sampler import plan_batches_by_rule
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import Progress, linear_ramp, ramp_by_doubling, steps
 
@@ -31,7 +32,7 @@ def epochs(draw, **fixed):
         "divisible": draw(st.booleans()),
         **fixed,
     }
-    return lengths, order, arguments, draw(st.integers(1, 4)), most
+    return lengths, order, arguments, most
 
 
 def started(order, **values):
@@ -41,19 +42,15 @@ def started(order, **values):
 @settings(max_examples=300)
 @given(epochs(), st.data())
 def test_with_a_constant_rule_it_is_the_plan_of_one_budget(case, data):
-    lengths, order, arguments, ranks, most = case
+    lengths, order, arguments, most = case
     budget = data.draw(st.integers(max(1, most // 2), 12 * most))
     try:
-        one = plan_batches(lengths, budget, order=order, count="real", uniform_groups=ranks, **arguments)
+        one = plan_batches(lengths, budget, order=order, count="real", **arguments)
     except SettingError:  # the shortest rows do not fit
         with pytest.raises(SettingError, match=NOT_FITTING):
-            plan_batches_by_rule(
-                lengths, lambda _: budget, order=order, progress=started(order), world_size=ranks, **arguments
-            )
+            plan_batches_by_rule(lengths, lambda _: budget, order=order, progress=started(order), **arguments)
         return
-    plan, budgets = plan_batches_by_rule(
-        lengths, lambda _: budget, order=order, progress=started(order), world_size=ranks, **arguments
-    )
+    plan, budgets = plan_batches_by_rule(lengths, lambda _: budget, order=order, progress=started(order), **arguments)
     assert plan.tolist() == one.tolist()
     assert plan.dropped.tolist() == one.dropped.tolist()
     assert budgets.tolist() == [budget] * len(one)
@@ -71,12 +68,12 @@ def hashed(low, high):
 @settings(max_examples=300)
 @given(epochs(), st.data())
 def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, data):
-    lengths, order, arguments, ranks, most = case
+    lengths, order, arguments, most = case
     low = data.draw(st.integers(max(1, most // 2), 4 * most))
     rule = hashed(low, low + data.draw(st.integers(0, 8 * most)))
     begin = started(order, epoch=2, steps=17, samples=1000, tokens=12345)
     try:
-        plan, budgets = plan_batches_by_rule(lengths, rule, order=order, progress=begin, world_size=ranks, **arguments)
+        plan, budgets = plan_batches_by_rule(lengths, rule, order=order, progress=begin, **arguments)
     except SettingError as error:
         if NOT_FITTING not in str(error):
             raise
@@ -86,24 +83,18 @@ def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, da
     batches, asked = plan.tolist(), budgets.tolist()
     assert len(batches) == len(asked)
     progress = begin
-    for first in range(0, len(batches), ranks):
-        step = batches[first : first + ranks]
-        assert {rule(progress)} == set(asked[first : first + ranks])
-        assert len({len(batch) for batch in step}) == 1
-        for batch in step:
-            assert sum(lengths[row] for row in batch) <= asked[first] or (
-                len(batch) == 1 and arguments["long_rows"] == "alone"
-            )
-            assert len(batch) <= (arguments["max_rows"] or len(lengths))
-        rows = [row for batch in step for row in batch]
-        progress = progress.after_step(rows=len(rows), tokens=sum(lengths[row] for row in rows))
-        progress = replace(progress, batch=asked[first])
+    for batch, budget in zip(batches, asked, strict=True):
+        tokens = sum(lengths[row] for row in batch)
+        assert rule(progress) == budget
+        assert tokens <= budget or (len(batch) == 1 and arguments["long_rows"] == "alone")
+        assert len(batch) <= (arguments["max_rows"] or len(lengths))
+        progress = replace(progress.after_step(rows=len(batch), tokens=tokens), batch=budget)
 
 
 @given(epochs(min_rows=1, divisible=False), st.data())
 def test_one_device_fills_each_step_in_order_up_to_the_first_row_that_does_not_fit(case, data):
     """Against a plain loop that knows nothing of pieces."""
-    lengths, order, arguments, _, most = case
+    lengths, order, arguments, most = case
     rule = hashed(most, 9 * most)
     plan, budgets = plan_batches_by_rule(lengths, rule, order=order, progress=started(order), **arguments)
     progress, expected, asked, left = started(order), [], [], order.tolist()
@@ -121,21 +112,20 @@ def test_one_device_fills_each_step_in_order_up_to_the_first_row_that_does_not_f
 
 @given(epochs(min_rows=1), st.data())
 def test_a_rule_that_stays_after_some_steps_goes_on_as_one_plan_of_what_is_left(case, data):
-    lengths, order, arguments, ranks, most = case
+    lengths, order, arguments, most = case
     change, low, high = data.draw(st.integers(1, 12)), 4 * most, 9 * most
     plan, _ = plan_batches_by_rule(
         lengths,
         lambda progress: low if progress.steps < change else high,
         order=order,
         progress=started(order),
-        world_size=ranks,
         **arguments,
     )
-    first = plan_batches(lengths, low, order=order, count="real", uniform_groups=ranks, **arguments).tolist()
-    begun = first[: change * ranks]
+    first = plan_batches(lengths, low, order=order, count="real", **arguments).tolist()
+    begun = first[:change]
     gone = {row for batch in begun for row in batch}
     rest = torch.tensor([row for row in order.tolist() if row not in gone], dtype=torch.int64)
-    then = plan_batches(lengths, high, order=rest, count="real", uniform_groups=ranks, **arguments).tolist()
+    then = plan_batches(lengths, high, order=rest, count="real", **arguments).tolist()
     assert plan.tolist() == [*begun, *then]
 
 
@@ -166,25 +156,21 @@ def test_a_row_is_alone_where_its_own_step_is_asked_for_less():
 @pytest.mark.parametrize("lengths", [[5, 5, 11], [11, 5, 5], [5, 30, 5, 5, 5, 5, 5, 11, 5]])
 @pytest.mark.parametrize("rule", [RISING, FALLING])
 def test_a_budget_below_the_longest_row_is_refused_wherever_the_row_is(lengths, rule):
-    with pytest.raises(SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30); ask for (11|30) or more"):
+    with pytest.raises(SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30); return (11|30) or more"):
         planned(lengths * 3, rule, long_rows="error")
 
 
-def test_the_maximum_cuts_what_is_asked_for():
-    assert planned([5] * 7, RISING, long_rows="error", maximum=20)[1] == [10, 20, 20]
-
-
-def test_progress_carries_the_budget_and_what_all_ranks_have_done():
+def test_progress_carries_the_budget_and_what_is_done():
     seen = []
 
     def rule(progress):
         seen.append(progress)
         return 10 * (1 + progress.steps)
 
-    planned([5, 4, 5, 5, 5, 5, 5, 5], rule, long_rows="error", world_size=2)
+    planned([5, 4, 5, 5, 5], rule, long_rows="error")
     assert list(dict.fromkeys((p.steps, p.epoch_rows, p.tokens, p.batch) for p in seen)) == [
         (0, 0, 0, 0),
-        (1, 4, 19, 10),
+        (1, 2, 9, 10),
     ]
 
 
@@ -207,13 +193,12 @@ def test_a_rule_that_fails_is_named():
 
 
 @pytest.mark.parametrize("long_rows", ["error", "drop", "alone"])
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_a_budget_for_each_step_of_many_rows_is_planned_in_reasonable_time(long_rows, world_size):
+def test_a_budget_for_each_step_of_many_rows_is_planned_in_reasonable_time(long_rows):
     rows = 10**5
     normal = torch.randn(rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     lengths = (5.53 + 0.97 * normal).exp().clamp(8, 2048).round().to(torch.int64)
     start = 2048 if long_rows == "error" else 256
-    rule = linear_ramp(start, 2 * int(lengths.sum()) // (1000 * world_size), f"{int(lengths.sum())}tok")
+    rule = linear_ramp(start, 2 * int(lengths.sum()) // 1000, f"{int(lengths.sum())}tok")
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
     began = time.monotonic()
     plan, budgets = plan_batches_by_rule(
@@ -225,7 +210,6 @@ def test_a_budget_for_each_step_of_many_rows_is_planned_in_reasonable_time(long_
         max_rows=None,
         long_rows=long_rows,
         divisible=False,
-        world_size=world_size,
     )
     assert time.monotonic() - began < SECONDS
     assert sorted(plan.rows.tolist()) == list(range(rows))
@@ -242,7 +226,7 @@ def test_stages_that_double_are_filled_one_after_the_other():
 @given(epochs(long_rows="alone"), st.lists(st.integers(1, 200), min_size=2, max_size=7))
 def test_a_rule_that_answers_otherwise_each_time_comes_to_an_end(case, answers):
     """It is refused by who asks it again; what is planned with it still holds each row once."""
-    lengths, order, arguments, _, _ = case
+    lengths, order, arguments, _ = case
     asked = iter(answers * 10_000)
     arguments |= {"min_rows": 1}
     batches, _ = plan_batches_by_rule(

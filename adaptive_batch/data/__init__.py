@@ -3,6 +3,7 @@
 from .balance import balance_by_rows, balance_by_tokens
 from .bin_packing import LONG_ROWS
 from .dataset import IGNORE_INDEX, DatasetAdapter, RowLength, checked_loss, label_tokens, moved
+from .epoch_planner import Batching, plan_token_batches
 from .lengths import longest_rows, row_lengths
 from .micro_batches import (
     UNIFORM,
@@ -14,11 +15,9 @@ from .micro_batches import (
     split_by_rows,
     split_by_tokens,
 )
-from .order import ORDERS
-from .steps import Batching, StepPlanner, plan_token_batches
-from .stream import RowSampler
-from .token_sampler import TokenBatchPlan, batches_by_tokens, plan_batches
-from .varying_budget import plan_batches_by_rule
+from .sampler import ORDERS, RowSampler, row_order
+from .step_planner import StepPlanner
+from .token_sampler import batches_by_tokens, plan_batches
 
 __all__ = [
     "IGNORE_INDEX",
@@ -33,7 +32,6 @@ __all__ = [
     "RowLength",
     "RowSampler",
     "StepPlanner",
-    "TokenBatchPlan",
     "balance_by_rows",
     "balance_by_tokens",
     "batches_by_tokens",
@@ -44,9 +42,9 @@ __all__ = [
     "micro_batches",
     "moved",
     "plan_batches",
-    "plan_batches_by_rule",
     "plan_token_batches",
     "row_lengths",
+    "row_order",
     "split_by_rows",
     "split_by_tokens",
 ]

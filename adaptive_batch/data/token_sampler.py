@@ -1,24 +1,26 @@
-"""Rows into batches that are filled to a budget of tokens: pure, no device, time close to linear in the rows."""
+"""Rows into batches of a budget of tokens, one budget or one for each step: pure, no device, time close to linear in the rows."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
 from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import KEY, Progress, request_batch
 
-from .bin_packing import Limits, Rows, fill_batches, padded_by, rounded_up
-from .order import row_order
+from .bin_packing import Limits, Rows, fill_batches
+from .sampler import row_order
 
-logger = logging.getLogger("adaptive_batch")
+log = logging.getLogger("adaptive_batch")
 
 HISTOGRAM_LINES = 10
 HISTOGRAM_WIDTH = 40
+MOST_STEPS = 64  # steps that are planned at one time while the budget of a rule stays
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,46 +53,30 @@ class TokenBatchPlan:
         return self.starts.diff()
 
     def tolist(self) -> list[list[int]]:
-        """Returns all batches as lists of row numbers."""
+        """Return all batches as lists of row numbers."""
         rows = self.rows.tolist()
         return [rows[start:end] for start, end in pairwise(self.starts.tolist())]
 
-    def report(
-        self,
-        lengths: Sequence[int] | torch.Tensor,
-        *,
-        min_rows: int = 1,
-        uniform_groups: int = 1,
-        pad_to_multiple_of: int = 1,
-    ) -> str:
-        """Describes the batches: how full, how much padding, what was dropped, how many rows each.
+    def report(self, lengths: Sequence[int] | torch.Tensor, *, min_rows: int = 1) -> str:
+        """Describe the batches: how full, how much padding, what was dropped, how many rows each.
 
         Args:
-            lengths: as they were planned with; so are the others.
+            lengths: as they were planned with, and so is `min_rows`.
 
         Returns:
             Aligned text of several lines.
         """
-        kept = _whole_numbers("lengths", lengths)[self.rows]
-        sizes = self.sizes
-        real = int(kept.sum())
-        # Of a group, all batches are as long as its longest row.
-        group_of_batch = torch.arange(len(self)).div_(uniform_groups, rounding_mode="floor")
+        kept, sizes = _whole_numbers("lengths", lengths)[self.rows], self.sizes
         longest = torch.zeros(len(self), dtype=torch.int64)
-        longest.scatter_reduce_(
-            0, group_of_batch.repeat_interleave(sizes), rounded_up(kept, pad_to_multiple_of), "amax"
-        )
-        padded = int((longest[group_of_batch] * sizes).sum())
-        per_batch = "none"
-        if len(self):
-            per_batch = f"{int(sizes.min())} / {int(sizes.median())} / {int(sizes.max())}"
-        share = 1 - real / padded if padded else 0.0
+        longest.scatter_reduce_(0, torch.arange(len(self)).repeat_interleave(sizes), kept, "amax")
+        real, padded = int(kept.sum()), int((longest * sizes).sum())
+        per_batch = f"{int(sizes.min())} / {int(sizes.median())} / {int(sizes.max())}" if len(self) else "none"
         facts = (
             ("rows", f"{len(self.rows):,}"),
             ("batches", f"{len(self):,}"),
             ("real tokens", f"{real:,}"),
             ("padded tokens", f"{padded:,}"),
-            ("padding", f"{share:.1%}"),
+            ("padding", f"{1 - real / padded if padded else 0.0:.1%}"),
             ("dropped rows", f"{len(self.dropped):,}"),
             (f"batches below min_rows={min_rows}", f"{int((sizes < min_rows).sum()):,}"),
             ("rows per batch (min / median / max)", per_batch),
@@ -108,30 +94,26 @@ def batches_by_tokens(
     max_rows: int | None = None,
     seed: int = 0,
     epoch: int = 0,
-    uniform_groups: int | None = 1,
     count: str = "padded",
     long_rows: str = "error",
-    pad_to_multiple_of: int = 1,
     verbose: bool = False,
 ) -> list[list[int]]:
-    """Puts the rows of an epoch into batches that are filled to a budget of tokens.
+    """Put the rows of an epoch into batches that are filled to a budget of tokens.
 
     Args:
         lengths: int ``[rows]``, tokens of each row.
-        max_tokens: what a batch may hold.
-        order, window, seed, epoch: in which order the rows are taken, see :func:`adaptive_batch.order.row_order`.
-        verbose: log what came of it.
-        min_rows, max_rows, uniform_groups, count, long_rows, pad_to_multiple_of: see :func:`plan_batches`; no
-            `uniform_groups` is 1.
+        max_tokens: the most tokens of a batch.
+        order, window, seed, epoch: the order in which the rows are taken, see :func:`~adaptive_batch.data.row_order`.
+        min_rows, max_rows, count, long_rows: see :func:`plan_batches`.
+        verbose: log how full the batches are.
 
     Returns:
         Row numbers of each batch.
 
     Raises:
-        SettingError: an argument cannot be used; it names the argument, its value and what would do.
+        SettingError: an argument cannot be used; it names the argument, its value and a suggested fix.
     """
     lengths = _whole_numbers("lengths", lengths)
-    uniform_groups = 1 if uniform_groups is None else uniform_groups
     plan = plan_batches(
         lengths,
         max_tokens,
@@ -140,14 +122,9 @@ def batches_by_tokens(
         max_rows=max_rows,
         count=count,
         long_rows=long_rows,
-        uniform_groups=uniform_groups,
-        pad_to_multiple_of=pad_to_multiple_of,
     )
     if verbose:
-        text = plan.report(
-            lengths, min_rows=min_rows, uniform_groups=uniform_groups, pad_to_multiple_of=pad_to_multiple_of
-        )
-        logger.info("batches of %d tokens (%s):\n%s", max_tokens, count, text)
+        log.info("batches of %d tokens (%s):\n%s", max_tokens, count, plan.report(lengths, min_rows=min_rows))
     return plan.tolist()
 
 
@@ -160,35 +137,26 @@ def plan_batches(
     max_rows: int | None = None,
     count: str = "padded",
     long_rows: str = "error",
-    uniform_groups: int = 1,
     divisible: bool = False,
-    pad_to_multiple_of: int = 1,
 ) -> TokenBatchPlan:
-    """Plans batches that are filled to a budget of tokens; every row of `order` is in one of them, or listed as dropped.
+    """Plan batches that are filled to a budget of tokens; every row of `order` is in one of them, or listed as dropped.
 
     Rows are taken in order; a batch is closed when the next row would take it beyond `max_tokens` or `max_rows`. One
     that would then have too few rows stays open: rows that do not fit wait, and come first afterwards, while later rows that
     fit are added. At the end of the epoch what is left is combined, the longest with the shortest, and only rows for which
-    no partner is left are in batches below `min_rows`. To have equal batches in a group comes before `min_rows`.
+    no partner is left are in batches below `min_rows`.
 
     Args:
         lengths: int ``[rows]``, tokens of each row, 1 or more.
-        max_tokens: what a batch may hold.
+        max_tokens: the most tokens of a batch.
         order: int64, row numbers in the order in which to take them, each at most once; None takes all as they come.
         min_rows: rows that a batch should have at least.
         max_rows: rows that a batch may have; None for no limit.
         count: ``padded`` counts rows x longest, ``real`` the sum of lengths.
         long_rows: what becomes of a row that alone is longer than `max_tokens`: ``error``, ``drop``, or ``alone``, a
-            batch of its own.
-        uniform_groups: batches ``i * g`` to ``i * g + g - 1`` have an equal number of rows, and padded to the longest row of
-            all of them each is within `max_tokens` (counted ``real``, its own sum is). Where a group has a row that is
-            ``alone``, all its batches have one row. The last group may have fewer batches.
-        divisible: each batch but the last (group) has a multiple of 1/8 to 1/16 of its rows, a power of two, so that
-            it divides into equal micro-batches; at most 1/8 fewer than would fit, unless that is below `min_rows`.
-        pad_to_multiple_of: the longest row is rounded up to a multiple of this where padded tokens are counted.
-
-    Returns:
-        The batches.
+            batch of one row.
+        divisible: each batch but the last has a multiple of 1/8 to 1/16 of its rows, a power of two, so that it divides
+            into equal micro-batches; at most 1/8 fewer than would fit, unless that is below `min_rows`.
 
     Raises:
         SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows do not fit in one
@@ -198,19 +166,10 @@ def plan_batches(
     if len(lengths) and int(lengths.min()) < 1:
         row = int(lengths.argmin())
         raise SettingError("lengths", int(lengths[row]), f"row {row} must have 1 token or more")
-    limits = Limits(
-        max_tokens=max_tokens,
-        min_rows=min_rows,
-        max_rows=sys.maxsize if max_rows is None else max_rows,
-        count=count,
-        long_rows=long_rows,
-        uniform_groups=uniform_groups,
-        pad_to_multiple_of=pad_to_multiple_of,
-        divisible=divisible,
-    )
+    most_rows = sys.maxsize if max_rows is None else max_rows
+    limits = Limits(max_tokens, min_rows, most_rows, count=count, long_rows=long_rows, divisible=divisible)
     numbers = torch.arange(len(lengths)) if order is None else _checked_order(order, num_rows=len(lengths))
-    sizes = lengths if order is None else lengths[numbers]
-    rows = Rows(numbers, rounded_up(sizes, pad_to_multiple_of) if limits.padded else sizes)
+    rows = Rows(numbers, lengths if order is None else lengths[numbers])
 
     is_long = rows.sizes > max_tokens
     dropped = numbers[:0]
@@ -222,11 +181,150 @@ def plan_batches(
             raise SettingError(
                 "max_tokens",
                 max_tokens,
-                f"row {row} alone has {int(lengths[row])} tokens{padded_by(limits)}{too}; set "
-                f"long_rows to drop or alone, or max_tokens to {int(rows.sizes.max())} or more",
+                f"row {row} alone has {int(lengths[row])} tokens{too}; set long_rows to drop or alone, or max_tokens to "
+                f"{int(rows.sizes.max())} or more",
             )
         dropped, rows = numbers[is_long], rows.pick(~is_long)
     return TokenBatchPlan(*fill_batches(rows, limits), dropped)
+
+
+def plan_batches_by_rule(
+    lengths: Sequence[int] | torch.Tensor,
+    rule: Callable[[Progress], object],
+    *,
+    order: torch.Tensor,
+    progress: Progress,
+    min_rows: int,
+    max_rows: int | None,
+    long_rows: str,
+    divisible: bool,
+) -> tuple[TokenBatchPlan, torch.Tensor]:
+    """Plan an epoch, each step of which is filled to the real tokens that a rule requests at the beginning of the step.
+
+    With a rule that always answers the same this is ``plan_batches(..., count="real")``. What is left of the epoch is
+    planned again whenever the budget changes. Where batches are filled in order, the first of them do not depend on rows
+    that come much later: then a piece of the epoch is planned, and its last batch, which its end may have cut, is not used.
+
+    What becomes of a row that is longer than a budget does not depend on where the order has put it. ``error`` refuses every
+    budget below the longest row of the epoch. With ``drop`` the row waits for a budget that holds it, and is dropped only
+    when none came before the epoch ends. ``alone`` makes a step of it when its turn comes.
+
+    Args:
+        lengths: int ``[rows]``, real tokens of each row, 1 or more.
+        rule: ``rule(progress) -> tokens of a step``, a function of progress alone.
+        order: int64, row numbers in the order in which to take them, each at most once.
+        progress: at the beginning of the epoch; it advances from step to step as training will.
+        min_rows, max_rows, long_rows, divisible: see :func:`plan_batches`. With `min_rows` above 1 rows wait for others:
+            each change of budget plans all that is left.
+
+    Returns:
+        The batches; and int64 ``[batches]``, the budget that each was filled to.
+
+    Raises:
+        SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows do not fit in one batch.
+        GrowthFunctionError: the rule failed.
+    """
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+
+    def planned(lengths: torch.Tensor, budget: int, order: torch.Tensor | None = None) -> TokenBatchPlan:
+        limits = {"min_rows": min_rows, "max_rows": max_rows}
+        options = {"count": "real", "long_rows": long_rows, "divisible": divisible}
+        return plan_batches(lengths, budget, order=order, **limits, **options)  # type: ignore[arg-type]
+
+    planned(lengths, sys.maxsize, order[:0])  # refuses what cannot be used, before the rule is called
+    rest = _Rest(lengths[order], max_rows=max_rows, in_order=min_rows == 1, long_rows_wait=long_rows == "drop")
+    longest = int(rest.sizes.max()) if len(order) else 0
+    used, batch_sizes, budgets = [order[:0]], [order[:0]], [order[:0]]
+    budget, steps, step = 0, 2, 1
+    while len(rest):
+        if step:  # called again at the same progress, a rule that is not pure might never let a piece be long enough
+            requested = request_batch(rule, progress, maximum=None).after
+            budget, steps = requested, (2 if requested != budget else steps)
+        if long_rows == "error" and longest > budget:
+            row = int(order[rest.sizes.argmax()])
+            raise SettingError(
+                KEY,
+                budget,
+                f"these are the tokens of step {progress.steps}, and row {row} alone has {longest}; return {longest} or more "
+                "for each step, or set long_rows to drop or alone",
+            )
+        places, is_all = rest.piece(budget, steps)
+        sizes = rest.sizes[places]
+        plan = planned(sizes, budget)
+        ends = plan.starts[1:].tolist()
+        tokens = [0, *sizes[plan.rows].cumsum(0).tolist()]
+        safe = len(ends) if is_all else len(ends) - 1
+        begin = step = 0
+        while step < safe and (step == 0 or request_batch(rule, progress, maximum=None).after == budget):
+            end = ends[step]
+            progress = progress.after_step(rows=end - begin, tokens=tokens[end] - tokens[begin])
+            progress, begin, step = replace(progress, batch=budget), end, step + 1
+        used.append(order[places[plan.rows[:begin]]])
+        batch_sizes.append(plan.sizes[:step])
+        budgets.append(torch.full((step,), budget))
+        rest.take(places, plan.rows[:begin])
+        steps = 2 * steps if step == 0 else min(MOST_STEPS, 2 * steps)
+        if is_all and step == len(ends):
+            break
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(batch_sizes).cumsum(0)])
+    return TokenBatchPlan(torch.cat(used), starts, order[rest.places]), torch.cat(budgets)
+
+
+class _Rest:
+    """The rows of an epoch that no step has yet, by their place in the order.
+
+    Args:
+        sizes: int64 ``[rows]``, tokens of the row at each place.
+        max_rows: of a step; None for no limit.
+        in_order: the rows of a step do not depend on rows that come after it.
+        long_rows_wait: a row that is longer than the budget stays behind.
+    """
+
+    def __init__(self, sizes: torch.Tensor, *, max_rows: int | None, in_order: bool, long_rows_wait: bool) -> None:
+        self.sizes = sizes
+        self._max_rows, self._in_order, self._long_rows_wait = max_rows, in_order, long_rows_wait
+        self._before = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        self._seen = torch.zeros(0, dtype=torch.int64)  # places that a piece had, or that wait, rising
+        self._unseen = 0  # all from this one on
+
+    def __len__(self) -> int:
+        return len(self._seen) + len(self.sizes) - self._unseen
+
+    @property
+    def places(self) -> torch.Tensor:
+        """All of them, rising."""
+        return torch.cat([self._seen, torch.arange(self._unseen, len(self.sizes))])
+
+    def piece(self, budget: int, steps: int) -> tuple[torch.Tensor, bool]:
+        """Return the places of about `steps` steps' rows, without those that wait for a larger budget; and whether they are all."""
+        if not self._in_order:
+            return self.places, True
+        tokens, rows = steps * budget, len(self) if self._max_rows is None else steps * self._max_rows
+        seen = self._seen[self.sizes[self._seen] <= budget] if self._long_rows_wait else self._seen
+        before = self.sizes[seen].cumsum(0)
+        if len(seen) and (int(before[-1]) > tokens or len(seen) > rows):
+            return seen[: min(rows, 1 + int(torch.searchsorted(before, tokens)))], False
+        tokens -= int(before[-1]) if len(seen) else 0
+        most = min(int(self._before[-1]), int(self._before[self._unseen]) + tokens)
+        end = min(self._unseen + rows - len(seen), int(torch.searchsorted(self._before, most)))
+        if end >= len(self.sizes):
+            return self.places, True
+        unseen = torch.arange(self._unseen, end)
+        self._seen, self._unseen = torch.cat([self._seen, unseen]), end
+        if self._long_rows_wait:
+            unseen = unseen[self.sizes[unseen] <= budget]
+        return torch.cat([seen, unseen]), False
+
+    def take(self, places: torch.Tensor, which: torch.Tensor) -> None:
+        """Remove some of a piece's places, given by their number in the piece."""
+        if not len(which):
+            return
+        if len(places) == len(self):
+            self._seen, self._unseen = places, len(self.sizes)
+        is_left = torch.ones(len(self._seen), dtype=torch.bool)
+        # none waits: the piece is all that has been seen
+        is_left[which if len(places) == len(self._seen) else torch.searchsorted(self._seen, places[which])] = False
+        self._seen = self._seen[is_left]
 
 
 def _whole_numbers(key: str, values: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -251,7 +349,7 @@ def _checked_order(order: torch.Tensor, *, num_rows: int) -> torch.Tensor:
 
 
 def _histogram(sizes: torch.Tensor) -> list[str]:
-    """Lines that show how many batches have how many rows."""
+    """Return lines that show how many batches have how many rows."""
     if not len(sizes):
         return []
     least, most = int(sizes.min()), int(sizes.max())

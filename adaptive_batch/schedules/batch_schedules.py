@@ -1,7 +1,7 @@
-"""What a step should hold, as a function of progress.
+"""Ready-made schedules and increments.
 
 A *schedule* is ``rule(progress) -> rows of one optimizer step on one device``; tokens of it where ``batch_tokens`` is set.
-It is asked before each step. It is a function of the user's, or one of the ready-made ones here::
+It is called before each step::
 
     batch_size_schedule:
       _component_: adaptive_batch.schedules.steps
@@ -19,23 +19,33 @@ It is asked before each step. It is a function of the user's, or one of the read
       end: 64
       over: 0.5ep
 
-These are pure: the same progress, the same answer. Nothing is kept between steps, so a resumed run goes on as it was.
-Durations are read by :func:`adaptive_batch.durations.parse_duration`.
+An *increment* is ``f(epoch, batch_size) -> rows to add to batch_size``, called at the start of each epoch, 0 included::
+
+    batch_increase_function:
+      _component_: adaptive_batch.schedules.at_epochs
+      additions: {1: 8, 2: 16}
+
+    batch_increase_function:
+      _component_: adaptive_batch.schedules.geometric
+      factor: 2
+      every: 1
+
+All are pure: the same arguments, the same answer. Nothing is kept between steps, so a resumed run continues unchanged.
+Durations are read by :func:`~adaptive_batch.schedules.progress.parse_duration`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
 from adaptive_batch.errors import SettingError
 
-from .batch_rule import KEY, MOST_ROWS, Schedule, whole_number
-from .durations import Duration, parse_duration
-from .progress import Progress
+from .batch_rules import INCREMENT_KEY, KEY, MOST_ROWS, Increment, Schedule, whole_number
+from .progress import Duration, Progress, parse_duration
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,11 +57,11 @@ class _Steps:
         return self.batches[self.stage(progress)]
 
     def stage(self, progress: Progress) -> int:
-        """Number of the stage that a step at this progress is in, from 0."""
+        """Return the number of the stage of a step at this progress, from 0."""
         return sum(threshold.reached(progress) for threshold in self.thresholds)
 
     def begins(self, stage: int) -> str:
-        """Where a stage begins, for people."""
+        """Return where a stage begins, as text."""
         return str(self.thresholds[stage - 1]) if stage else "the start"
 
     def __repr__(self) -> str:
@@ -61,7 +71,7 @@ class _Steps:
 
 
 def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
-    """Makes a schedule of stages: each batch size holds until its threshold is reached, the last one to the end.
+    """Make a schedule of stages: each batch size holds until its threshold is reached, the last one to the end.
 
     Args:
         batch_sizes: what a step on one device holds in each stage; they may go down.
@@ -117,11 +127,11 @@ class _LinearRamp:
         return self(Progress()), self.end
 
     def stage(self, progress: Progress) -> int:
-        """0 on the way, 1 from the end of the ramp on."""
+        """Return 0 on the way, 1 from the end of the ramp on."""
         return int(self.over.reached(progress))
 
     def begins(self, stage: int) -> str:
-        """Where a stage begins, for people."""
+        """Return where a stage begins, as text."""
         return str(self.over) if stage else "the start"
 
     def __repr__(self) -> str:
@@ -129,7 +139,7 @@ class _LinearRamp:
 
 
 def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Schedule:
-    """Makes a schedule that goes from `start` to `end` in a straight line.
+    """Make a schedule that goes from `start` to `end` in a straight line.
 
     On the way it is rounded down to a multiple of `multiple_of`, and is that at least. With `start` and `end` multiples
     of it, this is Megatron's ramp: each of the multiples between them holds for an equal part of `over`.
@@ -167,11 +177,11 @@ class _RampByDoubling:
         return tuple(self.start << stage for stage in range(self._doublings + 1))
 
     def stage(self, progress: Progress) -> int:
-        """Number of the stage that a step at this progress is in, from 0."""
+        """Return the number of the stage of a step at this progress, from 0."""
         return min(self._doublings, math.floor(self.over.share(progress) * self._doublings))
 
     def begins(self, stage: int) -> str:
-        """Where a stage begins, for people."""
+        """Return where a stage begins, as text."""
         if stage in (0, self._doublings):
             return str(self.over) if stage else "the start"
         return f"{stage}/{self._doublings} of {self.over}"
@@ -185,7 +195,7 @@ class _RampByDoubling:
 
 
 def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedule:
-    """Makes a schedule of stages that divide the final batch, each half of the next, as bert24's (ModernBERT's) ramp.
+    """Make a schedule of stages that divide the final batch, each half of the next, as bert24's (ModernBERT's) ramp.
 
     `over` is divided evenly over the stages below `end`: from 1024 to 4096 over ``2ep`` the first epoch has 1024, the
     second 2048, and all later ones 4096.
@@ -206,14 +216,14 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
     halves = [last]
     while halves[0] % 2 == 0:
         halves.insert(0, halves[0] // 2)
-    would_do = ", ".join(map(str, halves[:-1]))
-    if not would_do:
+    choices = ", ".join(map(str, halves[:-1]))
+    if not choices:
         raise SettingError(f"{KEY}.end", end, "it is odd, so no smaller batch doubles up to it; give an even number")
     first = halves[0] if start is None else _batch("start", start)
     if first == last:
-        raise SettingError(f"{KEY}.start", start, f"it is end already, which makes no ramp; give one of {would_do}")
+        raise SettingError(f"{KEY}.start", start, f"it is end already, which makes no ramp; give one of {choices}")
     if first not in halves:
-        raise SettingError(f"{KEY}.start", start, f"doubling it never gives end={end}; give one of {would_do}")
+        raise SettingError(f"{KEY}.start", start, f"doubling it never gives end={end}; give one of {choices}")
     return _RampByDoubling(first, last, _length(over))
 
 
@@ -229,14 +239,14 @@ class _ByNoiseScale:
 
     def __call__(self, progress: Progress) -> int:
         now, noise = progress.batch or self.start, progress.noise_scale
-        # an estimate that is not above 0 says that the gradient is lost in the noise, and no more
+        # an estimate that is not above 0 shows that the gradient is lost in the noise, and no more
         if noise is None or not 0 < noise < math.inf or not progress.steps or progress.steps % self.every:
             return now
         if noise > now * (1 + self.margin):
             grown = max(now + 1, math.floor(now * self.factor + 0.5))
             return grown if self.maximum is None else min(grown, max(now, self.maximum))
         shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
-        # the second is implied but for rounding: what is given up must not be asked for again at once
+        # the second is implied but for rounding: what is given up must not be requested again at once
         is_below = noise < now / ((1 + self.margin) * self.factor) and noise <= shrunk * (1 + self.margin)
         if not self.monotone and is_below:
             return shrunk
@@ -257,7 +267,7 @@ def by_noise_scale(
     every: int = 10,
     monotone: bool = True,
 ) -> Schedule:
-    """Makes a schedule that follows the measured gradient noise scale, with hysteresis.
+    """Make a schedule that follows the measured gradient noise scale, with hysteresis.
 
     Near the simple noise scale a batch trades time for data about evenly; well below it, a larger batch saves steps at
     hardly any cost in samples (McCandlish et al. 2018, arXiv 1812.06162, sections 2.2 and 2.3).
@@ -291,15 +301,95 @@ def by_noise_scale(
         if not is_number or not least <= value < math.inf or (name == "factor" and value == 1):
             what = "above 1, such as 2.0" if name == "factor" else "0 or more, such as 0.5"
             raise SettingError(f"{KEY}.{name}", value, f"must be a number {what}")
-    whole_every = whole_number(every)
-    if whole_every is None or whole_every < 1:
-        raise SettingError(f"{KEY}.every", every, "must be a whole number of optimizer steps, 1 or more")
+    steps_between = _every(f"{KEY}.every", every, "optimizer steps")
     if not isinstance(monotone, bool):
         raise SettingError(f"{KEY}.monotone", monotone, "give True or False")
-    return _ByNoiseScale(first, most, float(factor), float(margin), whole_every, monotone)
+    return _ByNoiseScale(first, most, float(factor), float(margin), steps_between, monotone)
 
 
-# --- reading what was given -----------------------------------------------------------------------------------------
+# --- increments ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class _AtEpochs:
+    additions: Mapping[int, int]
+
+    def __call__(self, epoch: int, batch_size: int) -> int:
+        return self.additions.get(epoch, 0)
+
+    def __repr__(self) -> str:
+        return f"at_epochs({self.additions})"
+
+
+def at_epochs(additions: Mapping[int | str, int]) -> Increment:
+    """Make an increment that adds rows at the start of given epochs.
+
+    Args:
+        additions: epoch, counted from 0, to the rows to add at its start, as in ``{1: 8, 2: 16}``.
+
+    Returns:
+        ``f(epoch, batch_size) -> rows to add``.
+
+    Raises:
+        SettingError: no epoch is given, one is given twice, or a number is not whole or below 0.
+    """
+    key = f"{INCREMENT_KEY}.additions"
+    if not isinstance(additions, Mapping) or not additions:
+        raise SettingError(key, additions, "give rows to add by epoch, such as {1: 8, 2: 16}")
+    by_epoch: dict[int, int] = {}
+    for given_epoch, given_rows in additions.items():
+        # Digits as text: keys of a mapping that came through JSON or the command line.
+        is_text = isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit()
+        epoch = int(given_epoch) if is_text else whole_number(given_epoch)
+        rows = whole_number(given_rows)
+        if epoch is None or epoch < 0:
+            raise SettingError(key, additions, f"the epoch {given_epoch!r} must be a whole number, 0 or more")
+        if rows is None or not 0 <= rows <= MOST_ROWS:
+            raise SettingError(
+                key, additions, f"the {given_rows!r} rows of epoch {epoch} must be a whole number, 0 to {MOST_ROWS}"
+            )
+        if epoch in by_epoch:
+            raise SettingError(key, additions, f"epoch {epoch} is given twice")
+        by_epoch[epoch] = rows
+    return _AtEpochs(dict(sorted(by_epoch.items())))
+
+
+@dataclass(frozen=True, repr=False)
+class _Geometric:
+    factor: float
+    every: int
+
+    def __call__(self, epoch: int, batch_size: int) -> int:
+        if epoch == 0 or epoch % self.every != 0:
+            return 0
+        return max(1, math.floor(batch_size * self.factor + 0.5) - batch_size)
+
+    def __repr__(self) -> str:
+        return f"geometric(factor={self.factor}, every={self.every})"
+
+
+def geometric(factor: float, *, every: int = 1) -> Increment:
+    """Make an increment that multiplies the batch size.
+
+    At the start of each `every`-th epoch but epoch 0 the batch size becomes `factor` times itself, rounded to the
+    nearest row, a half up; it grows by one row at least, so that a small batch times a small factor grows too.
+
+    Args:
+        factor: above 1.
+        every: epochs from one multiplication to the next, 1 or more.
+
+    Returns:
+        ``f(epoch, batch_size) -> rows to add``.
+
+    Raises:
+        SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or more.
+    """
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor < math.inf:
+        raise SettingError(f"{INCREMENT_KEY}.factor", factor, "must be a number above 1, such as 2.0")
+    return _Geometric(factor=float(factor), every=_every(f"{INCREMENT_KEY}.every", every, "epochs"))
+
+
+# --- checks of arguments --------------------------------------------------------------------------------------------
 
 
 def _listed(name: str, values: object, example: str) -> list[object]:
@@ -320,3 +410,10 @@ def _length(over: object) -> Duration:
     if duration.amount == 0:
         raise SettingError(f"{KEY}.over", over, "it must be above 0")
     return duration
+
+
+def _every(key: str, value: object, unit: str) -> int:
+    number = whole_number(value)
+    if number is None or number < 1:
+        raise SettingError(key, value, f"must be a whole number of {unit}, 1 or more")
+    return number

@@ -1,4 +1,4 @@
-"""The time that a learning-rate schedule reads: how much of training is done, in steps of a constant batch."""
+"""The clock of a learning-rate schedule: how much of training is done, in steps of a constant batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .epoch_plan import EpochPlan
 from .progress import Progress
 
 UNITS = ("samples", "tokens", "steps")
-_WHAT_WOULD_DO = f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay: tokens}}"
+_REMEDY = f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay: tokens}}"
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What a schedule's time counts.
+    """The units of a schedule's clock.
 
     Attributes:
         warmup: until the scheduler's `num_warmup_steps` are over.
@@ -46,7 +46,7 @@ class Clock:
             units = {"warmup": value, "decay": value}
         for unit in units.values():
             if unit not in UNITS:
-                raise SettingError("lr_clock", value, _WHAT_WOULD_DO)
+                raise SettingError("lr_clock", value, _REMEDY)
         return cls(**units)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Clock:
 
 
 def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan, unit: str = "samples") -> float:
-    """The step that a constant batch would be at.
+    """Return the step that training with a constant batch would have reached.
 
     By samples or tokens: the epochs that are done plus the part of this one, in the constant batch's steps per epoch.
     Growing the batch then neither stretches nor cuts a schedule. With a constant batch (by tokens: of steps with equally
@@ -76,7 +76,7 @@ def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan,
     begin = progress.epoch * reference.steps
     if unit == "tokens":
         return begin + progress.epoch_tokens * reference.steps / plan.tokens
-    if not plan.is_open:
+    if not plan.is_estimate:
         slots = reference.slots if plan.stepped_rows == reference.stepped_rows else plan.slots
         return begin + progress.epoch_rows * reference.steps / slots
     by_steps = progress.epoch_steps / plan.most_steps if plan.most_steps else 0.0
@@ -84,11 +84,11 @@ def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan,
 
 
 def after_warmup(clock: float, *, ended_at: float, warmup: int, total: float) -> float:
-    """The clock after a warm-up that was counted in another unit: what is left of the decay is spread over what is left.
+    """Return the clock after a warm-up that was counted in another unit: the rest of the decay is spread over the rest of training.
 
     Args:
         clock: in the unit of the decay.
-        ended_at: what it was when the warm-up was over.
+        ended_at: its value when the warm-up was over.
         warmup: steps of warm-up, of the scheduler.
         total: where the schedule ends.
     """
@@ -98,7 +98,7 @@ def after_warmup(clock: float, *, ended_at: float, warmup: int, total: float) ->
 
 
 class TrainingClock:
-    """The time that the schedule of the learning rate reads, as training goes on.
+    """The clock of the learning rate's schedule during training.
 
     Args:
         clock: what it counts.
@@ -120,7 +120,7 @@ class TrainingClock:
         return schedule_clock(progress, plan=plan, reference=self._reference, unit=self._clock.decay)
 
     def at(self, progress: Progress, plan: EpochPlan) -> float:
-        """Return the clock of the warm-up until that is over, then what the clock of the decay makes of it.
+        """Return the clock of the warm-up until that is over, then :func:`after_warmup` of the decay's.
 
         Args:
             progress: before the step.

@@ -1,4 +1,4 @@
-"""How an epoch divides into optimizer steps: before it begins, and step by step while it goes on."""
+"""How an epoch divides into optimizer steps: before it begins, and step by step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EpochPlan:
         sizes: rows of each step; None where all are `step_rows` but perhaps the last.
         tokens: real tokens of the rows that are stepped; 0 where they are not counted.
         most_steps: steps after which the epoch ends whatever rows are left; None for no such limit.
-        is_open: the steps depend on what is measured in training, so `steps` and `sizes` are an estimate.
+        is_estimate: the steps depend on what is measured in training, so `steps` and `sizes` are an estimate.
     """
 
     rows: int
@@ -28,7 +28,7 @@ class EpochPlan:
     sizes: Sequence[int] | None = None
     tokens: int = 0
     most_steps: int | None = None
-    is_open: bool = False
+    is_estimate: bool = False
 
     @classmethod
     def of(cls, rows: int, *, step_rows: int, drop_last: bool, max_steps: int | None = None) -> EpochPlan:
@@ -38,12 +38,12 @@ class EpochPlan:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], *, drop_last: bool = False, max_steps: int | None = None) -> EpochPlan:
-        """Steps of given numbers of rows; the last one, which the end of the epoch cut, is dropped or trained."""
+        """Divide into steps of given numbers of rows; the last one, which the end of the epoch cut, is dropped or trained."""
         kept = sizes[: len(sizes) - drop_last][:max_steps]
         return cls(sum(sizes), round(sum(kept) / max(1, len(kept))), len(kept), kept, most_steps=max_steps)
 
     def rows_of_step(self, step: int) -> int:
-        """Rows of step number `step` of the epoch, counted from 0."""
+        """Return the rows of step number `step` of the epoch, counted from 0."""
         if self.sizes is not None:
             return self.sizes[step]
         return min(self.step_rows, self.rows - step * self.step_rows)
@@ -55,7 +55,7 @@ class EpochPlan:
 
     @property
     def slots(self) -> int:
-        """Rows that the epoch's steps have room for; a short last step counts in full where the others are of one size."""
+        """Rows that the epoch's steps could have; a short last step counts in full where the others are of one size."""
         if self.sizes is None:
             return self.steps * self.step_rows
         alike = len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]
@@ -65,11 +65,11 @@ class EpochPlan:
 def rows_of_next_step(
     progress: Progress, *, step_rows: int, rows: int, drop_last: bool, max_steps: int | None = None
 ) -> int:
-    """Rows of the step that comes next in this epoch, over all ranks; 0 where the epoch is over.
+    """Return the rows of the step that comes next in this epoch, over all ranks; 0 where the epoch is over.
 
     Args:
         progress: where training is.
-        step_rows: rows that are asked for, over all ranks.
+        step_rows: requested rows, over all ranks.
         rows: rows that the epoch has.
         drop_last: a step that would be short is dropped.
         max_steps: optimizer steps after which the epoch ends; None for no limit.
@@ -90,19 +90,21 @@ def walk(
     max_steps: int | None = None,
     tokens_before: Sequence[int] | None = None,
 ) -> Iterator[tuple[Progress, int]]:
-    """Goes through the rest of an epoch without training: for each step, progress before it and its rows over all ranks.
+    """Walk through the rest of an epoch without training: for each step, progress before it and its rows over all ranks.
 
     Args:
         progress: where to begin.
-        batch: rows per step on one device that are asked for at a progress.
+        batch: requested rows per step on one device, as a function of progress.
         ranks: devices.
         rows, drop_last, max_steps: see :func:`rows_of_next_step`.
-        tokens_before: for 0 to `rows`, the real tokens of so many first rows of the epoch; None where nobody asks.
+        tokens_before: for 0 to `rows`, the real tokens of so many first rows of the epoch; None where they are not needed.
     """
     while True:
-        asked = batch(progress)
-        progress = replace(progress, batch=asked)
-        size = rows_of_next_step(progress, step_rows=asked * ranks, rows=rows, drop_last=drop_last, max_steps=max_steps)
+        requested = batch(progress)
+        progress = replace(progress, batch=requested)
+        size = rows_of_next_step(
+            progress, step_rows=requested * ranks, rows=rows, drop_last=drop_last, max_steps=max_steps
+        )
         if not size:
             return
         yield progress, size

@@ -1,19 +1,23 @@
-"""The learning rate as a function of the base rate, the schedule and where training is; recomputed, never accumulated."""
+"""The learning rate as a function of the base rate, the schedule and the progress; recomputed, never accumulated."""
 
 from __future__ import annotations
 
 import logging
 import math
+import warnings
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import islice, zip_longest
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from adaptive_batch.errors import SettingError
-
-from .lr_scheduler import Schedule, write_rate
 
 log = logging.getLogger("adaptive_batch")
 
@@ -56,7 +60,7 @@ def parse_reference(value: object) -> Reference:
 
 
 def scale_learning_rate(learning_rate: float, batch: float, reference: float, rule: str) -> float:
-    """The rate for a batch, from the rate that is right for another.
+    """Scale the rate that was chosen for one batch to another.
 
     Args:
         learning_rate: the rate that belongs to `reference`.
@@ -78,7 +82,7 @@ def scale_learning_rate(learning_rate: float, batch: float, reference: float, ru
 
 
 def describe_unscaled(learning_rate: float, *, batch: int, reference: int) -> str:
-    """One line on a rate that stays although the batch is another, and what the two rules would make of it."""
+    """Return one line on a rate that is kept although the batch is another, and what the two rules would make of it."""
     linear, root = (scale_learning_rate(learning_rate, batch, reference, rule) for rule in ("linear", "sqrt"))
     return (
         f"lr {learning_rate:g} stays, chosen for a global batch of {reference}, now {batch}: "
@@ -87,7 +91,7 @@ def describe_unscaled(learning_rate: float, *, batch: int, reference: int) -> st
 
 
 class LearningRate:
-    """Sets the rate of optimizers: base x schedule(clock) x rule(batch / reference), anew each time.
+    """Set the rate of optimizers: base x schedule(clock) x rule(batch / reference), recomputed each time.
 
     A ``LambdaLR``, as every schedule of torchtune is, and a ``SequentialLR`` of nothing else are functions of the step:
     they are evaluated at the clock, which may be fractional. Any other scheduler keeps its own count and is stepped once
@@ -95,7 +99,7 @@ class LearningRate:
     may step the scheduler; its ``get_last_lr()`` reports what was applied.
 
     Args:
-        optimizers: one, or all that are to follow; the first is the one that `scheduler` was built around. Each group
+        optimizers: one, or several; the first is the one that `scheduler` was built around. Each group
             keeps its base rate in its ``initial_lr``. Schedulers that bring rates of their own (``OneCycleLR``,
             ``CyclicLR``) give those of the first optimizer to all.
         scheduler: None for a rate that only the batch changes.
@@ -125,7 +129,7 @@ class LearningRate:
         self._scheduler = scheduler
         self._rule = rule
         self._reference = reference if isinstance(reference, Reference | None) else parse_reference(reference)
-        self._schedule = Schedule(scheduler, self._optimizers[0])
+        self._schedule = _ScheduledRates(scheduler, self._optimizers[0])
         # a scheduler that is built to resume meets followers whose lr is what the schedule had made of their base
         self._resumes = getattr(scheduler, "last_epoch", 0) > 0
         if scheduler is not None:
@@ -159,24 +163,24 @@ class LearningRate:
         first = self._optimizers[0]
         if self._scheduler is not None or self._rule != "none":
             self._remember_bases()
-            said = self._schedule.at(clock)
+            scheduled = self._schedule.at(clock)
             for optimizer in self._optimizers:
                 groups = optimizer.param_groups
-                for group, of_group in zip(groups, _one_each(said, groups), strict=True):
+                for group, of_group in zip(groups, _one_each(scheduled, groups), strict=True):
                     rate = of_group.rate if optimizer is first else of_group.of(float(group["initial_lr"]))
                     write_rate(group, rate * factor)
         self._schedule.applied()
         return float(first.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the optimizers' own state, as numbers, strings, lists and dicts.
+        """Return what a checkpoint must hold besides the optimizers' own state, as numbers, strings, lists and dicts.
 
         Nothing where the rate is a function of the clock; else the scheduler's count and its last rate before the rule.
         """
         return self._schedule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with a scheduler that was built as the saved one was; before or after the optimizers'."""
+        """Resume from a saved state, with a scheduler that was built as the saved one was; before or after the optimizers'."""
         self._schedule.load_state_dict(state)
 
     def _check(self, scheduler: LRScheduler, *, batch_can_change: bool) -> None:
@@ -194,7 +198,7 @@ class LearningRate:
             )
 
     def _remember_bases(self) -> None:
-        """Note the base rate of each group where an optimizer's state dict keeps it: its lr may be saved scaled."""
+        """Keep the base rate of each group where an optimizer's state dict keeps it: its lr may be saved scaled."""
         if self._scheduler is None and self._rule == "none":
             return
         first = self._optimizers[0]
@@ -206,5 +210,175 @@ class LearningRate:
 
 
 def _one_each(items: list[Any], groups: list[Any]) -> list[Any]:
-    """One item for each group, as they stand; the first for all where their numbers differ."""
+    """Return one item for each group, in order; the first for all where their numbers differ."""
     return items if len(items) == len(groups) else items[:1] * len(groups)
+
+
+class _Scheduled(NamedTuple):
+    """The scheduled rate of one parameter group; no factor where it is a rate whatever the base."""
+
+    base: float
+    factor: float | None
+    rate: float
+
+    def of(self, base: float) -> float:
+        """Return the rate of a group of another optimizer, with another base."""
+        return self.rate if self.factor is None or base == self.base else base * self.factor
+
+
+class _ScheduledRates:
+    """The rates of a torch scheduler at a clock, before the batch scales them; the scheduler sees no rate but its own.
+
+    Args:
+        scheduler: built around `optimizer`; None for rates that stay.
+        optimizer: each group keeps its base rate in its ``initial_lr``.
+
+    Attributes:
+        follows_clock: it is a function of the clock, and keeps no count of its own.
+    """
+
+    def __init__(self, scheduler: LRScheduler | None, optimizer: Optimizer) -> None:
+        self.follows_clock = scheduler is None or _is_function_of_clock(scheduler)
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._last_clock: float | None = None
+        self._rates: list[float] | None = None  # of a scheduler that is stepped: its last ones
+        self._named_left_out = False
+
+    def at(self, clock: float) -> list[_Scheduled]:
+        """Return the rate of each group of the optimizer; a scheduler that keeps its own count is stepped if the clock has moved."""
+        scheduled = self._evaluated(clock)
+        self._last_clock = clock
+        return scheduled
+
+    def applied(self) -> None:
+        """Let the scheduler's ``get_last_lr()`` report what the groups have now."""
+        if self._scheduler is not None:
+            self._scheduler._last_lr = [*_read_rates(self._optimizer)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers, strings, lists and dicts; nothing where it is a function of the clock."""
+        if self.follows_clock or self._scheduler is None:
+            return {}
+        left_out: list[str] = []
+        state = {
+            "scheduler": type(self._scheduler).__name__,
+            "scheduler_state": _plain(self._scheduler.state_dict(), left_out),
+            "rates": self._rates or _read_rates(self._optimizer),
+            "clock": self._last_clock,
+        }
+        if left_out and not self._named_left_out:
+            self._named_left_out = True
+            log.warning(
+                "%s keeps %s, which a checkpoint cannot hold: resuming takes what the scheduler is built with then",
+                state["scheduler"],
+                ", ".join(left_out),
+            )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a saved state."""
+        if self.follows_clock or self._scheduler is None or not state:
+            return
+        if state["scheduler"] != (name := type(self._scheduler).__name__):
+            log.warning("the checkpoint's schedule is a %s: %s begins where it was built", state["scheduler"], name)
+            return
+        self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), state["scheduler_state"]))
+        self._rates, self._last_clock = list(state["rates"]), state["clock"]
+
+    def _evaluated(self, clock: float) -> list[_Scheduled]:
+        groups = self._optimizer.param_groups
+        bases = [float(group["initial_lr"]) for group in groups]
+        if self._scheduler is None:
+            return [_Scheduled(base, 1.0, base) for base in bases]
+        if self.follows_clock:
+            return _evaluate(self._scheduler, int(clock) if clock == int(clock) else clock)
+        if self._rates is None:
+            self._rates = _read_rates(self._optimizer)
+        elif self._last_clock is not None and clock != self._last_clock:
+            for group, rate in zip(groups, self._rates, strict=True):
+                write_rate(group, rate)
+            with warnings.catch_warnings():  # in a resumed run the scheduler steps before the optimizer's first step
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                self._scheduler.step()
+            self._rates = _read_rates(self._optimizer)
+        own = _brings_rates(self._scheduler)
+        return [
+            _Scheduled(base, None if own or not base else rate / base, rate)
+            for base, rate in zip(bases, self._rates, strict=True)
+        ]
+
+
+def _read_rates(optimizer: Optimizer) -> list[float]:
+    """Return the rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def write_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it."""
+    if hasattr(group["lr"], "fill_"):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _is_function_of_clock(scheduler: LRScheduler) -> bool:
+    if type(scheduler) is SequentialLR:
+        parts_follow = all(isinstance(part, LambdaLR) and _is_function_of_clock(part) for part in scheduler._schedulers)
+        return parts_follow and scheduler._milestones == sorted(scheduler._milestones)
+    return isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
+
+
+def _evaluate(scheduler: LRScheduler, clock: float) -> list[_Scheduled]:
+    """Evaluate a function of the clock; a part of a sequence counts from the milestone where it begins."""
+    if isinstance(scheduler, SequentialLR):
+        index = bisect_right(scheduler._milestones, clock)
+        clock -= scheduler._milestones[index - 1] if index else 0
+        scheduler = scheduler._schedulers[index]
+    assert isinstance(scheduler, LambdaLR)
+    bases = [float(base) for base in scheduler.base_lrs]
+    factors = [rule(clock) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]  # torch's are asked at whole steps
+    return [_Scheduled(base, factor, base * factor) for base, factor in zip(bases, factors, strict=True)]
+
+
+def _brings_rates(scheduler: LRScheduler) -> bool:
+    parts = getattr(scheduler, "_schedulers", ())
+    return isinstance(scheduler, OneCycleLR | CyclicLR) or any(_brings_rates(part) for part in parts)
+
+
+def _plain(value: Any, left_out: list[str]) -> Any:
+    """Return a value as numbers, strings, lists and dicts; what a dict holds that cannot be written so is named in `left_out`."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item, left_out) for item in value]
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} is not plain")
+    plain = {}
+    for key, item in value.items():
+        try:
+            plain[_plain(key, left_out)] = _plain(item, left_out)
+        except TypeError:
+            left_out.append(str(key))
+    return plain
+
+
+def _like(own: Any, saved: Any) -> Any:
+    """Return what was saved as plain values in the types of a scheduler's own state; what was left out keeps the scheduler's value."""
+    if isinstance(own, torch.Tensor):
+        return torch.tensor(saved, dtype=own.dtype, device=own.device)
+    if isinstance(own, Counter):
+        return Counter(saved)
+    if isinstance(own, dict) and isinstance(saved, dict):
+        return {**own, **{key: _like(own.get(key), item) for key, item in saved.items()}}
+    if isinstance(saved, list):
+        pairs = zip_longest(own if isinstance(own, list | tuple) else (), saved)
+        items = [_like(*pair) for pair in islice(pairs, len(saved))]
+        return tuple(items) if isinstance(own, tuple) else items
+    return saved

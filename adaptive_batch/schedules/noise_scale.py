@@ -31,7 +31,7 @@ import torch
 
 @dataclass(frozen=True)
 class NoiseSample:
-    """What one step says of its noise; numbers, or scalar tensors that have not been waited for.
+    """The norms of one step; numbers, or scalar tensors that have not been waited for.
 
     Attributes:
         small_rows: rows of the small batch, the first micro-batch of the step: its share of the step's label tokens, in rows.
@@ -47,7 +47,7 @@ class NoiseSample:
 
 
 def squared_gradient(*, small_rows: float, small_squared_norm: float, big_rows: int, big_squared_norm: float) -> float:
-    """|G|^2, the squared norm of the true gradient, without bias; below zero by chance (equation A.2).
+    """Return |G|^2, the squared norm of the true gradient, without bias; below zero by chance (equation A.2).
 
     Args:
         small_rows: B_small.
@@ -63,7 +63,7 @@ def squared_gradient(*, small_rows: float, small_squared_norm: float, big_rows: 
 
 
 def noise(*, small_rows: float, small_squared_norm: float, big_rows: int, big_squared_norm: float) -> float:
-    """S, the trace of the covariance of one row's gradient, without bias; below zero by chance (equation A.3).
+    """Return S, the trace of the covariance of one row's gradient, without bias; below zero by chance (equation A.3).
 
     Takes and raises what :func:`squared_gradient` does.
     """
@@ -100,7 +100,7 @@ class NoiseScale:
         big_rows: int,
         big_squared_norm: float | torch.Tensor,
     ) -> None:
-        """Take in one step; one whose norms are not finite says nothing and is left out.
+        """Take in one step; one whose norms are not finite is left out.
 
         Args:
             small_rows: of the small batch.
@@ -137,14 +137,14 @@ class NoiseScale:
         """The noise scale in rows, 0 or more.
 
         None while there are too few samples, and where the average of |G|^2 is not above zero: the gradient is lost in the
-        noise, which is to say that the scale is large, but not how large.
+        noise: the scale is large, but how large is not known.
         """
         if self._samples < self._min_samples or self._squared_gradient <= 0:
             return None
         return max(0.0, self._noise / self._squared_gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain numbers; what goes on from them is bit-identical."""
+        """Return plain numbers; resuming from them is bit-identical."""
         return {
             "samples": self._samples,
             "weight": self._weight,
@@ -153,7 +153,7 @@ class NoiseScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; the decay may be another one from here on."""
+        """Resume from a saved state; the decay may be another one from then on."""
         self._samples = int(state["samples"])
         self._weight = float(state["weight"])
         self._noise = float(state["noise"])
@@ -161,7 +161,7 @@ class NoiseScale:
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of all of them together, in float32 at least; a scalar tensor that is not waited for.
+    """Return the squared norm of all of them together, in float32 at least; a scalar tensor that is not waited for.
 
     Their own type would not do where it has 16 bits: the noise is a small difference of squared norms.
     """

@@ -1,4 +1,4 @@
-"""What training will do, before it does it: the steps that are ahead, put together in stages; pure."""
+"""A preview of training: the steps that are ahead, divided into stages; pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 
-from .batch_rule import KEY
-from .increments import next_batch_size
+from .batch_rules import KEY, next_batch_size
 from .progress import Progress
 
-MOST_LINES = 24  # stages that fit on a screen with what stands around them
+MOST_LINES = 24  # stages that fit on a screen, with the lines around them
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class PlannedStep:
 
     Attributes:
         progress: before the step.
-        batch: what it is asked to hold on one device, in rows or, by `batch_tokens`, in tokens.
+        batch: what is requested for it on one device, in rows or, by `batch_tokens`, in tokens.
         rows: rows that it has, over all ranks.
         micro_batches: forwards and backwards on one device.
         learning_rate: of the step.
@@ -41,13 +40,13 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps in a row that are asked for the same batch; or, where there are too many such, for batches that only rise or only fall.
+    """Consecutive steps of one batch; or, in the middle of a long preview, several such stages as one.
 
     Attributes:
         first: progress before the first step.
         last: progress after the last step.
         steps: optimizer steps.
-        changes: changes of the batch within; 0 but where stages were put together.
+        changes: changes of the batch within; 0 but where stages were merged.
         batch_first, batch_last, batch_least, batch_most: on one device, in rows or tokens.
         micro_batches_least, micro_batches_most: of a step on one device.
         learning_rate_first, learning_rate_last: at the first and at the last step.
@@ -68,7 +67,7 @@ class Stage:
 
     @classmethod
     def of(cls, steps: Iterable[PlannedStep]) -> Stage:
-        """One stage of steps that follow each other and are asked for the same batch; one step at least."""
+        """Make a stage of consecutive steps of one batch; one step at least."""
         first = step = next(iterator := iter(steps))
         num_steps, least, most = 1, first.micro_batches, first.micro_batches
         for step in iterator:
@@ -78,72 +77,46 @@ class Stage:
         batches = (first.batch, step.batch, first.batch, first.batch)
         return cls(first.progress, last, num_steps, 0, *batches, least, most, first.learning_rate, step.learning_rate)
 
-    def joined(self, after: Stage) -> Stage:
-        """This and the one that follows, as one."""
+    @classmethod
+    def merged(cls, stages: Sequence[Stage]) -> Stage:
+        """Merge consecutive stages of different batches; one stage at least."""
+        last = stages[-1]
         return replace(
-            self,
-            last=after.last,
-            steps=self.steps + after.steps,
-            changes=self.changes + after.changes + (self.batch_last != after.batch_first),
-            batch_last=after.batch_last,
-            batch_least=min(self.batch_least, after.batch_least),
-            batch_most=max(self.batch_most, after.batch_most),
-            micro_batches_least=min(self.micro_batches_least, after.micro_batches_least),
-            micro_batches_most=max(self.micro_batches_most, after.micro_batches_most),
-            learning_rate_last=after.learning_rate_last,
+            stages[0],
+            last=last.last,
+            steps=sum(stage.steps for stage in stages),
+            changes=len(stages) - 1,
+            batch_last=last.batch_last,
+            batch_least=min(stage.batch_least for stage in stages),
+            batch_most=max(stage.batch_most for stage in stages),
+            micro_batches_least=min(stage.micro_batches_least for stage in stages),
+            micro_batches_most=max(stage.micro_batches_most for stage in stages),
+            learning_rate_last=last.learning_rate_last,
         )
-
-    @property
-    def direction(self) -> int:
-        """1 where the batch rises within, -1 where it falls, 0 where it stays or does both."""
-        if self.batch_first == self.batch_least and self.batch_last == self.batch_most:
-            return int(self.batch_first < self.batch_last)
-        return -1 if self.batch_first == self.batch_most and self.batch_last == self.batch_least else 0
 
 
 def stages_of(steps: Iterable[PlannedStep], *, most_lines: int = MOST_LINES) -> list[Stage]:
-    """Puts steps that are asked for the same batch together.
+    """Divide steps into stages of one batch each.
 
-    A short last step of an epoch belongs to its stage, and the end of an epoch ends none. Where more than `most_lines`
-    stages come out, neighbours that go the same direction are put together, those with the fewest steps first; where
-    the batch turns around more often than that, also such that do not.
+    A short last step of an epoch belongs to its stage, and the end of an epoch ends none. Of more than `most_lines` stages
+    the first and the last ones are kept, and those between are merged into one.
     """
     stages = [Stage.of(alike) for _, alike in groupby(steps, key=lambda step: step.batch)]
     if len(stages) <= most_lines:
         return stages
-    total = sum(stage.steps for stage in stages)
-    one_way = len(_put_together(stages, total, both_ways=False)) <= most_lines
-    low, high = 1, total  # the fewest steps to which stages are put together, such that they fit
-    while low < high:
-        middle = (low + high) // 2
-        if len(_put_together(stages, middle, both_ways=not one_way)) <= most_lines:
-            high = middle
-        else:
-            low = middle + 1
-    return _put_together(stages, low, both_ways=not one_way)
-
-
-def _put_together(stages: Sequence[Stage], most_steps: int, *, both_ways: bool) -> list[Stage]:
-    """Neighbours put together while they have at most that many steps and, unless both ways will do, one direction."""
-    together: list[Stage] = []
-    for stage in stages:
-        if together and together[-1].steps + stage.steps <= most_steps:
-            joined = together[-1].joined(stage)
-            if both_ways or joined.direction != 0:  # each join is looked at, so all between the ends goes that way
-                together[-1] = joined
-                continue
-        together.append(stage)
-    return together
+    before = (most_lines - 1) // 2
+    after = len(stages) - (most_lines - 1 - before)
+    return [*stages[:before], Stage.merged(stages[before:after]), *stages[after:]]
 
 
 def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str] = ()) -> str:
-    """The plan as aligned text: a line for each stage, totals, notes.
+    """Format stages as aligned text: a line for each stage, totals, notes.
 
     Args:
         stages: in order; may be none.
         unit: of the batch: ``rows`` or ``tokens``.
         ranks: devices that each step is divided over.
-        notes: lines that stand below.
+        notes: lines to add at the end.
     """
     if not stages:
         return "\n".join(["no step is left", *notes])
@@ -158,10 +131,8 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
         f"in all: {last.epochs - first.epochs:.2f} epochs, {last.steps - first.steps:,} steps, "
         f"{last.samples - first.samples:,} samples, {f'{tokens:,}' if tokens else 'a number not known before of'} tokens"
     )
-    changes = sum(stage.changes for stage in stages)
-    several = sum(stage.changes > 0 for stage in stages)
-    said = [f"{several} of these lines stand for {changes + several:,} stages, one for each batch"] if changes else []
-    return "\n".join([*text, total, *said, *notes])
+    merged = [f"one line merges {stage.changes + 1:,} stages of other batches" for stage in stages if stage.changes]
+    return "\n".join([*text, total, *merged, *notes])
 
 
 def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
@@ -171,7 +142,7 @@ def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
         for cell in (f"{progress.epochs:.2f}ep", f"{progress.steps:,}", f"{progress.samples:,}")
     ]
     low, high = stage.batch_least, stage.batch_most
-    if stage.direction < 0:
+    if stage.batch_first > stage.batch_last:
         low, high = high, low
     return (
         *places,
@@ -189,7 +160,7 @@ def _range(first: int, last: int) -> str:
 
 
 def as_record(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """The stages as plain values, for JSON."""
+    """Return the stages as plain values, for JSON."""
     return [{**asdict(stage), "first": stage.first.state_dict(), "last": stage.last.state_dict()} for stage in stages]
 
 
@@ -203,11 +174,11 @@ def check_stages(
     maximum: int | None = None,
     unit: str = "rows",
 ) -> list[str]:
-    """Looks for stages of a ready-made schedule that no step is in, or that no epoch has the rows for.
+    """Look for stages of a ready-made schedule that no step is in, or that no epoch has the rows for.
 
     Args:
-        rule: of another rule there is nothing to say.
-        steps: all that are ahead; stages that lie before the first of them are not looked for.
+        rule: other rules have no stages to check.
+        steps: all that are ahead; stages that lie before the first of them are not checked.
         ranks: devices that each step is divided over.
         rows_per_epoch: rows that an epoch has.
         drop_last: whether a short last step of an epoch is dropped.
@@ -251,12 +222,12 @@ def check_stages(
     return lines
 
 
-def asked_ahead(
+def batch_sizes_ahead(
     increment: Callable[[int, int], object], *, first_epoch: int, epochs: int, batch_size: int, maximum: int | None
 ) -> tuple[list[int], int | None, str]:
-    """Asks a growth function for all epochs that are ahead, each twice, as a function that is not pure shows so.
+    """Call a growth function for all epochs that are ahead, each twice, which shows a function that is not pure.
 
-    A copy is asked where there can be one, so that a function that counts its calls does not count these.
+    A copy is called where there can be one, so that a function that counts its calls does not count these.
 
     Args:
         increment: ``f(epoch, batch_size) -> rows to add``.
@@ -280,7 +251,7 @@ def asked_ahead(
         try:
             for _ in range(2):
                 growth = next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=maximum)
-                answers.append(growth.requested - growth.before)
+                answers.append(growth.requested - batch_size)
         except GrowthFunctionError as error:
             if epoch == first_epoch:
                 raise

@@ -151,7 +151,7 @@ class TrainingLog:
             if settings.batch_tokens and settings.batch_size_schedule is None:
                 what = f"{plan.steps} steps of up to {settings.batch_tokens * self._parts.ranks} tokens, {rows} each"
             else:
-                what = f"{'about ' if plan.is_open else ''}{plan.steps} steps of {rows}"
+                what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
         else:
             accumulated = f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated"
             accumulated += f" x {self._parts.ranks} ranks" if self._parts.ranks > 1 else ""

@@ -14,7 +14,7 @@ from adaptive_batch.schedules import (
     PlannedStep,
     Progress,
     as_record,
-    asked_ahead,
+    batch_sizes_ahead,
     check_stages,
     stages_of,
     table,
@@ -57,7 +57,7 @@ class TrainingPreview:
             return
         random_state = RandomState(self._parts.device)
         key = "batch_size_schedule" if settings.batch_size_schedule is not None else "batch_increase_function"
-        same_answers({key: batches.ask_ahead(progress)})
+        same_answers({key: batches.call_rules(progress)})
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
         random_state.restore()
@@ -80,7 +80,7 @@ class TrainingPreview:
         if settings.batch_increase_function is not None and sizes:
             random_state = RandomState(self._parts.device)
             try:
-                asked, known_until, why = asked_ahead(
+                asked, known_until, why = batch_sizes_ahead(
                     settings.batch_increase_function,
                     first_epoch=epoch if first else epoch + 1,
                     epochs=settings.epochs,
@@ -131,7 +131,7 @@ class TrainingPreview:
         notes += self._stage_notes
         if settings.lr_clock.decay == "steps" and self._parts.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
-        if batches.plan.is_open:
+        if batches.plan.is_estimate:
             notes.append(
                 "the schedule follows what is measured in training: this is what comes if nothing new is measured"
             )
@@ -181,10 +181,10 @@ class TrainingPreview:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
         last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
         stays = dict.fromkeys(unknown, last[0])  # where it is not known, that nothing changes is the best guess
-        return sum(1 for _ in self._batches.ahead(progress, {**self._batch_sizes, **stays}))
+        return sum(1 for _ in self._batches.epochs.ahead(progress, {**self._batch_sizes, **stays}))
 
     def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
-        return self._batches.ahead(progress, self._batch_sizes)
+        return self._batches.epochs.ahead(progress, self._batch_sizes)
 
     def _planned(self, progress: Progress, rate: RateController, capacity: MicroBatchLimits) -> Iterator[PlannedStep]:
         lengths = self._parts.real_lengths
@@ -222,7 +222,7 @@ class TrainingPreview:
 
         def steps() -> Iterator[PlannedStep]:
             asked = 0
-            for at, rows, _ in batches.ahead(progress, sizes):
+            for at, rows, _ in batches.epochs.ahead(progress, sizes):
                 if at.batch != asked:
                     asked = changes[f"batch_size_schedule at step {at.steps}"] = at.batch
                 self._most_asked = max(self._most_asked, at.batch)

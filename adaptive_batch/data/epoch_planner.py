@@ -1,0 +1,337 @@
+"""How an epoch divides into optimizer steps, ahead of training: by a constant batch, a rule, or a budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset
+
+from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.schedules import (
+    EpochPlan,
+    Progress,
+    Schedule,
+    check_increment,
+    check_schedule,
+    needs_noise_scale,
+    request_batch,
+    walk,
+)
+
+from .sampler import RowSampler
+from .token_sampler import TokenBatchPlan, plan_batches, plan_batches_by_rule
+
+
+@dataclass(frozen=True)
+class Batching:
+    """What a step holds, in which order rows come, and where an epoch ends, as configured.
+
+    Attributes:
+        batch_size: rows of a micro-batch on one device, before a rule changes it.
+        gradient_accumulation_steps: `batch_size` times this is a step.
+        batch_tokens: real tokens of a step on one device, in place of a number of rows; None for rows.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, called as an epoch starts; None adds none.
+        batch_size_schedule: ``rule(progress) -> rows of a step on one device`` (tokens, with `batch_tokens`); None for none.
+        grow_beyond_maximum: a rule may pass what fits at once.
+        shuffle: with the order ``dataloader``, False keeps the dataset's own order.
+        seed: of the order.
+        sample_order: ``dataloader``, ``random`` or ``seqlen``.
+        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
+        min_rows_per_batch, max_rows_per_batch: of a step by tokens.
+        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
+        drop_last: the last, short step of an epoch is dropped.
+        max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
+        epochs: after which the growth function is not called any more; None for no limit.
+        refuses_empty_epochs: an epoch that has no whole step is an error.
+    """
+
+    batch_size: int
+    gradient_accumulation_steps: int = 1
+    batch_tokens: int | None = None
+    batch_increase_function: Callable[[int, int], int] | None = None
+    batch_size_schedule: Schedule | None = None
+    grow_beyond_maximum: bool = False
+    shuffle: bool = True
+    seed: int = 0
+    sample_order: str = "dataloader"
+    sample_window: int | None = None
+    min_rows_per_batch: int = 1
+    max_rows_per_batch: int | None = None
+    long_rows: str = "error"
+    drop_last: bool = False
+    max_steps_per_epoch: int | None = None
+    epochs: int | None = None
+    refuses_empty_epochs: bool = True
+
+    def check_rules(self) -> None:
+        """Refuse a growth function or a schedule that cannot be called, and two at once.
+
+        Raises:
+            SettingError: naming it.
+        """
+        if self.batch_increase_function is not None:
+            check_increment(self.batch_increase_function)
+        if self.batch_size_schedule is not None:
+            check_schedule(self.batch_size_schedule)
+            if self.batch_increase_function is not None:
+                remedy = "give it or batch_increase_function, not both"
+                raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """Where an epoch ends, as the functions of an epoch plan take it."""
+        return {"drop_last": self.drop_last, "max_steps": self.max_steps_per_epoch}
+
+
+class Rows(Protocol):
+    """The rows of an epoch.
+
+    Attributes:
+        dataset: map-style.
+        lengths: tokens of each row: int64, `[rows]`.
+        real_lengths: tokens of each row that are not padding: int64, `[rows]`.
+    """
+
+    @property
+    def dataset(self) -> Dataset[Any]: ...
+    @property
+    def lengths(self) -> torch.Tensor: ...
+    @property
+    def real_lengths(self) -> torch.Tensor: ...
+    def num_real_tokens(self, row: Any) -> int:
+        """Return the tokens of a row that are not padding."""
+
+
+def plan_token_batches(
+    lengths: torch.Tensor, batching: Batching, *, ranks: int, order: torch.Tensor | None, divisible: bool
+) -> TokenBatchPlan:
+    """Plan the steps of an epoch that hold `batch_tokens` on each device.
+
+    Args:
+        lengths: tokens of each row: int64, `[rows]`.
+        batching: with `batch_tokens`.
+        ranks: devices.
+        order: row numbers in the order in which to take them; None takes all as they come.
+        divisible: each step divides into equal micro-batches.
+
+    Raises:
+        SettingError: a row is too long, or what is configured cannot be had.
+    """
+    assert batching.batch_tokens
+    try:
+        return plan_batches(
+            lengths, batching.batch_tokens * ranks, order=order, count="real", **_row_limits(batching, ranks, divisible)
+        )
+    except SettingError as error:
+        keys = {"max_tokens": "batch_tokens", "min_rows": "min_rows_per_batch", "max_rows": "max_rows_per_batch"}
+        remedy = error.remedy
+        for name, key in keys.items():
+            remedy = remedy.replace(name, key)
+        raise SettingError(keys.get(error.key, error.key), error.value, remedy) from None
+
+
+def _row_limits(batching: Batching, ranks: int, divisible: bool) -> dict[str, Any]:
+    """Return what a step by tokens must keep to, over all ranks."""
+    return {
+        "min_rows": batching.min_rows_per_batch * ranks,
+        "max_rows": batching.max_rows_per_batch and batching.max_rows_per_batch * ranks,
+        "long_rows": batching.long_rows,
+        "divisible": divisible,
+    }
+
+
+class EpochPlanner:
+    """Divides epochs into steps and looks ahead through training, without training.
+
+    Args:
+        rows: of an epoch.
+        batching: as configured.
+        ranks: a step has `batch_size` rows for each of so many.
+        divisible: steps by tokens divide into equal micro-batches.
+        counts_tokens: the tokens of an epoch must be known.
+        maximum: returns the batch that a rule may not pass now; None for no limit.
+
+    Attributes:
+        sampler: the rows of an epoch, in their order.
+        ranks: as given.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        batching: Batching,
+        *,
+        ranks: int,
+        divisible: bool,
+        counts_tokens: bool,
+        maximum: Callable[[], int | None],
+    ) -> None:
+        self._rows, self._batching, self.ranks = rows, batching, ranks
+        self._divisible, self._counts_tokens, self._maximum = divisible, counts_tokens, maximum
+        self.sampler = RowSampler(
+            rows.dataset,
+            shuffle=batching.shuffle,
+            seed=batching.seed,
+            order=batching.sample_order,
+            lengths=rows.lengths if batching.sample_order == "seqlen" else None,
+            window=batching.sample_window,
+        )
+        schedule = batching.batch_size_schedule
+        self._is_estimate = schedule is not None and needs_noise_scale(schedule)
+        self._token_batches = lru_cache(maxsize=2)(self._plan_tokens)
+
+    def rule(self, batch_size: int) -> Callable[[Progress], int]:
+        """Return the rows of a step on one device as a function of progress: the schedule's, or `batch_size` accumulated."""
+        rule, batching = self._batching.batch_size_schedule, self._batching
+        if rule is None or batching.batch_tokens:
+            rows = batch_size * batching.gradient_accumulation_steps
+            return lambda progress: rows
+        return lambda progress: request_batch(rule, progress, maximum=self._maximum()).after
+
+    def divide(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
+        """Divide the epoch at whose beginning, or within which, progress is."""
+        batching, ends = self._batching, self._batching.ends
+        if batching.batch_tokens:
+            batches = self.token_batches(progress)
+            plan = EpochPlan.of_sizes(batches.sizes.tolist(), **ends)
+            return replace(plan, tokens=self._tokens(batches.rows, plan))
+        if batching.batch_size_schedule is None:
+            plan = EpochPlan.of(len(self.sampler), step_rows=rule(progress) * self.ranks, **ends)
+            if progress.epoch_rows != progress.epoch_steps * plan.step_rows:  # it was another batch before a restart
+                plan = self._mixed(progress, rule)
+            return (
+                replace(plan, tokens=self._tokens(self.sampler.order(progress.epoch), plan))
+                if self._counts_tokens
+                else plan
+            )
+        order = self.sampler.order(progress.epoch)
+        before = [0, *self._rows.real_lengths[order].cumsum(0).tolist()]
+        if self._is_estimate:
+            plan = self._mixed(progress, rule, before)
+        else:
+            begin = progress.at_epoch_start()
+            # twice, as a rule that is no function of progress answers otherwise the second time
+            sizes, again = ([size for _, size in self._walk_rows(begin, rule, before)] for _ in range(2))
+            plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
+            plan = replace(plan, is_estimate=sizes != again)
+        plan = replace(plan, rows=len(order), is_estimate=self._is_estimate or plan.is_estimate)
+        return replace(plan, tokens=self._tokens(order, plan))
+
+    def constant(self, batch_size: int) -> EpochPlan:
+        """Divide the first epoch by a batch that does not change."""
+        batching = self._batching
+        if batching.batch_tokens:
+            return EpochPlan.of_sizes(self._plan_constant(self.sampler.order(0)).sizes.tolist(), **batching.ends)
+        step_rows = batch_size * batching.gradient_accumulation_steps * self.ranks
+        return EpochPlan.of(len(self.sampler), step_rows=step_rows, **batching.ends)
+
+    def ahead(
+        self, progress: Progress, batch_sizes: Mapping[int, int], *, counts_tokens: bool = True
+    ) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
+        """Walk through the rest of training without training.
+
+        Args:
+            progress: where training is.
+            batch_sizes: `batch_size` of each epoch to walk through, as a growth function will make it.
+            counts_tokens: count the tokens of each step in progress.
+
+        Returns:
+            For each step: progress before it, the numbers of its rows, the plan of its epoch.
+        """
+        progress = replace(progress, rows_per_epoch=len(self.sampler))
+        for epoch, batch_size in batch_sizes.items():
+            rule = self.rule(batch_size)
+            plan = self.divide(progress, rule)
+            by_tokens = self._batching.batch_tokens is not None
+            order = self.token_batches(progress).rows if by_tokens else self.sampler.order(epoch)
+            lengths = self._rows.real_lengths if counts_tokens else torch.zeros(len(self.sampler), dtype=torch.int64)
+            before = [0, *lengths[order].cumsum(0).tolist()]
+            steps = self._walk_tokens(progress, plan, before) if by_tokens else self._walk_rows(progress, rule, before)
+            for at, size in steps:
+                begin = at.epoch_rows
+                yield at, order[begin : begin + size].tolist(), plan
+                progress = at.after_step(rows=size, tokens=before[begin + size] - before[begin])
+            progress = progress.after_epoch()
+
+    def token_batches(self, progress: Progress) -> TokenBatchPlan:
+        """Return the rows of each step of the current epoch, by tokens."""
+        return self._token_batches(progress.at_epoch_start())[0]
+
+    def token_budget(self, progress: Progress) -> int:
+        """Return the tokens that are requested for the next step on one device."""
+        budgets = self._token_batches(progress.at_epoch_start())[1]
+        return budgets[progress.epoch_steps] if progress.epoch_steps < len(budgets) else progress.batch
+
+    def _mixed(
+        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: list[int] | None = None
+    ) -> EpochPlan:
+        """Divide an epoch whose steps so far are not the rule's: these count as large as they were on average."""
+        rows, steps = progress.epoch_rows, progress.epoch_steps
+        done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
+        left = [size for _, size in self._walk_rows(progress, rule, tokens_before)]
+        plan = EpochPlan.of_sizes(done + left)
+        return replace(plan, rows=len(self.sampler), most_steps=self._batching.max_steps_per_epoch)
+
+    def _tokens(self, order: torch.Tensor, plan: EpochPlan) -> int:
+        """Return the real tokens of the rows that are stepped, in their order."""
+        if not (self._counts_tokens or self._batching.batch_tokens):
+            return 0
+        used = plan.slots if plan.sizes is None else sum(plan.sizes)
+        lengths = self._rows.real_lengths[order[:used]]
+        alike = len(lengths) > 0 and bool((lengths == lengths[0]).all())
+        return plan.slots * int(lengths[0]) if alike else int(lengths.sum())
+
+    def _walk_rows(
+        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: list[int] | None
+    ) -> Iterator[tuple[Progress, int]]:
+        return walk(
+            progress,
+            batch=rule,
+            ranks=self.ranks,
+            rows=len(self.sampler),
+            tokens_before=tokens_before,
+            **self._batching.ends,
+        )
+
+    def _walk_tokens(
+        self, progress: Progress, plan: EpochPlan, tokens_before: list[int]
+    ) -> Iterator[tuple[Progress, int]]:
+        for step in range(progress.epoch_steps, plan.steps):
+            progress, size = replace(progress, batch=self.token_budget(progress)), plan.rows_of_step(step)
+            yield progress, size
+            begin = progress.epoch_rows
+            progress = progress.after_step(rows=size, tokens=tokens_before[begin + size] - tokens_before[begin])
+
+    def _plan_constant(self, order: torch.Tensor) -> TokenBatchPlan:
+        return plan_token_batches(
+            self._rows.lengths, self._batching, ranks=self.ranks, order=order, divisible=self._divisible
+        )
+
+    def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int]]:
+        """Plan the rows of each step of an epoch, and the tokens that are requested for each on one device."""
+        batching, order = self._batching, self.sampler.order(begin.epoch)
+        rule, ranks, lengths = batching.batch_size_schedule, self.ranks, self._rows.lengths
+        if rule is None:
+            assert batching.batch_tokens
+            batches = self._plan_constant(order)
+            return batches, [batching.batch_tokens] * len(batches)
+        begin = replace(begin, batch=begin.batch * ranks)
+
+        def budget_at(progress: Progress) -> int:  # of all ranks, while the rule reads progress with that of one
+            return request_batch(rule, replace(progress, batch=progress.batch // ranks), maximum=None).after * ranks
+
+        limits = _row_limits(batching, ranks, self._divisible)
+        batches, planned = plan_batches_by_rule(lengths, budget_at, order=order, progress=begin, **limits)
+        budgets, progress = planned.tolist(), begin
+        for budget, rows in zip(budgets, batches.tolist(), strict=True):
+            if budget_at(progress) != budget:
+                raise GrowthFunctionError(
+                    f"batch_size_schedule {rule!r} returned {budget // ranks}, and something else when called again: with "
+                    "batch_tokens it must be a function of progress alone"
+                )
+            progress = replace(progress, batch=budget).after_step(rows=len(rows), tokens=int(lengths[rows].sum()))
+        return batches, [budget // ranks for budget in budgets]

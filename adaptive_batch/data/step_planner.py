@@ -1,0 +1,335 @@
+"""Which rows each optimizer step takes, and which of them each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from adaptive_batch import distributed
+from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import EpochPlan, Progress, next_batch_size, request_batch, rows_of_next_step
+
+from .balance import balance_by_rows, balance_by_tokens
+from .epoch_planner import Batching, EpochPlanner, Rows
+from .micro_batches import MicroBatchLayout, MicroBatchLimit
+
+Event = Callable[..., object]  # event(kind, message, **facts)
+
+
+class Limits(Protocol):
+    """What one micro-batch may hold.
+
+    Attributes:
+        bound: the most rows that were tried and fit; None where none was sought.
+    """
+
+    bound: int | None
+
+    def of(self, batch_size: int) -> MicroBatchLimit:
+        """Return the limit at a batch size."""
+
+
+class StepPlanner:
+    """Hands out the rows of each step, to each rank its own, while the batch follows the rules.
+
+    Args:
+        rows: of an epoch.
+        batching: as configured.
+        layout: of micro-batches; rows are balanced across the ranks so that these are even.
+        ranks: a step has `batch_size` rows for each of so many; None for those that there are.
+        counts_tokens: the tokens of an epoch must be known.
+        event: is given each decision: its kind, a message, and facts by name.
+
+    Attributes:
+        batching: as configured.
+        epochs: divides epochs into steps, also ahead of training.
+        sampler: the rows of an epoch, in their order.
+        batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a step now.
+        first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
+        limits: what fits; None where that is not known yet.
+        saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller device.
+        event: as given.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        batching: Batching,
+        *,
+        layout: MicroBatchLayout | None = None,
+        ranks: int | None = None,
+        counts_tokens: bool = False,
+        event: Event = lambda kind, message, **facts: None,
+    ) -> None:
+        self._rows, self._layout = rows, layout or MicroBatchLayout()
+        self.batching = batching
+        self.epochs = EpochPlanner(
+            rows,
+            batching,
+            ranks=ranks or distributed.data_parallel_size(),
+            divisible=self._layout.uniform in ("rows", "both"),
+            counts_tokens=counts_tokens,
+            maximum=lambda: self.maximum,
+        )
+        self.sampler = self.epochs.sampler
+        self.batch_size = batching.batch_size
+        self.first_batch_size: int | None = None
+        self.limits: Limits | None = None
+        self.saved_maximum = 0
+        self.event = event
+        self._grown_in = -1  # the last epoch at whose beginning the growth function was called
+        self._logged = 0  # the batch of a schedule that was logged last
+        self._plan: EpochPlan | None = None
+        self._reference: EpochPlan | None = None
+        self._set_epoch(Progress())
+
+    @property
+    def ranks(self) -> int:
+        """The number that a step has `batch_size` rows for each of."""
+        return self.epochs.ranks
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The current epoch, divided into steps as its beginning shows it."""
+        if self._plan is None:
+            self._plan = self.epochs.divide(self._at, self._rule)
+        return self._plan
+
+    @property
+    def reference(self) -> EpochPlan:
+        """An epoch of a constant batch, in whose steps the schedule of the learning rate counts."""
+        if self._reference is None:
+            # with a batch schedule, the configured batch is the one that the rate's schedule was chosen for
+            scheduled = self.batching.batch_size_schedule is not None
+            self._reference = self.epochs.constant(
+                self.batching.batch_size if scheduled else self.first_batch_size or self.batch_size
+            )
+        return self._reference
+
+    @property
+    def maximum(self) -> int | None:
+        """What a rule may not pass; None where it may grow freely, or where what fits is not known."""
+        bound = self.limits.bound if self.limits else None
+        if self.batching.grow_beyond_maximum or bound is None:
+            return None
+        # on a smaller device a schedule continues as it was, in more micro-batches
+        return max(bound, self.saved_maximum if self.batching.batch_size_schedule else 0)
+
+    @property
+    def limit(self) -> MicroBatchLimit:
+        """What one micro-batch may hold at the current batch size."""
+        return self.limits.of(self.batch_size) if self.limits else MicroBatchLimit(self.batch_size)
+
+    # --- epochs -----------------------------------------------------------------------------------------------------
+
+    def begin(self, progress: Progress) -> Progress:
+        """Begin the first epoch of this run, or resume it; find the constant batch that schedules count in."""
+        progress = self.begin_epoch(progress)
+        self._set_reference()
+        return progress
+
+    def look_at(self, progress: Progress, *, batch_size: int) -> None:
+        """Plan the epoch as :meth:`begin` does, with a batch size that is known, and call no rule of growth."""
+        self.batch_size = batch_size
+        self._set_epoch(replace(progress, rows_per_epoch=len(self.sampler)))
+        self._check_plan()
+        self._set_reference()
+
+    def begin_epoch(self, progress: Progress) -> Progress:
+        """Grow the batch by the growth function, and plan the epoch's steps; or resume within an epoch."""
+        if progress.epoch_steps == 0:
+            self._grow(progress.epoch)
+        progress = replace(progress, rows_per_epoch=len(self.sampler))
+        self._set_epoch(progress)
+        self._check_plan()
+        self._follow(progress)
+        return progress
+
+    def start_epoch(self, progress: Progress) -> None:
+        """Hand out the rows of the epoch from progress on; log the rows that no step can hold."""
+        batching, epoch = self.batching, progress.epoch
+        if not batching.batch_tokens:
+            self.sampler.start_epoch(epoch, position=progress.epoch_rows)
+            return
+        batches = self.epochs.token_batches(progress)
+        self.sampler.start_epoch(epoch, position=progress.epoch_rows, rows=batches.rows)
+        left_out = {
+            f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
+            "of the last step (drop_last)": batches[-1] if batching.drop_last else [],
+        }
+        for which, rows in left_out.items():
+            if rows and not progress.epoch_steps:
+                some = ", ".join(map(str, sorted(rows)[:10])) + (", ..." if len(rows) > 10 else "")
+                message = f"epoch {epoch}: {len(rows)} rows {which} are dropped: {some}"
+                self.event("dropped", message, epoch=epoch, rows=sorted(rows))
+
+    def is_over(self, progress: Progress) -> bool:
+        """Return whether the epoch has no step left."""
+        if self.batching.batch_tokens:
+            return progress.epoch_steps >= self.plan.steps
+        return rows_of_next_step(progress, step_rows=1, rows=len(self.sampler), **self.batching.ends) == 0
+
+    def left_out(self, progress: Progress) -> dict[str, int]:
+        """Count the rows of an epoch that is over which no step has used, by reason."""
+        long_rows = len(self.epochs.token_batches(progress).dropped) if self.batching.batch_tokens else 0
+        rest = len(self.sampler) - progress.epoch_rows - long_rows
+        most = self.batching.max_steps_per_epoch
+        why = "drop_last" if self.batching.drop_last else "an error"  # which the audit does not let pass
+        why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else why
+        return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
+
+    def steps_left(self, progress: Progress) -> int:
+        """Return the optimizer steps that are left if the batch does not change."""
+        assert self.batching.epochs is not None
+        epochs_left = self.batching.epochs - progress.epoch - 1
+        if self.batching.batch_tokens:
+            constant = dict.fromkeys(range(progress.epoch, self.batching.epochs), self.batch_size)
+            return sum(1 for _ in self.epochs.ahead(progress, constant))
+        return self.plan.steps - progress.epoch_steps + epochs_left * self.epochs.constant(self.batch_size).steps
+
+    def num_steps(self, progress: Progress, epochs: int) -> int:
+        """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
+        sizes, batch_size, function = {}, self.batch_size, self.batching.batch_increase_function
+        for epoch in range(progress.epoch, epochs):
+            if function is not None and epoch > self._grown_in and (epoch > progress.epoch or not progress.epoch_steps):
+                batch_size = next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self.maximum).after
+            sizes[epoch] = batch_size
+        counts_tokens = self.batching.batch_size_schedule is not None
+        return sum(1 for _ in self.epochs.ahead(progress, sizes, counts_tokens=counts_tokens))
+
+    def _set_epoch(self, progress: Progress) -> None:
+        self._at, self._rule, self._plan = progress, self.epochs.rule(self.batch_size), None
+
+    def _check_plan(self) -> None:
+        if self.batching.refuses_empty_epochs and self.batching.drop_last and self.plan.steps == 0:
+            remedy = f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
+            raise SettingError("drop_last", True, remedy)
+
+    def _set_reference(self) -> None:
+        if self.first_batch_size is None:
+            self.first_batch_size = self.batch_size
+        self._reference = None
+        if self.reference.steps == 0:
+            remedy = f"an epoch of {len(self.sampler)} rows has no whole step; set drop_last=False"
+            raise SettingError("batch_size", self.batch_size, remedy)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def next_step(self, progress: Progress) -> tuple[Progress, list[dict[str, Any]]]:
+        """Return progress with the requested batch, and this rank's rows of the next step.
+
+        After the last step of the epoch the sampler has taken none, for any rank.
+        """
+        is_over = self.is_over(progress)
+        if self.batching.batch_tokens:
+            size = 0 if is_over else self.plan.rows_of_step(progress.epoch_steps)
+            return replace(progress, batch=self.epochs.token_budget(progress)), self._take(size)
+        requested = 0 if is_over else self._follow(progress)
+        step_rows = requested * self.ranks
+        size = rows_of_next_step(progress, step_rows=step_rows, rows=len(self.sampler), **self.batching.ends)
+        return replace(progress, batch=requested), self._take(size)
+
+    def size_of_step(self, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool) -> int:
+        """Return the size over all ranks, in rows or real tokens, of the step of which this rank has `rows`."""
+        taken = self.sampler.taken
+        if not in_tokens:
+            return len(taken)
+        if distributed.data_parallel_size() == 1:
+            return sum(map(self._rows.num_real_tokens, rows))
+        return int(self._rows.real_lengths[taken].sum())
+
+    def deal(self, numbers: Sequence[int], capacity: MicroBatchLimit) -> Sequence[int]:
+        """Return this rank's rows of a step, as positions among `numbers`.
+
+        They are balanced by tokens where micro-batches are made by tokens; else they are distributed in turn, as torch's
+        sampler does.
+        """
+        ranks, rank, layout = distributed.data_parallel_size(), distributed.data_parallel_rank(), self._layout
+        if ranks == 1:
+            return range(len(numbers))
+        if capacity.unit == "tokens" or layout.uniform is not None:
+            lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
+            return balance_by_tokens(lengths, ranks, capacity, layout)[rank]
+        return balance_by_rows(len(numbers), ranks)[rank]
+
+    def _take(self, size: int) -> list[dict[str, Any]]:
+        mine = self.deal(self.sampler.next_numbers(size), self.limit)
+        return self.sampler.take(size, only=mine)
+
+    # --- rules ------------------------------------------------------------------------------------------------------
+
+    def call_rules(self, progress: Progress) -> int:
+        """Call the rule once without effect, so that its mistakes show before weights load; return its answer."""
+        answer, batching = 0, self.batching
+        if batching.batch_increase_function and not progress.epoch_steps:
+            answer = next_batch_size(
+                batching.batch_increase_function, epoch=progress.epoch, batch_size=self.batch_size, maximum=None
+            ).after
+        if batching.batch_size_schedule:
+            progress = replace(progress, rows_per_epoch=len(self.sampler))
+            answer = request_batch(batching.batch_size_schedule, progress, maximum=None).after
+        return answer
+
+    def _follow(self, progress: Progress) -> int:
+        """Return the requested rows of the next step on one device; with a schedule the batch size becomes that."""
+        rule = self.batching.batch_size_schedule
+        if rule is None or self.batching.batch_tokens:
+            return self.batch_size * self.batching.gradient_accumulation_steps
+        batch = request_batch(rule, progress, maximum=self.maximum)
+        if batch.after != self.batch_size or not (progress.steps or self._logged):
+            # a ramp may change it with each step: what is near to what was printed last is written to the run log only
+            says = not 0.8 * self._logged < batch.after < 1.25 * self._logged
+            self._logged = batch.after if says else self._logged
+            self.event(
+                "batch_size",
+                f"step {progress.steps}: {batch.describe(self.batch_size)}",
+                says=says,
+                step=progress.steps,
+                before=self.batch_size,
+                requested=batch.requested,
+                after=batch.after,
+            )
+        self.batch_size = batch.after
+        return batch.after
+
+    def _grow(self, epoch: int) -> None:
+        """Add the rows of the growth function to the batch."""
+        function, before = self.batching.batch_increase_function, self.batch_size
+        if function is None or epoch <= self._grown_in or (self.batching.epochs or epoch + 1) <= epoch:
+            return
+        batch = distributed.from_rank_zero(
+            lambda: next_batch_size(function, epoch=epoch, batch_size=before, maximum=self.maximum)
+        )
+        self._grown_in = epoch
+        self.event(
+            "batch_size",
+            f"epoch {epoch}: {batch.describe(before)}",
+            epoch=epoch,
+            before=before,
+            requested=batch.requested,
+            after=batch.after,
+        )
+        self.batch_size = batch.after
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what resuming needs besides progress, as plain values."""
+        return {
+            "rows": len(self.sampler),
+            "ranks": self.ranks,
+            "batch_size": self.batch_size,
+            "first_batch_size": self.first_batch_size,
+            "grown_in": self._grown_in,
+            "maximum": self.maximum,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state, in a planner that was built as the saved one was."""
+        self.epochs.ranks = state["ranks"]
+        self.batch_size, self._grown_in = state["batch_size"], state["grown_in"]
+        self.first_batch_size = state["first_batch_size"]
+        self.saved_maximum, self._reference = state["maximum"] or 0, None

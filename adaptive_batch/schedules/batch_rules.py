@@ -1,0 +1,179 @@
+"""Rules of the user's that say how large a batch is: checked, called, and the answer clamped to the bound.
+
+A *schedule* is ``rule(progress) -> rows of one optimizer step on one device`` (tokens, where ``batch_tokens`` is set), called
+before each step. An *increment* is ``f(epoch, batch_size) -> rows to add to batch_size``, called at the start of each epoch,
+0 included. Ready-made ones of both are in :mod:`.batch_schedules`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adaptive_batch.errors import GrowthFunctionError, SettingError
+
+from .progress import Progress
+
+Schedule = Callable[[Progress], int]
+Increment = Callable[[int, int], int]
+KEY = "batch_size_schedule"
+INCREMENT_KEY = "batch_increase_function"
+# Far above any batch that can be trained; an answer beyond it is a mistake, in units for instance (tokens, bytes).
+MOST_ROWS = 10**9
+
+
+@dataclass(frozen=True)
+class ClampedBatch:
+    """The batch that a rule requested, and what the bound left of it.
+
+    Attributes:
+        requested: what the rule asked for, on one device.
+        after: the batch from now on.
+        maximum: the bound; None without one.
+    """
+
+    requested: int
+    after: int
+    maximum: int | None
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the bound left less than was requested."""
+        return self.after < self.requested
+
+    def describe(self, before: int) -> str:
+        """Return one line, such as ``batch_size 16 -> 24 (asked for 32, cut to the bound 24)``."""
+        line = f"batch_size {before} -> {self.after}" if self.after != before else f"batch_size {before} unchanged"
+        if not self.was_cut:
+            return line
+        reason = "cut to" if self.after == self.maximum else "already above"
+        return f"{line} (asked for {self.requested}, {reason} the bound {self.maximum})"
+
+
+def request_batch(rule: Callable[[Progress], object], progress: Progress, *, maximum: int | None) -> ClampedBatch:
+    """Call a schedule before a step, and clamp its answer to the bound.
+
+    Args:
+        rule: ``rule(progress)``; whole numbers of numpy and torch are accepted.
+        progress: at the beginning of the step.
+        maximum: the bound; None for none.
+
+    Raises:
+        GrowthFunctionError: the rule raised (its error is the cause), or returned no whole number, 1 to 10**9.
+    """
+    requested = _call(
+        lambda: rule(progress),
+        f"{KEY} {name_of(rule)}({progress})",
+        least=1,
+        remedy="it must return what a step on one device holds",
+    )
+    return ClampedBatch(requested, requested if maximum is None else min(requested, maximum), maximum)
+
+
+def next_batch_size(
+    increment: Callable[[int, int], object], *, epoch: int, batch_size: int, maximum: int | None
+) -> ClampedBatch:
+    """Call an increment at the start of an epoch, and clamp the batch size to the bound.
+
+    A batch size already above the bound, as after resuming on a smaller device, is kept: no row is added or taken away.
+
+    Args:
+        increment: ``f(epoch, batch_size) -> rows to add``; whole numbers of numpy and torch are accepted.
+        epoch: the epoch that starts, from 0.
+        batch_size: rows so far.
+        maximum: the bound in rows; None for none.
+
+    Raises:
+        GrowthFunctionError: the function raised (its error is the cause), or returned no whole number, 0 to 10**9.
+    """
+    rows = _call(
+        lambda: increment(epoch, batch_size),
+        f"{INCREMENT_KEY} {name_of(increment)}(epoch={epoch}, batch_size={batch_size})",
+        least=0,
+        remedy="it must return how many rows to add to batch_size",
+    )
+    requested = batch_size + rows
+    return ClampedBatch(requested, requested if maximum is None else min(requested, max(maximum, batch_size)), maximum)
+
+
+def _call(function: Callable[[], object], call: str, *, least: int, remedy: str) -> int:
+    """Call a function of the user's and check its answer; `call` and `remedy` are for the message."""
+    try:
+        answer = function()
+    except Exception as error:
+        raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
+    number = whole_number(answer)
+    if number is None or not least <= number <= MOST_ROWS:
+        shown = _shortened(answer)
+        raise GrowthFunctionError(
+            f"{call} returned {shown}: {remedy}: a whole number, {least} or more, at most {MOST_ROWS}"
+        )
+    return number
+
+
+def check_schedule(rule: object, *, key: str = KEY) -> None:
+    """Check that something can be called as a schedule.
+
+    Raises:
+        SettingError: it cannot be called, or not with one positional argument.
+    """
+    what, call = (
+        "a function rule(progress) -> rows of a step on one device",
+        "rule(progress) with one positional argument",
+    )
+    _check_call(rule, Progress(), key=key, what=what, call=call)
+
+
+def check_increment(function: object, *, key: str = INCREMENT_KEY) -> None:
+    """Check that something can be called as an increment.
+
+    Raises:
+        SettingError: it cannot be called, or not with two positional arguments.
+    """
+    what, call = "a function f(epoch, batch_size) -> rows to add", "f(epoch, batch_size) with two positional arguments"
+    _check_call(function, 0, 1, key=key, what=what, call=call)
+
+
+def _check_call(function: object, /, *arguments: object, key: str, what: str, call: str) -> None:
+    """Check what can be known of a user's function without calling it; `what` and `call` are for the message."""
+    if not callable(function):
+        raise SettingError(key, function, f"it is a {type(function).__name__}; give {what}")
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # some builtins have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise SettingError(key, name_of(function), f"it takes {signature} ({error}); it is called as {call}") from error
+
+
+def needs_noise_scale(rule: object) -> bool:
+    """Return whether a rule reads the measured noise scale, so that no plan can be made ahead."""
+    return getattr(rule, "needs_noise_scale", False) is True
+
+
+def whole_number(value: object) -> int | None:
+    """Return a whole number of Python, numpy or torch as an int, and None for all else, their bools included."""
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def name_of(function: object) -> str:
+    """Return how a message names a function: its path, or the object's own `repr`."""
+    qualified = getattr(function, "__qualname__", None)
+    return repr(function) if qualified is None else f"{getattr(function, '__module__', '?')}.{qualified}"
+
+
+def _shortened(value: object) -> str:
+    """Return a value for a message: a huge number would fill the screen, or refuse to be printed at all."""
+    if isinstance(value, int) and abs(value) > 10**18:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
