@@ -382,7 +382,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if unlabelled:
             message = f"{unlabelled} of {steps} steps had no label at all, and changed nothing"
             self.record.decision("no_labels", message, steps=unlabelled)
-        reasons = self.planner.left_out(self.progress)
+        reasons = self.planner.epochs.left_out(self.progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
         self.record.decision(
             "epoch",

@@ -10,7 +10,7 @@ from small_ranks_model import make_rows
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adaptive_batch.data import DatasetAdapter, checked_loss, label_tokens
+from adaptive_batch.data import DatasetAdapter, check_loss, label_tokens
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveLoop
 
@@ -35,7 +35,7 @@ WEIGHTS = torch.ones(4, 3, requires_grad=True)
 )
 def test_what_is_no_mean_loss_is_refused_with_what_it_is(loss: Any, said: str) -> None:
     with pytest.raises(SettingError, match=f"^{said}"):
-        checked_loss(loss)
+        check_loss(loss)
 
 
 def test_a_mean_loss_is_one_number_of_32_bits_or_more() -> None:
@@ -47,12 +47,12 @@ def test_a_mean_loss_is_one_number_of_32_bits_or_more() -> None:
     ):
         for shape in ((), (1,), (1, 1)):
             given = WEIGHTS.mean().to(dtype).reshape(shape)
-            loss = checked_loss(given)
+            loss = check_loss(given)
             assert (loss.dtype, loss.shape, loss.item()) == (expected, (), given.item())
     single = WEIGHTS.mean()
-    assert checked_loss(single) is single
+    assert check_loss(single) is single
     with torch.no_grad():  # as the loss of a validation
-        assert checked_loss(WEIGHTS.mean()) == 1
+        assert check_loss(WEIGHTS.mean()) == 1
 
 
 def test_a_loss_that_cannot_be_used_is_said_by_the_search_and_by_training() -> None:

@@ -296,7 +296,7 @@ REFUSED = {
     "a scheduler that waits for a metric": (
         ["lr_scheduler._component_=small_growth_scheduler.plateau"],
         "lr_scheduler='ReduceLROnPlateau'",
-        "torchtune's cosine schedule, would do",
+        "torchtune's cosine schedule, can follow",
     ),
     **{
         f"a clock that is {name}": ([*COSINE, f"lr_clock={value}"], shown, remedy)

@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch import distributed
-from adaptive_batch.data import moved
+from adaptive_batch.data import move_to_device
 from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
@@ -632,7 +632,7 @@ def test_labels_of_sequences_are_counted_after_the_shift():
 def test_batches_go_to_the_device_as_they_are_nested():
     Pair = namedtuple("Pair", "first second")
     batch = {"a": [torch.ones(2), "text"], "b": Pair(torch.ones(1), (torch.ones(3), None))}
-    on_device = moved(batch, torch.device("meta"))
+    on_device = move_to_device(batch, torch.device("meta"))
     assert on_device["a"][0].is_meta
     assert on_device["a"][1] == "text"
     assert type(on_device["b"]) is Pair

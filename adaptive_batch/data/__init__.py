@@ -2,7 +2,7 @@
 
 from .balance import balance_by_rows, balance_by_tokens
 from .bin_packing import LONG_ROWS
-from .dataset import IGNORE_INDEX, DatasetAdapter, RowLength, checked_loss, label_tokens, moved
+from .dataset import IGNORE_INDEX, DatasetAdapter, RowLength, check_loss, label_tokens, move_to_device
 from .epoch_planner import Batching, plan_token_batches
 from .lengths import longest_rows, row_lengths
 from .micro_batches import (
@@ -35,12 +35,12 @@ __all__ = [
     "balance_by_rows",
     "balance_by_tokens",
     "batches_by_tokens",
-    "checked_loss",
+    "check_loss",
     "label_tokens",
     "largest_divisor",
     "longest_rows",
     "micro_batches",
-    "moved",
+    "move_to_device",
     "plan_batches",
     "plan_token_batches",
     "row_lengths",

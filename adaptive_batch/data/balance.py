@@ -1,7 +1,7 @@
-"""The rows of a step dealt to ranks: pure, and every rank finds the same answer by itself.
+"""Load balance: the rows of a step divided among ranks; pure, and every rank computes the same answer by itself.
 
 Ranks wait for each other in every micro-batch, and all run as many as the one that has most. So a step takes as long as the
-largest first micro-batch of any rank, the largest second one, and so on, and that sum is what dealing can make small.
+largest first micro-batch of any rank, the largest second one, and so on, and that sum is what balancing makes small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRIED_PERCENT = range(68, 133, 4)
 
 
 def balance_by_rows(num_rows: int, ranks: int) -> list[range]:
-    """Deals rows in turn, as torch's DistributedSampler does: as many to each rank, or one more to the first ones.
+    """Divide rows in turn, as torch's DistributedSampler does: as many to each rank, or one more to the first ones.
 
     Args:
         num_rows: of the step, over all ranks.
@@ -40,27 +40,27 @@ def balance_by_rows(num_rows: int, ranks: int) -> list[range]:
 
 
 def balance_by_tokens(
-    lengths: Sequence[int] | torch.Tensor, ranks: int, capacity: MicroBatchLimit, shapes: MicroBatchLayout | None = None
+    lengths: Sequence[int] | torch.Tensor, ranks: int, limit: MicroBatchLimit, layout: MicroBatchLayout | None = None
 ) -> list[list[int]]:
-    """Deals rows so that ranks wait little for each other once each has cut its rows into micro-batches.
+    """Divide rows so that ranks wait little for each other once each has cut its rows into micro-batches.
 
     By tokens, rows sorted by length are cut into a group for each micro-batch of each rank. The groups that are run at one
     time, a *wave*, are neighbours and have much the same padded tokens; each rank has one of every wave. Where
-    :func:`~adaptive_batch.batching.micro_batches` cuts a rank's rows otherwise, it is into fewer, or as many with no more
-    padding. A rank has at most as many as the whole step would have on one, divided by ranks and rounded up; no dealing
-    does with fewer.
+    :func:`~adaptive_batch.data.micro_batches` cuts a rank's rows otherwise, it is into fewer, or as many with no more
+    padding. A rank has at most as many as the whole step would have on one, divided by ranks and rounded up; no division
+    needs fewer.
 
-    Other shapes and units leave less to choose:
+    Other layout and units leave less to choose:
 
     - ``lengths`` alike, or by rows where a rank can run all of its rows at once: a rank has one group, of neighbours.
     - equal ``rows``, or ``both``: as many rows to each rank, or one more to some; by tokens, of much the same lengths.
-    - by rows otherwise: micro-batches keep to the order of the step, so rows are dealt in turn.
+    - by rows otherwise: micro-batches keep the order of the step, so rows are divided in turn.
 
     Args:
         lengths: tokens of each row of the step, over all ranks.
         ranks: how many there are, 1 or more.
-        capacity: of one micro-batch.
-        shapes: what the micro-batches of a rank must keep to; None for nothing.
+        limit: of one micro-batch.
+        layout: what the micro-batches of a rank must keep to; None for nothing.
 
     Returns:
         For each rank its rows: positions in the step, ascending; none only where there are fewer rows than ranks.
@@ -68,35 +68,35 @@ def balance_by_tokens(
     Raises:
         ValueError: `ranks` is below 1.
     """
-    shapes = shapes or MicroBatchLayout()
+    layout = layout or MicroBatchLayout()
     in_turn = [list(positions) for positions in balance_by_rows(len(lengths), ranks)]
     if ranks == 1 or len(lengths) <= ranks:
         return in_turn
     by_length = torch.sort(torch.as_tensor(lengths), descending=True, stable=True)
     order: list[int] = by_length.indices.tolist()
     real: list[int] = by_length.values.tolist()
-    if shapes.uniform in ("rows", "both"):
-        return in_turn if capacity.unit == "rows" else [sorted(order[rank::ranks]) for rank in range(ranks)]
+    if layout.uniform in ("rows", "both"):
+        return in_turn if limit.unit == "rows" else [sorted(order[rank::ranks]) for rank in range(ranks)]
 
-    padded_to = {length: shapes.padded(length) for length in set(real)}
+    padded_to = {length: layout.padded(length) for length in set(real)}
     padded = [padded_to[length] for length in real]
-    most = [capacity.amount if capacity.unit == "rows" else capacity.amount // length or 1 for length in padded]
-    if shapes.uniform is None and capacity.unit == "tokens":
+    most = [limit.amount if limit.unit == "rows" else limit.amount // length or 1 for length in padded]
+    if layout.uniform is None and limit.unit == "tokens":
         num_waves = -(-_fewest_groups(most) // ranks)
     else:
         num_waves, micro_batches_each = 1, -(-len(order) // (ranks * most[0]))
-        if shapes.uniform is None and micro_batches_each > 1:
+        if layout.uniform is None and micro_batches_each > 1:
             return in_turn
         most = [micro_batches_each * rows for rows in most]
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    divided: list[list[int]] = [[] for _ in range(ranks)]
     for wave in _SortedRows(padded, most).waves(num_waves, ranks):
-        for positions, (start, end) in zip(dealt, wave, strict=False):
+        for positions, (start, end) in zip(divided, wave, strict=False):
             positions += order[start:end]
-    return [sorted(positions) for positions in dealt]
+    return [sorted(positions) for positions in divided]
 
 
 def _fewest_groups(most: list[int]) -> int:
-    """How many groups take all rows where each has as many as it may."""
+    """Return how many groups take all rows where each has as many as it may."""
     start = groups = 0
     while start < len(most):
         start += most[start]
@@ -119,7 +119,7 @@ class _SortedRows:
         self._tokens_before = [0, *accumulate(lengths)]
 
     def waves(self, num_waves: int, ranks: int) -> Iterator[list[tuple[int, int]]]:
-        """Where the groups of each wave start and end: one for each rank, or for each row where rows are fewer."""
+        """Yield where the groups of each wave start and end: one for each rank, or for each row where rows are fewer."""
         start = 0
         for left in range(num_waves, 0, -1):
             end, tokens = self._next_wave(start, left, ranks)
@@ -131,7 +131,7 @@ class _SortedRows:
             yield groups
 
     def _next_wave(self, start: int, num_waves: int, ranks: int) -> tuple[int, int]:
-        """Where it ends and what its groups hold at most, so that it and the later ones, if these are alike, take least."""
+        """Return where it ends and what its groups hold at most, so that it and the later ones, if these are alike, take least."""
         last, later = len(self._lengths), num_waves - 1
         alike = self._least_tokens(start, last, ranks * num_waves, at_most=self._largest)
         assert alike is not None, "so many groups that have as many rows as they may take all rows"
@@ -147,7 +147,7 @@ class _SortedRows:
         return self._reached(start, ranks, best), best
 
     def _least_tokens(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
-        """What groups must hold for so many to take the rows from `start` to `end`; None where `at_most` is too little."""
+        """Return what groups must hold for so many to take the rows from `start` to `end`; None where `at_most` is too little."""
         mean = -(-(self._tokens_before[end] - self._tokens_before[start]) // groups)
         low, high = max(self._lengths[start], mean), at_most
         if high < low or self._reached(start, groups, high) < end:
@@ -161,7 +161,7 @@ class _SortedRows:
         return high
 
     def _reached(self, start: int, groups: int, tokens: int) -> int:
-        """Where so many groups end that each take as many rows as they may with at most so many tokens."""
+        """Return where so many groups end that each take as many rows as they may with at most so many tokens."""
         lengths, most, last = self._lengths, self._most, len(self._lengths)
         for _ in range(groups):
             if start >= last:

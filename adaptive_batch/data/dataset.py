@@ -1,4 +1,4 @@
-"""Rows and batches that another's code makes: lengths, labels, the longest rows, the way to the device, and what comes out."""
+"""Rows, batches and losses of the user's code: lengths, labels, the longest rows, and the checks of what it returns."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class DatasetAdapter(Dataset[Any]):
         return self.length(row)
 
     def length(self, row: Any) -> int:
-        """Tokens of a row."""
+        """Return the tokens of a row."""
         if isinstance(self._row_length, int):
             return self._row_length
         return max(1, int((self._row_length or _tokens)(row)))
 
     def describe(self, row: Any) -> str:
-        """What an error calls a row, its length included unless all are alike."""
+        """Return how an error names a row, its length included unless all are alike."""
         return "one row" if isinstance(self._row_length, int) else f"one row of {self.length(row)} tokens"
 
     @property
@@ -94,14 +94,14 @@ class DatasetAdapter(Dataset[Any]):
         return self._lengths
 
     def longest(self, count: int) -> list[Any]:
-        """The `count` longest rows, each read once."""
+        """Return the `count` longest rows, each read once."""
         if not self._longest_first:
             self._longest_first = longest_rows(self.lengths, len(self))
         self._read.extend(self[number] for number in self._longest_first[len(self._read) : count])
         return self._read[:count]
 
     def forget(self) -> None:
-        """Let go of the rows that were read for :meth:`longest`."""
+        """Free the rows that were read for :meth:`longest`."""
         self._read = []
 
 
@@ -119,7 +119,7 @@ class _Measured:
 
 
 def label_tokens(batch: Any) -> torch.Tensor:
-    """The number of labels of a batch that has ``labels``, where -100 is none.
+    """Return the number of labels of a batch that has ``labels``, where -100 is none.
 
     Of `[batch, sequence]` they are counted after the shift, as causal language models do, where position `i` predicts the label
     at `i + 1`; of `[batch]` all are counted. The labels of an encoder or of an encoder-decoder (T5, BART, Whisper) are not shifted:
@@ -141,8 +141,8 @@ def label_tokens(batch: Any) -> torch.Tensor:
     return ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum()
 
 
-def checked_loss(loss: Any) -> torch.Tensor:
-    """What a user's `mean_loss` has returned, as one number of 32 bits or more: in 16, sums over many micro-batches drift.
+def check_loss(loss: Any) -> torch.Tensor:
+    """Return the result of a user's `mean_loss` as one number of 32 bits or more: in 16, sums over many micro-batches drift.
 
     Raises:
         SettingError: it is no tensor of one number, or nothing can learn from it.
@@ -162,14 +162,14 @@ def checked_loss(loss: Any) -> torch.Tensor:
     return single.float() if single.dtype.itemsize < 4 else single
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """A batch on a device: what has ``to``, and such in mappings, lists and tuples; all else as it is."""
+def move_to_device(value: Any, device: torch.device) -> Any:
+    """Move a batch to a device: what has ``to``, and such in mappings, lists and tuples; all else is unchanged."""
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: moved(item, device) for key, item in value.items()}
+        return {key: move_to_device(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [moved(item, device) for item in value]
+        items = [move_to_device(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

@@ -266,6 +266,15 @@ class EpochPlanner:
         budgets = self._token_batches(progress.at_epoch_start())[1]
         return budgets[progress.epoch_steps] if progress.epoch_steps < len(budgets) else progress.batch
 
+    def left_out(self, progress: Progress) -> dict[str, int]:
+        """Count the rows of an epoch that is over which no step has used, by reason."""
+        long_rows = len(self.token_batches(progress).dropped) if self._batching.batch_tokens else 0
+        rest = len(self.sampler) - progress.epoch_rows - long_rows
+        most = self._batching.max_steps_per_epoch
+        why = "drop_last" if self._batching.drop_last else "an error"  # which the audit does not let pass
+        why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else why
+        return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
+
     def _mixed(
         self, progress: Progress, rule: Callable[[Progress], int], tokens_before: list[int] | None = None
     ) -> EpochPlan:

@@ -1,25 +1,10 @@
-"""Rows into micro-batches: pure functions, no device.
-
-What a step holds is decided elsewhere; here it is cut into what one forward and backward may hold, its :class:`MicroBatchLimit`.
-"""
+"""The rows of a step into micro-batches that one forward and backward may hold: pure functions, no device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
-
-from .token_sampler import batches_by_tokens
-
-__all__ = [
-    "MicroBatch",
-    "MicroBatchLayout",
-    "MicroBatchLimit",
-    "batches_by_tokens",
-    "micro_batches",
-    "split_by_rows",
-    "split_by_tokens",
-]
 
 Row = TypeVar("Row")
 
@@ -42,7 +27,7 @@ class MicroBatchLimit:
         return f"{self.amount} {'padded ' if self.unit == 'tokens' else ''}{self.unit}"
 
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
-        """The micro-batch that takes most of it."""
+        """Return the micro-batch that takes most of the limit."""
 
         def key(piece: MicroBatch) -> tuple[int, int]:  # by tokens, one that can be made smaller
             return (len(piece.rows) if self.unit == "rows" else min(2, len(piece.rows)), piece.padded_tokens)
@@ -50,13 +35,13 @@ class MicroBatchLimit:
         return max(pieces, key=key)
 
     def halved(self, *, rows: int, length: int) -> MicroBatchLimit | None:
-        """Half of a micro-batch that did not fit, `rows` rows padded to `length`; None where it was one row."""
+        """Return half of a micro-batch that did not fit, `rows` rows padded to `length`; None where it was one row."""
         if rows == 1:
             return None
         return replace(self, amount=rows // 2 if self.unit == "rows" else rows * length // 2)
 
     def reduced(self, *, rows: int, length: int) -> MicroBatchLimit | None:
-        """A sixteenth less than a micro-batch held that only just fits, one row at least; None where it was one row."""
+        """Return a sixteenth less than a micro-batch held that only just fits, one row at least; None where it was one row."""
         if rows == 1:
             return None
         fewer = rows - max(1, rows // 16)
@@ -65,7 +50,7 @@ class MicroBatchLimit:
 
 @dataclass(frozen=True)
 class MicroBatchLayout:
-    """What the shapes of micro-batches must keep to, for pipelines and compiled graphs.
+    """What the layout of micro-batches must keep to, for pipelines and compiled graphs.
 
     Attributes:
         uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one length; ``both``; or None.
@@ -80,7 +65,7 @@ class MicroBatchLayout:
     shortest: int = 1
 
     def padded(self, length: int) -> int:
-        """The length, in tokens, that rows of up to `length` tokens are padded to; at least one, which a model needs."""
+        """Return the length, in tokens, that rows of up to `length` tokens are padded to; at least one, which a model needs."""
         length = max(1, self.shortest, length)
         rounded = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
         return rounded if self.longest is None else max(length, min(rounded, self.longest))
@@ -105,7 +90,7 @@ class MicroBatch:
 
 
 def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
-    """Splits the rows of a step batch into micro-batches of a number of rows.
+    """Split the rows of a step batch into micro-batches of a number of rows.
 
     Args:
         rows: the rows in order; none gives no micro-batch.
@@ -123,7 +108,7 @@ def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]
 
 
 def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Groups the rows of a step batch by length into micro-batches of at most so many padded tokens.
+    """Group the rows of a step batch by length into micro-batches of at most so many padded tokens.
 
     Args:
         lengths: tokens of each row; none gives no micro-batch.
@@ -143,44 +128,44 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def micro_batches(
-    lengths: Sequence[int], capacity: MicroBatchLimit, shapes: MicroBatchLayout | None = None
+    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout | None = None
 ) -> list[MicroBatch]:
-    """Cuts the rows of a step into as few micro-batches as capacity and shapes allow.
+    """Split the rows of a step into as few micro-batches as limit and layout allow.
 
-    By rows they stay in their order; by tokens they are grouped by length. A row that alone is above the capacity is a
-    micro-batch of its own.
+    By rows they stay in their order; by tokens they are grouped by length. A row that alone is above the limit is a
+    micro-batch by itself.
 
     Args:
         lengths: tokens of each row of the step.
-        capacity: of one micro-batch.
-        shapes: what all of them must keep to; None for nothing.
+        limit: of one micro-batch.
+        layout: what all of them must keep to; None for nothing.
     """
-    shapes = shapes or MicroBatchLayout()
+    layout = layout or MicroBatchLayout()
     if not lengths:
         return []
-    padded = [shapes.padded(length) for length in lengths]
+    padded = [layout.padded(length) for length in lengths]
     longest = max(padded)
     by_length = sorted(range(len(lengths)), key=padded.__getitem__, reverse=True)
-    most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // longest)
-    if shapes.uniform in ("rows", "both"):
+    most = max(1, limit.amount if limit.unit == "rows" else limit.amount // longest)
+    if layout.uniform in ("rows", "both"):
         most = largest_divisor(len(lengths), at_most=most)
-    if capacity.unit == "rows":
+    if limit.unit == "rows":
         pieces = split_by_rows(range(len(lengths)), most)
-    elif shapes.uniform is None:
-        pieces = _grouped(padded, capacity.amount)
+    elif layout.uniform is None:
+        pieces = _grouped(padded, limit.amount)
     else:
         pieces = [sorted(piece) for piece in split_by_rows(by_length, most)]
-    alike = shapes.uniform in ("lengths", "both")
+    alike = layout.uniform in ("lengths", "both")
     return [MicroBatch(piece, longest if alike else max(padded[row] for row in piece)) for piece in pieces]
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
-    """The largest whole number that divides `number` and is at most `at_most`; 1 always does."""
+    """Return the largest whole number that divides `number` and is at most `at_most`; 1 always does."""
     return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
 def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """As :func:`split_by_tokens`; a row longer than `max_tokens` is a group of its own.
+    """Group as :func:`split_by_tokens`; a row longer than `max_tokens` is a group by itself.
 
     Rows sorted by length are cut into consecutive groups, which some best grouping always is: swapping two rows so that
     the shorter lies in the group with the shorter longest row lengthens neither. For each number of shortest rows in turn:

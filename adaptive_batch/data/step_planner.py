@@ -172,15 +172,6 @@ class StepPlanner:
             return progress.epoch_steps >= self.plan.steps
         return rows_of_next_step(progress, step_rows=1, rows=len(self.sampler), **self.batching.ends) == 0
 
-    def left_out(self, progress: Progress) -> dict[str, int]:
-        """Count the rows of an epoch that is over which no step has used, by reason."""
-        long_rows = len(self.epochs.token_batches(progress).dropped) if self.batching.batch_tokens else 0
-        rest = len(self.sampler) - progress.epoch_rows - long_rows
-        most = self.batching.max_steps_per_epoch
-        why = "drop_last" if self.batching.drop_last else "an error"  # which the audit does not let pass
-        why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else why
-        return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
-
     def steps_left(self, progress: Progress) -> int:
         """Return the optimizer steps that are left if the batch does not change."""
         assert self.batching.epochs is not None
@@ -241,7 +232,7 @@ class StepPlanner:
             return sum(map(self._rows.num_real_tokens, rows))
         return int(self._rows.real_lengths[taken].sum())
 
-    def deal(self, numbers: Sequence[int], capacity: MicroBatchLimit) -> Sequence[int]:
+    def rows_of_rank(self, numbers: Sequence[int], limit: MicroBatchLimit) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among `numbers`.
 
         They are balanced by tokens where micro-batches are made by tokens; else they are distributed in turn, as torch's
@@ -250,13 +241,13 @@ class StepPlanner:
         ranks, rank, layout = distributed.data_parallel_size(), distributed.data_parallel_rank(), self._layout
         if ranks == 1:
             return range(len(numbers))
-        if capacity.unit == "tokens" or layout.uniform is not None:
+        if limit.unit == "tokens" or layout.uniform is not None:
             lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
-            return balance_by_tokens(lengths, ranks, capacity, layout)[rank]
+            return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]
 
     def _take(self, size: int) -> list[dict[str, Any]]:
-        mine = self.deal(self.sampler.next_numbers(size), self.limit)
+        mine = self.rows_of_rank(self.sampler.next_numbers(size), self.limit)
         return self.sampler.take(size, only=mine)
 
     # --- rules ------------------------------------------------------------------------------------------------------

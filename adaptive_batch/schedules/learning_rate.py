@@ -138,7 +138,7 @@ class LearningRate:
 
     @property
     def follows_clock(self) -> bool:
-        """Whether the scheduler is a function of the clock, and keeps no count of its own."""
+        """Whether the scheduler is a function of the clock, and keeps no count."""
         return self._schedule.follows_clock
 
     def set(self, clock: float, *, batch: float | None = None) -> float:
@@ -186,7 +186,7 @@ class LearningRate:
     def _check(self, scheduler: LRScheduler, *, batch_can_change: bool) -> None:
         name = type(scheduler).__name__
         if isinstance(scheduler, ReduceLROnPlateau):
-            remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, would do"
+            remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, can follow"
             raise SettingError("lr_scheduler", name, remedy)
         if getattr(scheduler, "optimizer", self._optimizers[0]) is not self._optimizers[0]:
             raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
@@ -234,7 +234,7 @@ class _ScheduledRates:
         optimizer: each group keeps its base rate in its ``initial_lr``.
 
     Attributes:
-        follows_clock: it is a function of the clock, and keeps no count of its own.
+        follows_clock: it is a function of the clock, and keeps no count.
     """
 
     def __init__(self, scheduler: LRScheduler | None, optimizer: Optimizer) -> None:
@@ -337,7 +337,7 @@ def _evaluate(scheduler: LRScheduler, clock: float) -> list[_Scheduled]:
         scheduler = scheduler._schedulers[index]
     assert isinstance(scheduler, LambdaLR)
     bases = [float(base) for base in scheduler.base_lrs]
-    factors = [rule(clock) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]  # torch's are asked at whole steps
+    factors = [rule(clock) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]  # torch's are called at whole steps
     return [_Scheduled(base, factor, base * factor) for base, factor in zip(bases, factors, strict=True)]
 
 

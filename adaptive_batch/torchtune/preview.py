@@ -209,7 +209,7 @@ class TrainingPreview:
     def _num_micro_batches(self, rows: list[int], capacity: MicroBatchLimit) -> int:
         if capacity.amount == 0:  # the plan alone, where what fits is not known
             return 1
-        mine = self._batches.deal(rows, capacity)
+        mine = self._batches.rows_of_rank(rows, capacity)
         lengths = self._parts.lengths[[rows[position] for position in mine]].tolist()
         return max(1, len(micro_batches(lengths, capacity, self._parts.shapes)))
 

@@ -35,9 +35,9 @@ from adaptive_batch.data import (
     MicroBatchLimit,
     RowLength,
     StepPlanner,
-    checked_loss,
+    check_loss,
     label_tokens,
-    moved,
+    move_to_device,
 )
 from adaptive_batch.distributed import Sharding, reshard
 from adaptive_batch.errors import SettingError
@@ -255,14 +255,14 @@ class AdaptiveLoop:
         self._steps = StepPlanner(self._rows, batching, counts_tokens=clock.counts_tokens, event=self._log_event)
         self._steps.limits = self._limits
         self._waiting: deque[StepRows] = deque()
-        move = options.to_device or (lambda batch: moved(batch, self._device))
+        move = options.to_device or (lambda batch: move_to_device(batch, self._device))
         shrinks = options.on_out_of_memory == "shrink"
         self._accumulator = MicroBatchRunner(
             model,
             # A step may be run again: a collate function that takes from its rows takes from copies.
             collate=lambda rows: {"batch": collate([dict(row) if type(row) is dict else row for row in rows])},
             to_device=lambda batch: batch.update(batch=move(batch["batch"])),
-            mean_loss=lambda batch: checked_loss(mean_loss(batch.pop("batch"))),
+            mean_loss=lambda batch: check_loss(mean_loss(batch.pop("batch"))),
             num_real_tokens=self._rows.length,
             ignore_index=IGNORE_INDEX,
             capacity=MicroBatchLimit(batch_size),
