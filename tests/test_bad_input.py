@@ -433,11 +433,11 @@ REFUSED = {
         for value in (3, "True", "[3]", "{dataset: True}")
     },
     "an assumed maximum of zero": (
-        ["plan_only=True", "probe.assumed_maximum=0"],
+        ["preview=True", "probe.assumed_maximum=0"],
         "probe.assumed_maximum=0",
         "1 or more",
     ),
-    "plan_only that is no switch": (["plan_only=maybe"], "plan_only='maybe'", "True or False"),
+    "preview that is no switch": (["preview=maybe"], "preview='maybe'", "True or False"),
     # names
     **{
         f"{nearly} for {meant}": ([f"{nearly}=1"], f"{nearly}=1", f"{meant} is probably meant")
@@ -456,7 +456,7 @@ REFUSED = {
             "batchsize_schedule": "batch_size_schedule",
             "lr_clok": "lr_clock",
             "lr_clocks": "lr_clock",
-            "plan_onyl": "plan_only",
+            "preveiw": "preview",
             "grow_beyond_max": "grow_beyond_maximum",
             "resume_allow_change": "resume_allow_changes",
             "log_gradient_noise": "log_gradient_noise_scale",

@@ -44,11 +44,11 @@ from adaptive_batch.estimate import (
 from adaptive_batch.memory import Line, MemoryCurve
 
 from .bound import BatchSizeFinder
-from .components import load_function
+from .checks import without_effect_on_probe
 from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed
-from .needs import complete
-from .no_effect import without_effect_on_probe
+from .keys import load_function
 from .ranks import check_parallel
+from .requirements import complete
 from .settings import Settings
 
 log = logging.getLogger("adaptive_batch")

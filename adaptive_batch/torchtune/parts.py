@@ -30,11 +30,12 @@ from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFi
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
 from adaptive_batch.training import LimitChange, MicroBatchRunner, lengthened
 
-from .components import load_function
-from .needs import TO_TRAIN, check_all_is_trained, check_file, check_loss, complete, plainly, told
-from .settings import TOKEN_KEYS, Settings
+from .checks import TOKEN_KEYS
+from .configs import config_path, shipped_configs
+from .keys import load_function
+from .requirements import TO_TRAIN, check_all_is_trained, check_file, check_loss, complete, plainly, told
+from .settings import Settings
 from .sharded import Weights, apply_checkpointing, build_sharded, check_names, load_sharded
-from .shipped import config_path, shipped_configs
 
 log = logging.getLogger("adaptive_batch")
 

@@ -18,7 +18,7 @@ from adaptive_batch._util import check_bool, check_whole
 from adaptive_batch.distributed import EXIT_STATUS, Watchdog
 from adaptive_batch.errors import GrowthFunctionError, RankLostError, SettingError
 
-from .needs import plainly
+from .requirements import plainly
 from .settings import Settings
 
 # Optimizers whose kernels want the parameters on the device.

@@ -25,7 +25,7 @@ from adaptive_batch.schedules import (
 )
 
 from .batches import StepPlanner
-from .components import load_function
+from .keys import load_function
 from .parts import TrainingParts
 
 

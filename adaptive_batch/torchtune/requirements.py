@@ -15,7 +15,7 @@ from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
-from .components import load_function
+from .keys import load_function
 
 # What torchtune's distributed recipe takes where it is not told.
 _DEFAULTS = {"compile": False}
@@ -169,7 +169,7 @@ def check_file(path: str) -> None:
     Raises:
         SettingError: it cannot be read, is no YAML, or no block of keys.
     """
-    from yaml import YAMLError  # which comes with OmegaConf
+    from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
 
     try:
         cfg = OmegaConf.load(path)

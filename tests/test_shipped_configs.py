@@ -95,7 +95,7 @@ def test_the_command_copies_and_says_where(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["configs", "demo_cpu"], "say where to copy it: configs demo_cpu DEST"),
+        (["configs", "demo_cpu"], "give where to copy it: configs demo_cpu DEST"),
         (["configs", "demo_cpi", "."], "near it: demo_cpu"),
         ([], "required: command"),
     ],
