@@ -76,9 +76,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.watch = watch
         plain = OmegaConf.to_container(cfg, resolve=True)
         self.settings = Settings.from_config(plain)
-        if self.settings.probe.plan_for is not None:
-            remedy = "training does not plan; run `tune run adaptive_probe` with it, or remove it"
-            raise SettingError("probe.plan_for", self.settings.probe.plan_for, remedy)
         self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
         self.parts = TrainingParts(cfg, self.settings)
         self.bounds = BatchSizeFinder(self.parts)

@@ -15,20 +15,15 @@ from torchtune import config, training
 
 from adaptive_batch import distributed
 from adaptive_batch.distributed import Watchdog
-from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
-from adaptive_batch.estimate import MemoryEstimate
+from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.report import write_plan_picture
 from adaptive_batch.torchtune import (
     BatchSizeFinder,
     Checkpoints,
-    FakeParts,
     Settings,
     TrainingParts,
     all_ranks,
-    complete,
-    estimate_devices,
     set_up_terminal,
     use_shipped_config,
     without_effect_on_probe,
@@ -98,37 +93,9 @@ def summary(results: list[ProbeResult]) -> str:
     return "\n".join(lines)
 
 
-def plan(cfg: DictConfig) -> MemoryEstimate:
-    """Plan for devices that are not here; tables, ``plan.json`` and, where matplotlib is there, a figure.
-
-    Raises:
-        SettingError: a setting cannot be used, or a component cannot be planned.
-    """
-    complete(cfg, needs=(*FakeParts.needs, "output_dir"))
-    path = Path(cfg.output_dir) / "adaptive_batch" / "plan.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(
-            "output_dir", cfg.output_dir, f"it cannot be made ({error}); give a folder of yours"
-        ) from None
-    planned = estimate_devices(cfg, save=lambda plan: plan.save(path))
-    print(f"\nwritten to {path}, in {planned.seconds:.1f} s")
-    try:
-        write_plan_picture(planned, path.with_suffix(".png"))
-    except AdaptiveBatchError as error:
-        print(f"no figure beside it: {error}")
-    else:
-        print(f"drawn in {path.with_suffix('.png')}")
-    return planned
-
-
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the search: YAML first, then key=value from the command line over it."""
-    if OmegaConf.select(cfg, "probe.plan_for") is not None:
-        plan(cfg)
-        return
     with all_ranks(cfg) as watch:
         if distributed.is_rank_zero():
             config.log_config(recipe_name="AdaptiveProbe", cfg=cfg)

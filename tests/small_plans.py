@@ -1,6 +1,6 @@
 """Small models of several families, planned on fake tensors and tried on real ones by the code of the recipes; no file is read.
 
-Shared by tests/test_plan_for.py (a short form) and benchmarks/plan.py (all combinations).
+Shared by tests/test_plan_for.py (a short form) and benchmarks/estimate.py (all combinations).
 """
 
 from __future__ import annotations
@@ -123,11 +123,17 @@ class Combination:
         assert isinstance(cfg, DictConfig)
         return cfg
 
-    def planned(self, **probe: Any) -> LengthEstimate:
-        """What a plan says of it, of a single row too: on 1 MiB no two rows fit."""
-        settings = {"plan_for": ["1MiB"], "plan_changes": False, "plan_world_size": self.ranks, **probe}
-        cfg = self.config(sequence_lengths=[self.length], **settings)
-        return estimate_devices(cfg, say=lambda text: None).lengths[0]
+    def to_estimate(self, **estimate: Any) -> DictConfig:
+        """The configuration, with its length and those keys in its ``estimate`` block."""
+        block = {"sequence_lengths": [self.length], **estimate}
+        cfg = OmegaConf.merge(self.config(), {"estimate": block})
+        assert isinstance(cfg, DictConfig)
+        return cfg
+
+    def planned(self, **estimate: Any) -> LengthEstimate:
+        """Its estimate, of a single row too: on 1 MiB no two rows fit."""
+        settings = {"devices": ["1MiB"], "changes": False, "world_size": self.ranks, **estimate}
+        return estimate_devices(self.to_estimate(**settings), say=lambda text: None).lengths[0]
 
 
 class RealParts(TrainingParts):

@@ -112,7 +112,7 @@ def test_a_device_is_shown_with_what_it_has():
     ],
 )
 def test_what_is_no_size_and_no_device_is_refused_with_what_would_do(value, remedy):
-    with pytest.raises(SettingError, match=rf"^probe\.plan_for={re.escape(repr(value))}: .*{remedy}"):
+    with pytest.raises(SettingError, match=rf"^estimate\.devices={re.escape(repr(value))}: .*{remedy}"):
         device_capacity(value)
     with pytest.raises(SettingError, match=remedy):
         parse_devices(["T4", value])

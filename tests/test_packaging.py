@@ -186,7 +186,7 @@ def test_torchtunes_own_recipes_are_as_it_installed_them():
         assert base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == file.hash.value
 
 
-@pytest.mark.parametrize("name", ["adaptive_full_finetune", "adaptive_probe"])
+@pytest.mark.parametrize("name", ["adaptive_full_finetune", "adaptive_probe", "adaptive_estimate"])
 def test_tune_finds_the_recipe_as_a_module(name):
     assert importlib.util.find_spec(name)
 

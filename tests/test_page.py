@@ -332,7 +332,7 @@ def test_a_folder_without_a_run_is_refused_with_what_would_do(tmp_path, capsys):
         main(["report", str(tmp_path)])
     assert exit_.value.code == 2
     assert (
-        "holds neither adaptive_batch/run.jsonl nor a probe.json or plan.json; give a run's output_dir"
+        "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's output_dir"
         in capsys.readouterr().err
     )
     assert not list(tmp_path.iterdir())

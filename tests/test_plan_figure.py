@@ -256,7 +256,7 @@ def test_the_picture_is_written_and_not_blank(tmp_path, num_lengths):
 
 
 def test_a_report_of_a_folder_with_a_plan_alone_shows_its_figures_and_tables(tmp_path):
-    full_plan().save(tmp_path / "adaptive_batch" / "plan.json")
+    full_plan().save(tmp_path / "adaptive_batch" / "estimate.json")
     page = write_report(tmp_path)[0].read_text()
     assert page.count('<figure id="plan-') == 2
     assert '<th scope="row">L4 (21.96 GiB)</th>' in page

@@ -1,6 +1,6 @@
-"""probe.plan_for: what a plan on fake tensors says is what trials count, and it needs neither weights, files nor a network.
+"""adaptive_estimate: what a plan on fake tensors says is what trials count, and it needs neither weights, files nor a network.
 
-All combinations, every shipped and stock configuration, and what planning takes: benchmarks/plan.py.
+All combinations, every shipped and stock configuration, and what planning takes: benchmarks/estimate.py.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ TENSOR_PARALLEL = {
 
 def planned(cfg, **keys):
     """The plan of a configuration with these keys over it, and what it says."""
-    merged = OmegaConf.merge(cfg, {"probe": {"plan_for": ["80GiB"], "plan_changes": False}}, keys)
+    merged = OmegaConf.merge(cfg, {"estimate": {"devices": ["80GiB"], "changes": False}}, keys)
     said = []
     return estimate_devices(merged, say=said.append), "\n".join(said)
 
 
 def small(**keys):
-    return planned(SMALL.config(sequence_lengths=[SMALL.length]), **keys)
+    return planned(SMALL.to_estimate(), **keys)
 
 
 # --- what is said is what is counted ------------------------------------------------------------------------------------
@@ -60,10 +60,10 @@ def small(**keys):
 
 @pytest.fixture(scope="module")
 def benchmark():
-    """benchmarks/plan.py, as a module."""
+    """benchmarks/estimate.py, as a module."""
     folder = Path(__file__).parents[1] / "benchmarks"
     sys.path.insert(0, str(folder))
-    spec = importlib.util.spec_from_file_location("benchmark_of_plans", folder / "plan.py")
+    spec = importlib.util.spec_from_file_location("benchmark_of_plans", folder / "estimate.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -108,16 +108,18 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     huge = parts.collate([parts.made_up_row(2**17)] * 5)["mask"]  # 80 GiB
     assert isinstance(huge, FakeTensor)
     assert not any("flex" in sentence for sentence in parts.left_out)
-    on_cuda, _ = planned(cfg, device="cuda", probe={"sequence_lengths": [64]})
+    on_cuda, _ = planned(cfg, device="cuda", estimate={"sequence_lengths": [64]})
     assert any(sentence.startswith("flex attention: packed rows") for sentence in on_cuda.left_out)
     assert huge.numel() == 5 * 2**34
 
 
 def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
-    own = (f"demo_dir={tmp_path}", "probe.device_memory=80MiB", "probe.plan_changes=False")
-    plan_for = small.run_in_process("adaptive_probe", *own, "probe.plan_for=80MiB", config="demo_cpu").output_dir
+    own = (f"demo_dir={tmp_path}", "probe.device_memory=80MiB")
+    devices = small.run_in_process(
+        "adaptive_estimate", *own, "estimate.devices=80MiB", "estimate.changes=False", config="demo_cpu"
+    ).output_dir
     probe = small.run_in_process("adaptive_probe", *own, config="demo_cpu").output_dir
-    plan = json.loads((plan_for / "adaptive_batch" / "plan.json").read_text())
+    plan = json.loads((devices / "adaptive_batch" / "estimate.json").read_text())
     found = json.loads((probe / "adaptive_batch" / "probe.json").read_text())
     (device,) = plan["devices"]
     (answer,) = device["lengths"]
@@ -127,7 +129,7 @@ def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
     assert device["budget_bytes"] == found["budget_bytes"]
     (peak,) = {t["peak_bytes"] for t in found["trials"] if t["batch_size"] == found["max_batch_size"]}
     assert answer["peak_bytes"] == peak
-    assert not list((plan_for / "adaptive_batch").glob("probe*"))
+    assert not list((devices / "adaptive_batch").glob("probe*"))
 
 
 ON_RANKS = (
@@ -179,20 +181,20 @@ def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
     ids=["heads", "tied and divided", "tied and apart"],
 )
 def test_a_model_that_cannot_be_divided_so_is_refused_with_the_key(model, ranks, keys, says):
-    cfg = Combination(model, 32, "AdamW").config(sequence_lengths=[32], plan_world_size=ranks)
+    cfg = Combination(model, 32, "AdamW").to_estimate(sequence_lengths=[32], world_size=ranks)
     with pytest.raises(SettingError, match="^" + re.escape(says)):
         planned(cfg, **keys)
 
 
 def test_a_tied_embedding_can_be_apart_where_it_stays_gathered():
-    cfg = Combination("qwen2, tied", 32, "AdamW").config(sequence_lengths=[32], plan_world_size=2)
+    cfg = Combination("qwen2, tied", 32, "AdamW").to_estimate(sequence_lengths=[32], world_size=2)
     length = planned(cfg, custom_sharded_layers=["tok_embeddings"], fsdp_reshard_after_forward=False)[0].lengths[0]
     assert length.checked[1] == length.checked[2]
 
 
 def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
     alone = Combination("llama3", 64, "AdamW").planned()
-    cfg = Combination("llama3", 64, "AdamW").config(sequence_lengths=[64], plan_world_size=2)
+    cfg = Combination("llama3", 64, "AdamW").to_estimate(sequence_lengths=[64], world_size=2)
     divided = planned(cfg, **TENSOR_PARALLEL)[0].lengths[0]
     assert divided.checked[1] == divided.checked[2]
     assert 0.5 <= divided.resident.parameters / alone.resident.parameters < 0.7
@@ -228,7 +230,7 @@ def no_network():
 
 
 def test_neither_tokenizer_data_weights_nor_a_network_is_needed_where_lengths_are_given(tmp_path):
-    cfg = SMALL.config(sequence_lengths=[32, 64])
+    cfg = SMALL.to_estimate(sequence_lengths=[32, 64])
     assert "nowhere" in cfg.tokenizer.path
     with no_network():
         plan, _ = planned(cfg, output_dir=str(tmp_path / "not_there"))
@@ -237,14 +239,14 @@ def test_neither_tokenizer_data_weights_nor_a_network_is_needed_where_lengths_ar
 
 
 def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
-    lengths = json.loads(_plan_file(small, "probe.plan_for=1GiB").read_text())["lengths"]
+    lengths = json.loads(_plan_file(small, "estimate.devices=1GiB").read_text())["lengths"]
     rows = config.instantiate((cfg := OmegaConf.load(small.config)).dataset, config.instantiate(cfg.tokenizer))
     assert [length["sequence_length"] for length in lengths] == [max(len(row["tokens"]) for row in rows)]
 
 
 def _plan_file(small, *overrides):
-    finished = small.run_in_process("adaptive_probe", "probe.plan_changes=False", *overrides)
-    return finished.output_dir / "adaptive_batch" / "plan.json"
+    finished = small.run_in_process("adaptive_estimate", "estimate.changes=False", *overrides)
+    return finished.output_dir / "adaptive_batch" / "estimate.json"
 
 
 @pytest.mark.parametrize(
@@ -275,9 +277,9 @@ def test_max_seq_len_that_the_tokenizer_does_not_have_is_named():
     with pytest.raises(SettingError, match=says):
         planned(SMALL.config(sequence_length="max_seq_len"))
     with pytest.raises(
-        SettingError, match=r"probe\.sequence_lengths=\[32, 'max_seq_len'\]: tokenizer\.max_seq_len is not"
+        SettingError, match=r"estimate\.sequence_lengths=\[32, 'max_seq_len'\]: tokenizer\.max_seq_len is not"
     ):
-        planned(SMALL.config(sequence_lengths=[32, "max_seq_len"]))
+        planned(SMALL.to_estimate(sequence_lengths=[32, "max_seq_len"]))
 
 
 def _with_a_small_model(cfg):
@@ -297,7 +299,7 @@ def test_every_shipped_configuration_can_be_planned(name):
     cfg = OmegaConf.load(config_path(name))
     world_size = 8 if "8gpu" in name else 1
     with no_network():
-        plan, said = planned(_with_a_small_model(cfg), probe={"sequence_lengths": [64], "plan_world_size": world_size})
+        plan, said = planned(_with_a_small_model(cfg), estimate={"sequence_lengths": [64], "world_size": world_size})
     (length,) = plan.lengths
     assert length.checked[1] == length.checked[2]
     assert plan.bound(length, plan.targets[0]) > 100
@@ -307,14 +309,14 @@ def test_every_shipped_configuration_can_be_planned(name):
 @pytest.mark.parametrize("name", STOCK_SAMPLE)
 def test_torchtunes_own_configurations_can_be_planned(name):
     with no_network():
-        plan, _ = planned(_with_a_small_model(OmegaConf.load(STOCK / name)), probe={"sequence_lengths": [64]})
+        plan, _ = planned(_with_a_small_model(OmegaConf.load(STOCK / name)), estimate={"sequence_lengths": [64]})
     (length,) = plan.lengths
     assert length.checked[1] == length.checked[2]
 
 
 def test_a_model_of_real_size_is_planned_in_little_memory():
     before = _resident_bytes()
-    plan, _ = planned(Combination("qwen2_5_0_5b", 256, dtype="bf16").config(sequence_lengths=[256]))
+    plan, _ = planned(Combination("qwen2_5_0_5b", 256, dtype="bf16").to_estimate(sequence_lengths=[256]))
     (length,) = plan.lengths
     assert length.resident.parameters == 2 * 494_032_768
     assert _resident_bytes() - before < 2**29
@@ -339,16 +341,16 @@ def _resident_bytes():
 )
 def test_what_is_no_device_is_refused_before_anything_is_built(device, why):
     with pytest.raises(SettingError, match=re.escape(why)):
-        small(probe={"plan_for": device})
+        small(estimate={"devices": device})
 
 
 def test_ranks_that_tensor_parallelism_does_not_divide_are_refused():
     with pytest.raises(SettingError, match=r"tensor_parallel_dim=2: .*3"):
-        small(probe={"plan_world_size": 3}, **TENSOR_PARALLEL)
+        small(estimate={"world_size": 3}, **TENSOR_PARALLEL)
 
 
 def test_a_model_that_looks_at_values_is_named_with_the_operation():
-    cfg = SMALL.config(sequence_lengths=[32])
+    cfg = SMALL.to_estimate(sequence_lengths=[32])
     cfg.model._component_ = "small_plans.looks_at_values"
     with pytest.raises(SettingError, match=r"model='small_plans\.looks_at_values': .*aten\._local_scalar_dense"):
         planned(cfg)
@@ -356,27 +358,27 @@ def test_a_model_that_looks_at_values_is_named_with_the_operation():
 
 
 def test_a_length_that_the_model_does_not_take_is_refused():
-    with pytest.raises(SettingError, match=r"probe\.sequence_lengths=300: the model takes 256 tokens at most"):
-        planned(SMALL.config(sequence_lengths=[300]))
+    with pytest.raises(SettingError, match=r"estimate\.sequence_lengths=300: the model takes 256 tokens at most"):
+        planned(SMALL.to_estimate(sequence_lengths=[300]))
 
 
 def test_one_of_several_processes_does_not_plan(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SettingError, match=r"give ranks by probe\.plan_world_size"):
+    with pytest.raises(SettingError, match=r"give ranks by estimate\.world_size"):
         small()
 
 
 def test_parameters_that_lie_on_the_host_are_refused():
     with pytest.raises(SettingError, match="fsdp_cpu_offload=True"):
-        small(fsdp_cpu_offload=True, probe={"plan_world_size": 2})
+        small(fsdp_cpu_offload=True, estimate={"world_size": 2})
 
 
 def test_no_process_group_is_left_behind():
-    small(probe={"plan_world_size": 4})
+    small(estimate={"world_size": 4})
     assert not torch.distributed.is_initialized()
     with pytest.raises(SettingError):
-        small(fsdp_cpu_offload=True, probe={"plan_world_size": 4})
+        small(fsdp_cpu_offload=True, estimate={"world_size": 4})
     assert not torch.distributed.is_initialized()
 
 
@@ -433,19 +435,21 @@ def test_on_an_accelerator_a_compiled_optimizer_holds_what_stays():
 
 
 def test_what_a_device_needs_beside_tensors_is_taken_off():
-    plan, said = planned(Combination("qwen2", 32, device="cuda").config(sequence_lengths=[32]), probe={"headroom": 0.1})
+    plan, said = planned(
+        Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32]), estimate={"headroom": 0.1}
+    )
     (target,) = plan.targets
     free = 80 * 2**30 - cuda_difference.fixed_overhead_bytes("")
     assert target.budget_bytes == int(free * 0.9)
     assert sum(size for _, size in target.taken) == 80 * 2**30 - target.budget_bytes
     assert "CUDA's kernels are modelled" in said
-    on_cpu, _ = small(probe={"headroom": 0.1})
+    on_cpu, _ = small(estimate={"headroom": 0.1})
     assert on_cpu.targets[0].budget_bytes == int(80 * 2**30 * 0.9)
 
 
 def test_where_the_context_alone_takes_more_than_the_device_has_nothing_is_left_for_headroom():
-    cfg = Combination("qwen2", 32, device="cuda").config(sequence_lengths=[32])
-    plan, said = planned(cfg, probe={"plan_for": "0.5GiB", "headroom": 0.05})
+    cfg = Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32])
+    plan, said = planned(cfg, estimate={"devices": "0.5GiB", "headroom": 0.05})
     assert plan.targets[0].budget_bytes == dict(plan.targets[0].taken)["headroom (5%)"] == 0
     assert "512 MiB: 0.00 MiB may be used of 512.00, " in said
     assert ", 0.00 for headroom (5%)" in said
@@ -454,10 +458,10 @@ def test_where_the_context_alone_takes_more_than_the_device_has_nothing_is_left_
 
 
 def test_what_a_plan_does_not_heed_is_said():
-    _, said = small(probe={"device_memory": "100MiB", "sequence_length": 32, "sequence_lengths": [64]})
+    _, said = small(probe={"device_memory": "100MiB", "sequence_length": 32})
     assert said.startswith(
-        "probe.sequence_length has no effect: probe.sequence_lengths says which\n"
-        "probe.device_memory has no effect: probe.plan_for says what the devices have\n"
+        "probe.device_memory has no effect: estimate.devices gives what the devices have\n"
+        "probe.sequence_length has no effect: estimate.sequence_lengths gives the lengths\n"
     )
 
 
@@ -465,10 +469,10 @@ def test_what_a_plan_does_not_heed_is_said():
 
 
 def test_a_change_brings_what_a_plan_of_it_says():
-    plan, said = small(probe={"plan_for": ["40MiB"], "plan_changes": True})
+    plan, said = small(estimate={"devices": ["40MiB"], "changes": True})
     by_key = {change.overrides: change for change in plan.changes}
     checkpointing = by_key["enable_activation_checkpointing=True",]
-    changed, _ = small(enable_activation_checkpointing=True, probe={"plan_for": ["40MiB"]})
+    changed, _ = small(enable_activation_checkpointing=True, estimate={"devices": ["40MiB"]})
     before, (after,) = plan.bound(plan.lengths[0], plan.targets[0]), checkpointing.bounds
     assert before < after == changed.bound(changed.lengths[0], changed.targets[0])
     assert "enable_activation_checkpointing=True" in said
@@ -504,12 +508,12 @@ def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
 
 
 def test_a_change_that_components_refuse_is_said_and_the_plan_stands():
-    cfg = SMALL.config(sequence_lengths=[SMALL.length])
+    cfg = SMALL.to_estimate()
     cfg = OmegaConf.merge(
         cfg,
         {
             "loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1},
-            "probe": {"plan_for": ["40MiB"], "plan_changes": True},
+            "estimate": {"devices": ["40MiB"], "changes": True},
         },
     )
     said, saved = [], []
@@ -522,32 +526,46 @@ def test_a_change_that_components_refuse_is_said_and_the_plan_stands():
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_planned(tmp_path):
-    from adaptive_probe import plan
+    from adaptive_estimate import estimate
 
     (tmp_path / "file").touch()
-    cfg = SMALL.config(sequence_lengths=[SMALL.length])
-    cfg = OmegaConf.merge(cfg, {"output_dir": str(tmp_path / "file" / "out"), "probe": {"plan_for": "80GiB"}})
+    cfg = SMALL.to_estimate()
+    cfg = OmegaConf.merge(cfg, {"output_dir": str(tmp_path / "file" / "out"), "estimate": {"devices": "80GiB"}})
     with pytest.raises(SettingError, match="output_dir="):
-        plan(cfg)
+        estimate(cfg)
 
 
-def test_training_does_not_plan(small):
-    with pytest.raises(SettingError, match="tune run adaptive_probe"):
-        small.run_in_process("adaptive_full_finetune", "probe.plan_for=80GiB")
+@pytest.mark.parametrize("recipe", ["adaptive_full_finetune", "adaptive_probe", "adaptive_estimate"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("plan_for", "80GiB"), ("plan_world_size", 2), ("plan_changes", False), ("plan_for", "null")]
+)
+def test_the_keys_that_the_probe_had_are_refused_with_the_new_ones(small, recipe, key, value):
+    new = {"plan_for": "devices", "plan_world_size": "world_size", "plan_changes": "changes"}[key]
+    says = rf"^probe\.{key}=.*: there is no such key; estimate\.{new} is meant: tune run adaptive_estimate .*estimate\.devices="
+    with pytest.raises(SettingError, match=says):
+        small.run_in_process(recipe, f"probe.{key}={value}")
 
 
-def test_ranks_without_a_plan_are_refused():
-    with pytest.raises(SettingError, match=r"probe\.plan_world_size=8: it is for a plan"):
-        estimate_devices(SMALL.config(sequence_lengths=[SMALL.length], plan_world_size=8))
+def test_an_estimate_without_devices_is_refused(small):
+    with pytest.raises(SettingError, match=r"^estimate\.devices=None: give a size such as \"80GiB\""):
+        small.run_in_process("adaptive_estimate")
+
+
+@pytest.mark.parametrize(("device", "free"), [("cuda", 79), ("cpu", 79)])
+def test_the_context_that_is_given_is_taken_off(device, free):
+    cfg = Combination("qwen2", 32, device=device).to_estimate(context="1GiB", headroom=0)
+    plan, _ = planned(cfg)
+    workspaces = cuda_difference.library_workspace_bytes("") if device == "cuda" else 0
+    assert plan.targets[0].budget_bytes == free * 2**30 - workspaces
 
 
 def test_a_device_that_is_neither_is_refused():
     with pytest.raises(SettingError, match="device='mps': a plan knows cuda"):
-        planned(SMALL.config(sequence_lengths=[SMALL.length]), device="mps")
+        planned(SMALL.to_estimate(), device="mps")
 
 
 def test_dropout_in_attention_keeps_no_weights_on_an_accelerator():
-    cfg = SMALL.config(sequence_lengths=[SMALL.length])
+    cfg = SMALL.to_estimate()
     without, _ = planned(cfg, device="cuda")
     with_it, _ = planned(cfg, device="cuda", model={"attn_dropout": 0.1})
     assert with_it.lengths[0].peak_bytes(7) == without.lengths[0].peak_bytes(7)
@@ -568,7 +586,7 @@ class Recurrent(torch.nn.Module):
 
 def test_what_recurrent_layers_keep_besides_is_said_to_be_left_out():
     sys.modules["models_of_this_test"] = sys.modules[__name__]
-    cfg = SMALL.config(sequence_lengths=[32])
+    cfg = SMALL.to_estimate(sequence_lengths=[32])
     cfg.model = {"_component_": "models_of_this_test.Recurrent"}
     plan, _ = planned(cfg)
     assert any(sentence.startswith("recurrent layers: ") for sentence in plan.left_out)
@@ -587,9 +605,9 @@ class InParts(torch.nn.Module):
 
 def test_a_curve_that_is_not_straight_is_not_called_exact():
     sys.modules["losses_in_parts"] = sys.modules[__name__]
-    cfg = SMALL.config(sequence_lengths=[32])
+    cfg = SMALL.to_estimate(sequence_lengths=[32])
     cfg = OmegaConf.merge(cfg, {"loss": {"_component_": "losses_in_parts.InParts"}})
-    plan, said = planned(cfg, probe={"plan_for": ["16MiB"], "plan_changes": False})
+    plan, said = planned(cfg, estimate={"devices": ["16MiB"], "changes": False})
     ((tried, counted, expected),) = [length.checked for length in plan.lengths]
     assert tried > 8
     assert abs(counted - expected) > 1e-3 * counted

@@ -19,8 +19,8 @@ from adaptive_batch.memory import GIB
 from adaptive_batch.torchtune import Settings, config_path
 from adaptive_batch.torchtune.estimates import _Planner
 
-PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-BLOCKS = [block for block in blocks() if block.page == "docs/planning.md"]
+PAGE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
+BLOCKS = [block for block in blocks() if block.page == "docs/estimate.md"]
 # Those that a plan can run here, although tests/test_readme.py does not: no weights are needed.
 SHOWN = [
     pytest.param(block.commands[0], following.text, id=f"{block.name}-{block.commands[0][:70]}")
@@ -49,12 +49,12 @@ def test_the_table_of_devices_is_that_of_the_code():
     [
         ([], 8),
         (["loss._component_=torch.nn.CrossEntropyLoss"], 8),
-        (["fsdp_reshard_after_forward=False", "sync_gradients_every_micro_batch=False", "probe.plan_world_size=2"], 9),
+        (["fsdp_reshard_after_forward=False", "sync_gradients_every_micro_batch=False", "estimate.world_size=2"], 9),
     ],
 )
 def test_each_change_that_is_planned_is_in_the_table_of_changes(changed, ideas):
     cfg = OmegaConf.merge(
-        OmegaConf.load(config_path("demo_cpu")), OmegaConf.from_dotlist(["probe.plan_for=80GiB", *changed])
+        OmegaConf.load(config_path("demo_cpu")), OmegaConf.from_dotlist(["estimate.devices=80GiB", *changed])
     )
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     planner = _Planner(cfg, settings, parse_devices("80GiB"))
@@ -77,8 +77,8 @@ def test_a_plan_prints_what_the_page_says(tmp_path, command, says):
     assert done.returncode == 0, done.stderr[-3000:]
     printed = [line.rstrip() for line in done.stdout.splitlines()]
     assert [line for line in says.splitlines() if line.rstrip() not in printed] == []
-    assert (tmp_path / "adaptive_batch" / "plan.png").is_file()
-    assert f"drawn in {tmp_path / 'adaptive_batch' / 'plan.png'}" in printed
+    assert (tmp_path / "adaptive_batch" / "estimate.png").is_file()
+    assert f"drawn in {tmp_path / 'adaptive_batch' / 'estimate.png'}" in printed
 
 
 def test_the_page_has_commands_with_what_they_print():

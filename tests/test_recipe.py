@@ -245,11 +245,10 @@ def test_a_probe_block_without_effect_is_said(small):
 
 
 def test_what_the_search_alone_does_not_heed_is_said(small, capsys):
-    lengths = ("probe.sequence_length=16", "probe.sequence_lengths=[8]", "probe.plan_changes=False", "probe.maximum=2")
+    lengths = ("probe.sequence_length=16", "probe.sequence_lengths=[8]", "probe.maximum=2")
     small.run_in_process("adaptive_probe", *lengths)
     printed = capsys.readouterr().out
     assert "probe.sequence_length has no effect: probe.sequence_lengths says which\n" in printed
-    assert "probe.plan_changes has no effect: it is for probe.plan_for, which is not set\n" in printed
 
 
 def test_what_differs_from_the_checkpoint_is_said(small, interrupted):

@@ -88,7 +88,7 @@ def test_what_a_config_says_of_a_forward_and_backward_is_what_is_counted(measure
 def test_a_command_of_the_docs_names_a_recipe_a_config_and_keys_that_there_are(command):
     _, *arguments = shlex.split(command)
     parsed = TuneCLIParser()._parser.parse_args(arguments)
-    assert parsed.recipe in ("adaptive_full_finetune", "adaptive_probe")
+    assert parsed.recipe in ("adaptive_full_finetune", "adaptive_probe", "adaptive_estimate")
     assert int(parsed.nproc_per_node) > 1
     option, name, *overrides = parsed.recipe_args
     assert option == "--config"

@@ -56,22 +56,12 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
         ({"sequence_length": 32, "device_memory": "1GiB", "trial_timeout": 9, "search": "halve"}, 2, set()),
         ({"sequence_length": 32, "sequence_lengths": [64]}, 1, {"sequence_length"}),
         (
-            {"trial_timeout": 9, "plan_changes": False, "assumed_maximum": 4},
+            {"trial_timeout": 9, "assumed_maximum": 4},
             1,
-            {"trial_timeout", "plan_changes", "assumed_maximum"},
-        ),
-        (
-            {"plan_for": "1GiB", "device_memory": "1GiB", "search": "halve", "cache": False, "plan_changes": False},
-            1,
-            {"device_memory", "search", "cache"},
-        ),
-        (
-            {"plan_for": "1GiB", "round_to_power_of_two": False, "trial_timeout": 9, "headroom": 0.1, "maximum": 8},
-            1,
-            {"round_to_power_of_two", "trial_timeout"},
+            {"trial_timeout", "assumed_maximum"},
         ),
     ],
-    ids=["none", "a probe", "lengths", "a probe of one rank", "a plan", "a plan, of a search"],
+    ids=["none", "a probe", "lengths", "a probe of one rank"],
 )
 def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
     said = without_effect_on_probe(ProbeSettings.from_config(keys), ranks=ranks)

@@ -274,9 +274,10 @@ def library_workspace_bytes(architecture: str = "") -> int:
     return 2 * 32 * 1024**2
 
 
-def fixed_overhead_bytes(architecture: str = "") -> int:
+def fixed_overhead_bytes(architecture: str = "", *, context_bytes: int | None = None) -> int:
     """What a process takes on a device before and beside its tensors: its context and the workspaces of cuBLAS."""
-    return CONTEXT_BYTES + library_workspace_bytes(architecture)
+    context = CONTEXT_BYTES if context_bytes is None else context_bytes
+    return context + library_workspace_bytes(architecture)
 
 
 def _mask_bytes(call: Attention) -> int:

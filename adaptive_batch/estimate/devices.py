@@ -1,4 +1,4 @@
-"""Known accelerators: what a size or a name in ``probe.plan_for`` stands for.
+"""Known accelerators: what a size or a name in ``estimate.devices`` stands for.
 
 A figure is what CUDA or ROCm gave as the total capacity of such a device, in public: in the message of an out-of-memory error,
 or from a query of its properties. That is less than the name promises. Drivers differ by some hundred MiB, so the lowest figure
@@ -166,8 +166,8 @@ _BY_NAME = {
 }
 
 
-def device_capacity(name_or_size: object, *, key: str = "probe.plan_for") -> EstimatedDevice:
-    """What one entry of ``probe.plan_for`` stands for.
+def device_capacity(name_or_size: object, *, key: str = "estimate.devices") -> EstimatedDevice:
+    """What one entry of ``estimate.devices`` stands for.
 
     Args:
         name_or_size: a size (``"80GiB"``, or a whole number of bytes), or the name of a device, in which case, punctuation and
@@ -208,8 +208,8 @@ def device_capacity(name_or_size: object, *, key: str = "probe.plan_for") -> Est
     return EstimatedDevice(f"{total_bytes / unit:.6g} {name}", total_bytes, source="")
 
 
-def parse_devices(value: object, *, key: str = "probe.plan_for") -> tuple[EstimatedDevice, ...]:
-    """What ``probe.plan_for`` names: one size or device, or a list of them.
+def parse_devices(value: object, *, key: str = "estimate.devices") -> tuple[EstimatedDevice, ...]:
+    """What ``estimate.devices`` names: one size or device, or a list of them.
 
     Raises:
         SettingError: an entry that cannot be used, one that is there twice, or none at all.

@@ -35,7 +35,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
 
     Args:
         output_dir: of the run; its ``adaptive_batch/run.jsonl``, ``adaptive_batch/probe.json`` and
-            ``adaptive_batch/plan.json`` are read, where they are there.
+            ``adaptive_batch/estimate.json`` are read, where they are there.
         output: the page; None for ``adaptive_batch/report.html`` in `output_dir`. The picture has its name, with .png.
 
     Returns:
@@ -51,12 +51,12 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     if page.is_dir() or page.suffix == ".png" or (output is not None and not page.parent.is_dir()):
         raise SettingError("--output", str(page), "give a file that ends in .html, in a folder that is there")
     has_records, probe = (folder / "run.jsonl").is_file(), read_probe(folder / "probe.json")
-    plan = read_plan(folder / "plan.json")
+    plan = read_plan(folder / "estimate.json")
     if not has_records and probe is None and plan is None:
         raise SettingError(
             "OUTPUT_DIR",
             str(output_dir),
-            "holds neither adaptive_batch/run.jsonl nor a probe.json or plan.json; give a run's output_dir",
+            "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's output_dir",
         )
     timeline = Timeline.of(read_records(folder / "run.jsonl") if has_records else [])
     text, picture = render(timeline, probe, plan, name=Path(output_dir).resolve().name)

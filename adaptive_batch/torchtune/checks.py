@@ -49,17 +49,6 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_probe(probe: ProbeSettings) -> None:
-    """Refuse keys of the `probe` block that contradict each other.
-
-    Raises:
-        SettingError: naming one of them.
-    """
-    if probe.plan_world_size > 1 and probe.plan_for is None:
-        remedy = "it is for a plan; give probe.plan_for too, or start as many ranks (tune run --nproc_per_node)"
-        raise SettingError("probe.plan_world_size", probe.plan_world_size, remedy)
-
-
 def _check_validation(settings: Settings) -> None:
     every, dataset = settings.run_val_every_n_steps, settings.dataset_val
     if every is None:
@@ -191,6 +180,8 @@ def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int 
             found.append(("probe", "nothing that needs to know what fits is on"))
         elif probe.sequence_lengths:
             found.append(("probe.sequence_lengths", "it is for adaptive_probe"))
+    if settings.estimate != type(settings.estimate)():
+        found.append(("estimate", "it is for adaptive_estimate"))
     return found
 
 
@@ -204,14 +195,29 @@ def without_effect_on_probe(probe: ProbeSettings, *, ranks: int = 1) -> list[tup
     reasons = {"assumed_maximum": "it is for preview"}
     if probe.sequence_lengths:
         reasons["sequence_length"] = "probe.sequence_lengths says which"
-    if probe.plan_for is None:
-        reasons["plan_changes"] = "it is for probe.plan_for, which is not set"
-    else:
-        reasons["device_memory"] = "probe.plan_for says what the devices have"
-        tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
-        reasons |= dict.fromkeys(tries, "a plan tries nothing, and says all that fits")
     if ranks == 1:
-        reasons.setdefault("trial_timeout", "it is for several ranks, and this is one")
+        reasons["trial_timeout"] = "it is for several ranks, and this is one"
+    return _changed(probe, reasons)
+
+
+def without_effect_on_estimate(settings: Settings) -> list[tuple[str, str]]:
+    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_estimate``, each with the reason."""
+    reasons = {
+        "device_memory": "estimate.devices gives what the devices have",
+        "sequence_lengths": "it is for adaptive_probe; give estimate.sequence_lengths",
+        "assumed_maximum": "it is for preview",
+    }
+    if settings.estimate.sequence_lengths:
+        reasons["sequence_length"] = "estimate.sequence_lengths gives the lengths"
+    if settings.estimate.headroom is not None:
+        reasons["headroom"] = "estimate.headroom gives it"
+    tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
+    reasons |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
+    return _changed(settings.probe, reasons)
+
+
+def _changed(probe: ProbeSettings, reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the keys of the `probe` block, of those with a reason, that are not at their default."""
     default = type(probe)()
     return [(f"probe.{key}", reason) for key, reason in reasons.items() if getattr(probe, key) != getattr(default, key)]
 

@@ -1,6 +1,6 @@
 """A plan for devices that are not here: the configuration's training step on fake tensors, and what single changes would bring.
 
-tune run adaptive_probe --config NAME probe.plan_for=80GiB [probe.sequence_lengths=[1024,2048]] [probe.plan_world_size=8]
+tune run adaptive_estimate --config NAME estimate.devices=80GiB [estimate.sequence_lengths=[1024,2048]] [estimate.world_size=8]
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from adaptive_batch.estimate import (
 from adaptive_batch.memory import Line, MemoryCurve
 
 from .bound import BatchSizeFinder
-from .checks import without_effect_on_probe
+from .checks import without_effect_on_estimate
 from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed
 from .keys import load_function
 from .ranks import check_parallel
@@ -71,7 +71,7 @@ def estimate_devices(
     say: Callable[[str], object] = print,
     save: Callable[[MemoryEstimate], object] = lambda plan: None,
 ) -> MemoryEstimate:
-    """Plan a configuration for the devices that ``probe.plan_for`` names, without weights, network or accelerator.
+    """Plan a configuration for the devices that ``estimate.devices`` names, without weights, network or accelerator.
 
     Args:
         cfg: the configuration: YAML and key=value.
@@ -86,18 +86,20 @@ def estimate_devices(
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     if distributed.is_launched():
         raise SettingError(
-            "probe.plan_for", settings.probe.plan_for, "plan in one process; give ranks by probe.plan_world_size"
+            "estimate.devices",
+            settings.estimate.devices,
+            "estimate in one process; give ranks by estimate.world_size",
         )
-    for key, reason in without_effect_on_probe(settings.probe):
+    for key, reason in without_effect_on_estimate(settings):
         say(f"{key} has no effect: {reason}")
-    devices = parse_devices(settings.probe.plan_for)
+    devices = parse_devices(settings.estimate.devices)
     planner = _Planner(cfg, settings, devices)
     lengths, left_out = planner.lengths()
     plan = MemoryEstimate(
         targets=planner.targets,
         lengths=tuple(lengths),
         maximum=settings.probe.maximum,
-        world_size=settings.probe.plan_world_size,
+        world_size=settings.estimate.world_size,
         left_out=tuple(left_out),
         seconds=time.perf_counter() - start,
     )
@@ -105,7 +107,7 @@ def estimate_devices(
     say(f"\n{plan.table()}")
     for sentence in plan.left_out:
         say(f"left out: {sentence}")
-    if settings.probe.plan_changes:
+    if settings.estimate.changes:
         now = [plan.bound(plan.lengths[0], target) for target in plan.targets]
         tried = list(planner.changes(plan.lengths[0]))
         plan = replace(
@@ -154,12 +156,16 @@ class _Planner:
         self.targets = tuple(self._target(device) for device in devices)
 
     def _target(self, device: EstimatedDevice) -> Target:
-        headroom = self._settings.probe.headroom
+        estimate = self._settings.estimate
+        headroom = self._settings.probe.headroom if estimate.headroom is None else estimate.headroom
         taken, free = [], device.total_bytes
         if self._on_accelerator:
-            overhead = fixed_overhead_bytes(device.architecture)
+            overhead = fixed_overhead_bytes(device.architecture, context_bytes=estimate.context)
             taken.append(("the driver's context and cuBLAS", overhead))
             free = max(0, free - overhead)
+        elif estimate.context:
+            taken.append(("estimate.context", estimate.context))
+            free = max(0, free - estimate.context)
         budget = int(free * (1 - headroom))
         if headroom:
             taken.append((f"headroom ({headroom:.0%})", free - budget))
@@ -173,10 +179,10 @@ class _Planner:
 
     def lengths(self) -> tuple[list[LengthEstimate], list[str]]:
         """The plan of each length, and what they leave out."""
-        probe = self._settings.probe
-        wanted = [self._resolved(length) for length in probe.sequence_lengths or (probe.sequence_length,)]
+        world_size = self._settings.estimate.world_size
+        wanted = [self._resolved(length) for length in self._settings.estimate.lengths_of(self._settings.probe)[1]]
         self._first_length = wanted[0]
-        with self._step(self._cfg, wanted, probe.plan_world_size) as step:
+        with self._step(self._cfg, wanted, world_size) as step:
             plans = [
                 step.plan(length, self.targets, checks=number + 1 == len(wanted))
                 for number, length in enumerate(wanted)
@@ -187,7 +193,7 @@ class _Planner:
                 said.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
             if self._on_accelerator:
                 names = [device.architecture for device in self._devices]
-                said += left_out(names, dtype=step.parts.dtype, world_size=probe.plan_world_size)
+                said += left_out(names, dtype=step.parts.dtype, world_size=world_size)
             else:
                 said.append("what is no tensor: Python, libraries, the dataset")
                 said.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
@@ -205,10 +211,12 @@ class _Planner:
                 return length
             limit = takes["max_seq_len"].default
         if limit is None:
-            probe = self._settings.probe
-            key = "probe.sequence_lengths" if probe.sequence_lengths else "probe.sequence_length"
-            value = list(probe.sequence_lengths) or length
-            raise SettingError(key, value, "tokenizer.max_seq_len is not set; set it, or give a number of tokens")
+            key, lengths = self._settings.estimate.lengths_of(self._settings.probe)
+            raise SettingError(
+                key,
+                length if len(lengths) == 1 else list(lengths),
+                "tokenizer.max_seq_len is not set; set it, or give a number of tokens",
+            )
         return check_whole("tokenizer.max_seq_len", limit)
 
     def changes(self, length: LengthEstimate) -> Iterator[Change]:
@@ -217,7 +225,7 @@ class _Planner:
             tokens = idea.sequence_length or self._first_length
             try:
                 cfg = _changed(self._cfg, idea.overrides)
-                with self._step(cfg, [tokens], idea.world_size or self._settings.probe.plan_world_size) as step:
+                with self._step(cfg, [tokens], idea.world_size or self._settings.estimate.world_size) as step:
                     planned = step.plan(tokens, self.targets, checks=False)
             except Exception as error:  # components refuse each other in many ways; the plan stands without a change
                 said = (str(error).splitlines() or [""])[0]
@@ -227,7 +235,7 @@ class _Planner:
             yield Change(idea.overrides, idea.cost, tuple(planned.max_rows(t.budget_bytes) for t in self.targets))
 
     def _ideas(self, length: LengthEstimate) -> Iterable[_Idea]:
-        cfg, ranks = self._cfg, self._settings.probe.plan_world_size
+        cfg, ranks = self._cfg, self._settings.estimate.world_size
         optimizer = str(cfg.optimizer._component_)
         checkpoints = bool(cfg.get("enable_activation_checkpointing", False)) or cfg.get("ac_mode", None) is not None
         if not checkpoints:
@@ -330,7 +338,7 @@ class _PlannedStep:
 
         longest = self.parts.max_seq_len
         if longest and tokens > longest:
-            key = "probe.sequence_lengths" if self.parts.settings.probe.sequence_lengths else "probe.sequence_length"
+            key, _ = self.parts.settings.estimate.lengths_of(self.parts.settings.probe)
             raise SettingError(key, length, f"the model takes {longest} tokens at most")
         return rows, tokens
 

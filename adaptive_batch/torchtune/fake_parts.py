@@ -131,17 +131,18 @@ class FakeParts(TrainingParts):
         except AdaptiveBatchError:
             raise
         except Exception as error:  # the tokenizer's and the dataset's own libraries have many
-            probe, collate = self.settings.probe, self.cfg.get("collate_fn", None)
-            lengths = probe.sequence_lengths or (probe.sequence_length,)
+            key, lengths = self.settings.estimate.lengths_of(self.settings.probe)
+            collate = self.cfg.get("collate_fn", None)
             why = f"not at hand ({type(error).__name__}: {told(error)})"
             if collate is not None and not any(isinstance(length, str) for length in lengths):
                 remedy = f"it is called on rows of the dataset, which are {why}; remove it to plan rows of text alone"
                 raise SettingError("collate_fn", collate, remedy) from error
-            key, value = "probe.sequence_length", probe.sequence_length
-            if probe.sequence_lengths:
-                key, value = "probe.sequence_lengths", list(lengths)
-            remedy = f"the rows that should tell their length are {why}; give lengths, such as probe.sequence_lengths=[512,1024,2048]"
-            raise SettingError(key, value, remedy + ("" if collate else ", and no file is read")) from error
+            remedy = f"the rows that should tell their length are {why}; give lengths, such as estimate.sequence_lengths=[512,1024,2048]"
+            raise SettingError(
+                key,
+                lengths[0] if len(lengths) == 1 else list(lengths),
+                remedy + ("" if collate else ", and no file is read"),
+            ) from error
 
     def made_up_row(self, tokens: int) -> dict[str, Any]:
         """A row of text of that many tokens, each with a label."""

@@ -68,7 +68,12 @@ TORCHTUNE_KEYS: Mapping[str, Resume] = {
     **dict.fromkeys(("dataset", "lr_scheduler", "model"), "refuse"),
 }
 # Spellings of earlier plans for these keys, which are too far from the new ones for a guess.
-RENAMED = {"plan_only": "preview"}
+RENAMED = {
+    "plan_only": "preview",
+    "probe.plan_for": "estimate.devices",
+    "probe.plan_world_size": "estimate.world_size",
+    "probe.plan_changes": "estimate.changes",
+}
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ def check_block(block: type, config: object, *, name: str) -> Mapping[str, Any]:
     for each in config:
         full = f"{name}.{each}"
         if full in RENAMED:
-            raise SettingError(full, config[each], f"there is no such key; {RENAMED[full]} is meant")
+            recipe = "tune run adaptive_estimate --config NAME estimate.devices=..."
+            raise SettingError(full, config[each], f"there is no such key; {RENAMED[full]} is meant: {recipe}")
         if each not in known:
             raise SettingError(full, config[each], f"there is no such key; {nearest(str(each), known)}")
     return config

@@ -14,7 +14,7 @@ from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
-from adaptive_batch.memory import check_device_memory
+from adaptive_batch.memory import check_device_memory, parse_size
 from adaptive_batch.schedules import (
     RULES,
     Clock,
@@ -26,7 +26,7 @@ from adaptive_batch.schedules import (
     parse_reference,
 )
 
-from .checks import check_before_reading, check_probe, check_together
+from .checks import check_before_reading, check_together
 from .keys import (
     TORCHTUNE_KEYS,
     Resume,
@@ -77,8 +77,17 @@ def _seconds(name: str, value: Any) -> int:
 
 
 def _devices(name: str, value: Any) -> Any:
-    parse_devices(value)
+    parse_devices(value, key=name)
     return value
+
+
+def _context(name: str, value: Any) -> int:
+    if value == 0 and not isinstance(value, bool):
+        return 0
+    try:
+        return parse_size("" if isinstance(value, float) else value, total_bytes=0)  # a share would be of nothing
+    except ValueError:
+        raise SettingError(name, value, 'give a size such as "600MiB", or a whole number of bytes') from None
 
 
 def _reference(name: str, value: Any) -> Reference:
@@ -143,16 +152,6 @@ class ProbeSettings:
         "fits; a search starts from a curve of the same step that was planned or counted before",
         default=True,
     )
-    plan_for: object = key(
-        _devices,
-        "for `adaptive_probe`: plan for a device that is not here, without weights and without trying anything: a size such as "
-        "`80GiB`, a name such as `H100`, or a list of them. See [planning.md](planning.md)",
-        default=None,
-    )
-    plan_world_size: int = key(check_whole, "of such a plan: ranks that share the model", default=1)
-    plan_changes: bool = key(
-        check_bool, "of such a plan: plan too what single changes of the configuration would bring", default=True
-    )
 
     @classmethod
     def from_config(cls, config: object) -> ProbeSettings:
@@ -163,9 +162,50 @@ class ProbeSettings:
         """
         if config is None:
             return cls()
-        settings = cls(**read_keys(cls, check_block(cls, config, name="probe"), prefix="probe."))
-        check_probe(settings)
-        return settings
+        return cls(**read_keys(cls, check_block(cls, config, name="probe"), prefix="probe."))
+
+
+@dataclass(frozen=True)
+class EstimateSettings:
+    """The `estimate` block, for ``adaptive_estimate``."""
+
+    devices: object = key(
+        _devices,
+        "for `adaptive_estimate`, which needs it: devices that are not here: a size such as `80GiB`, a name such as `H100`, or a "
+        "list of them. See [estimate.md](estimate.md)",
+        default=None,
+    )
+    sequence_lengths: tuple[int | str, ...] = key(
+        _lengths, "a list of lengths, each as `probe.sequence_length`; null: that one alone", default=(), shown="null"
+    )
+    world_size: int = key(check_whole, "ranks that share the model", default=1)
+    changes: bool = key(check_bool, "also estimate what single changes of the configuration would bring", default=True)
+    headroom: float | None = key(
+        _headroom, "share of the memory that is left free; null: `probe.headroom`", default=None
+    )
+    context: int | None = key(
+        _context,
+        "what the CUDA context takes outside the allocator, in bytes or as a size such as `600MiB`; null: 0.70 GiB, and nothing "
+        "where `device` is `cpu`",
+        default=None,
+    )
+
+    def lengths_of(self, probe: ProbeSettings) -> tuple[str, tuple[int | str, ...]]:
+        """Return the key that gives the lengths, and the lengths."""
+        if self.sequence_lengths:
+            return "estimate.sequence_lengths", self.sequence_lengths
+        return "probe.sequence_length", (probe.sequence_length,)
+
+    @classmethod
+    def from_config(cls, config: object) -> EstimateSettings:
+        """Read and check the block.
+
+        Raises:
+            SettingError: an unknown key, or a value that cannot be used.
+        """
+        if config is None:
+            return cls()
+        return cls(**read_keys(cls, check_block(cls, config, name="estimate"), prefix="estimate."))
 
 
 @dataclass(frozen=True)
@@ -191,6 +231,10 @@ class ValidationSettings:
 
 def _probe(name: str, value: Any) -> ProbeSettings:
     return ProbeSettings.from_config(value)
+
+
+def _estimate(name: str, value: Any) -> EstimateSettings:
+    return EstimateSettings.from_config(value)
 
 
 @dataclass(frozen=True)
@@ -408,6 +452,12 @@ class Settings:
         default=ProbeSettings(),
         shown="block",
     )
+    estimate: EstimateSettings = key(
+        _estimate,
+        "devices that are not here, and what is estimated for them",
+        default=EstimateSettings(),
+        shown="block",
+    )
 
     @property
     def step_rows(self) -> int:
@@ -505,6 +555,7 @@ def reference_tables() -> dict[str, str]:
     return {
         "keys": table(Settings),
         "probe": table(ProbeSettings, prefix="probe."),
+        "estimate": table(EstimateSettings, prefix="estimate."),
         "resume": "\n".join(
             [
                 "| another than the checkpoint's | |",

@@ -1,7 +1,7 @@
 """What a plan on fake tensors says, beside what real trials count, on one device and on several ranks; and what planning takes.
 
-    python benchmarks/plan.py [--quick] [--only {peaks,ranks,time,configs}] [--output DIR]
-    python benchmarks/plan.py --device cuda [--quick] [--memory 24GiB] [--output DIR]
+    python benchmarks/estimate.py [--quick] [--only {peaks,ranks,time,configs}] [--output DIR]
+    python benchmarks/estimate.py --device cuda [--quick] [--memory 24GiB] [--output DIR]
 
 On a CPU, tensor bytes are counted. `peaks`: small models of torchtune's builders; the peak at each of many sizes, and the bound
 under budgets between them, beside the recipes' own trials and their search. `ranks`: the same with FSDP2 on gloo, where each
@@ -284,8 +284,8 @@ class Planning:
 TIMED = (
     Planning("llama3_2_1B", target_seconds=15.0),
     Planning("llama3_1_8B", target_seconds=30.0),
-    Planning("llama3_1_70B_8gpu", ("probe.plan_world_size=8",), changes=(False,)),
-    Planning("llama3_1_70B_8gpu", ("probe.plan_world_size=1",), changes=(False,)),
+    Planning("llama3_1_70B_8gpu", ("estimate.world_size=8",), changes=(False,)),
+    Planning("llama3_1_70B_8gpu", ("estimate.world_size=1",), changes=(False,)),
 )
 
 
@@ -319,9 +319,9 @@ def measure_time(plannings: Sequence[Planning], *, repeats: int) -> list[dict[st
 def run_planning(planning: Planning, *, changes: bool) -> dict[str, Any]:
     """One command: what its plan says it took, what the whole process took, and what it held."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(Path(sys.executable).parent / "tune"), "run", "adaptive_probe", "--config", planning.config]
-        command += ["probe.plan_for=[80GiB]", "probe.sequence_lengths=[512,1024,2048]", f"output_dir={folder}"]
-        command += [f"probe.plan_changes={changes}", *planning.overrides]
+        command = [str(Path(sys.executable).parent / "tune"), "run", "adaptive_estimate", "--config", planning.config]
+        command += ["estimate.devices=[80GiB]", "estimate.sequence_lengths=[512,1024,2048]", f"output_dir={folder}"]
+        command += [f"estimate.changes={changes}", *planning.overrides]
         load, start = os.getloadavg()[0], time.perf_counter()
         with (Path(folder) / "said.txt").open("wb") as said_by_it:
             process = subprocess.Popen(command, stdout=said_by_it, stderr=subprocess.STDOUT)
@@ -330,7 +330,7 @@ def run_planning(planning: Planning, *, changes: bool) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)}:\n{(Path(folder) / 'said.txt').read_text()[-4000:]}")
-        planned = json.loads((Path(folder) / "adaptive_batch" / "plan.json").read_text())
+        planned = json.loads((Path(folder) / "adaptive_batch" / "estimate.json").read_text())
     return {
         "plan": planned["seconds"],
         "command": round(seconds, 2),
@@ -351,9 +351,9 @@ def measure_configs(names: Sequence[str]) -> list[dict[str, Any]]:
     for name in names:
         path = config_path(name) or STOCK / name
         cfg, several = OmegaConf.load(path), "--nproc_per_node" in path.read_text()
-        cfg = OmegaConf.merge(cfg, {"probe": {"plan_for": ["80GiB"], "sequence_lengths": [512], "plan_changes": False}})
-        cfg.probe.plan_world_size = 8 if several else 1
-        row: dict[str, Any] = {"config": name, "ranks": cfg.probe.plan_world_size, "rows": None, "refused": ""}
+        cfg = OmegaConf.merge(cfg, {"estimate": {"devices": ["80GiB"], "sequence_lengths": [512], "changes": False}})
+        cfg.estimate.world_size = 8 if several else 1
+        row: dict[str, Any] = {"config": name, "ranks": cfg.estimate.world_size, "rows": None, "refused": ""}
         start = time.perf_counter()
         try:
             plan = estimate_devices(cfg, say=lambda text: None)
@@ -456,7 +456,7 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
         f"{'combination':<68} {'GiB':>6} {'planned':>7} {'true':>5} {'probe':>5} {'share':>6} {'worst error':>11} {'at bound':>9} {'true s':>7}"
     )
     for combination in combinations:
-        plan = combination.planned(plan_for=[name])
+        plan = combination.planned(devices=[name])
         budget = budget_here(combination, memory)
         row: dict[str, Any] = {**asdict(combination), "budget_bytes": budget, "device": name}
         rows.append(row)
@@ -537,7 +537,7 @@ def main() -> None:
         if not torch.cuda.is_available():
             parser.error("--device cuda: this PyTorch sees no such device")
         measured = measure_on_device(on_cuda(quick), arguments.memory, maximum=4096)
-        records.write("plan-cuda", arguments.output, cuda=measured)
+        records.write("estimate-cuda", arguments.output, cuda=measured)
         return
     parts: dict[str, Any] = {}
     if arguments.only in (None, "peaks"):
@@ -552,7 +552,7 @@ def main() -> None:
         print()
     if arguments.only in (None, "configs"):
         parts["configs"] = measure_configs(all_configs()[::20] if quick else all_configs())
-    name = f"plan-{arguments.only}" if arguments.only else "plan"
+    name = f"estimate-{arguments.only}" if arguments.only else "estimate"
     records.write(name, arguments.output, **parts)
 
 

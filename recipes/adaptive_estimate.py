@@ -1,0 +1,64 @@
+"""The memory that training would need on devices that are not here: tables, ``estimate.json`` and a figure.
+
+    tune run adaptive_estimate --config NAME estimate.devices=[H100,RTX4090] [estimate.sequence_lengths=[512,2048]]
+
+Any config of `adaptive_full_finetune` works. No weights, no accelerator and, with lengths given, no data are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+from torchtune import config
+
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.estimate import MemoryEstimate
+from adaptive_batch.report import write_plan_picture
+from adaptive_batch.torchtune import FakeParts, complete, estimate_devices, set_up_terminal, use_shipped_config
+
+
+def estimate(cfg: DictConfig) -> MemoryEstimate:
+    """Estimate the memory, print the tables and write the files.
+
+    Args:
+        cfg: the configuration: YAML and key=value.
+
+    Raises:
+        SettingError: a setting cannot be used, or a component cannot run on fake tensors.
+    """
+    complete(cfg, needs=(*FakeParts.needs, "output_dir"))
+    path = Path(cfg.output_dir) / "adaptive_batch" / "estimate.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(
+            "output_dir", cfg.output_dir, f"it cannot be made ({error}); give a folder of yours"
+        ) from None
+    estimated = estimate_devices(cfg, save=lambda one: one.save(path))
+    print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
+    try:
+        write_plan_picture(estimated, path.with_suffix(".png"))
+    except AdaptiveBatchError as error:
+        print(f"no figure: {error}")
+    else:
+        print(f"drawn in {path.with_suffix('.png')}")
+    return estimated
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Run the estimate: YAML first, then key=value from the command line over it."""
+    estimate(cfg)
+
+
+def main() -> None:
+    """The command line: shipped configs are found by name, and errors of the configuration are one line."""
+    set_up_terminal()
+    use_shipped_config(sys.argv)
+    recipe_main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
