@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,7 @@ except ImportError:  # torchtune's requirements bring it; without them, that is 
 
 _PACKAGE = "adaptive-batch"
 _INSTALL_US = "pip install --editable '.[recipes]', in the checkout"
-_OPTIONAL = ("bitsandbytes>=0.43",)  # only bitsandbytes.optim needs it
+_OPTIONAL = "bitsandbytes>=0.43"  # only bitsandbytes.optim needs it
 
 
 @dataclass(frozen=True)
@@ -64,25 +64,22 @@ def check_versions(version: Callable[[str], str | None] = installed_version) -> 
     Args:
         version: returns the version of a distribution, and of ``python``; None where it is not installed.
     """
-    python = version("python") or platform.python_version()
-    required = _required()
+    python, required = version("python") or platform.python_version(), _required()
     if Requirement is None or not required:
         yield Finding("python", python)
         missing = "packaging" if Requirement is None else _PACKAGE
         yield Finding(missing, "not installed, so no versions are compared", _INSTALL_US)
         return
-    for text in (f"python{metadata.metadata(_PACKAGE)['Requires-Python']}", *required, *_OPTIONAL):
+    for text in (f"python{metadata.metadata(_PACKAGE)['Requires-Python']}", *required.values(), _OPTIONAL):
         wanted = Requirement(text)
-        name, found = wanted.name, python if wanted.name == "python" else version(wanted.name)
-        fix = "make a new environment with another Python" if name == "python" else _install(text)
-        if found is None and text in _OPTIONAL:
-            yield Finding(name, f"not installed; only {name}.optim needs it")
-        elif found is None:
-            yield Finding(name, "not installed", fix)
-        elif not wanted.specifier.contains(found, prereleases=True):
-            yield Finding(name, f"{found}, but {wanted.specifier} is needed", fix)
+        found = python if wanted.name == "python" else version(wanted.name)
+        if found is not None and wanted.specifier.contains(found, prereleases=True):
+            yield Finding(wanted.name, found)
+        elif found is None and text == _OPTIONAL:
+            yield Finding(wanted.name, f"not installed; only {wanted.name}.optim needs it")
         else:
-            yield Finding(name, found)
+            fix = "make a new environment with another Python" if wanted.name == "python" else f"pip install '{text}'"
+            yield Finding(wanted.name, f"{found}, but {wanted.specifier} is needed" if found else "not installed", fix)
 
 
 def check_import(error: str | None = None, version: Callable[[str], str | None] = installed_version) -> Finding:
@@ -97,19 +94,17 @@ def check_import(error: str | None = None, version: Callable[[str], str | None] 
     error = import_error("torchtune") if error is None else error
     if not error:
         return Finding("import torchtune", "works")
-    for name in ("torchtune", "torchao"):
-        if version(name) is None:
-            return Finding("import torchtune", f"fails: {name} is not installed", _fix(name, None))
     lines = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*", error, re.MULTILINE)
-    what = (lines[:1] or error.strip().splitlines()[-1:] or ["no message"])[0].strip()
-    if re.search(r"[/\\]torchao[/\\]|torchao not installed|['\"]torchao\b", error):
-        return Finding(
-            "import torchtune", f"fails in torchao {version('torchao')}: {what}", _fix("torchao", version("torchao"))
-        )
-    missing = re.search(r"No module named '([A-Za-z0-9_]+)", error)
-    if missing and missing[1] in _by_name():
-        return Finding("import torchtune", f"fails: {what}", _fix(missing[1], None))
-    return Finding("import torchtune", f"fails: {what}", _fix("torchtune", version("torchtune")))
+    found = "fails: " + (lines[:1] or error.strip().splitlines()[-1:])[0].strip()
+    missing = re.search(r"No module named '(\w+)'", error)
+    at_fault = "torchtune"
+    if absent := next((name for name in ("torchtune", "torchao") if version(name) is None), None):
+        at_fault, found = absent, f"fails: {absent} is not installed"
+    elif re.search(r"[/\\]torchao[/\\]|torchao not installed|['\"]torchao\b", error):
+        at_fault, found = "torchao", f"{found} (torchao {version('torchao')})"
+    elif missing and missing[1] in _required():
+        return Finding("import torchtune", found, f"pip install '{_required()[missing[1]]}'")
+    return Finding("import torchtune", found, _fix(at_fault, version))
 
 
 def import_error(module: str, *, timeout_seconds: float = 300) -> str:
@@ -126,25 +121,19 @@ def check_commands() -> list[Finding]:
     """Return whether ``tune run adaptive_full_finetune`` can be typed."""
     scripts = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
     own = next((tune for path in scripts if (tune := shutil.which("tune", path=path))), None)
-    is_found = importlib.util.find_spec("adaptive_full_finetune") is not None
-    return [
-        Finding("adaptive_full_finetune", "found") if is_found
-        else Finding("adaptive_full_finetune", "not found by this Python", _INSTALL_US),
-        check_tune(own, on_path=shutil.which("tune")),
-    ]  # fmt: skip
+    recipe = Finding("adaptive_full_finetune", "found")
+    if importlib.util.find_spec(recipe.subject) is None:
+        recipe = Finding(recipe.subject, "not found by this Python", _INSTALL_US)
+    return [recipe, check_tune(own, on_path=shutil.which("tune"))]
 
 
 def check_tune(own: str | None, *, on_path: str | None) -> Finding:
     """Return whether this Python has a ``tune`` of its own, and whether the shell runs that one."""
-    if own is None:
-        other = f"; the one on PATH, {on_path}, is another Python's" if on_path else ""
-        return Finding(
-            "tune", f"not installed for {sys.executable}{other}", _fix("torchtune", installed_version("torchtune"))
-        )
-    if own == on_path:
+    if own is not None and own == on_path:
         return Finding("tune", own)
-    other = f"PATH has another one, {on_path}" if on_path else "PATH has none"
-    return Finding("tune", f"{own}; call it by this path, for {other}")
+    if own is not None:
+        return Finding("tune", f"{own}; call it by this path, for PATH has {on_path or 'none'}")
+    return Finding("tune", f"not installed for {sys.executable}; PATH has {on_path or 'none'}", _fix("torchtune"))
 
 
 def check_devices() -> Iterator[Finding]:
@@ -154,11 +143,7 @@ def check_devices() -> Iterator[Finding]:
 
         from adaptive_batch.memory import GIB, device_memory, host_available_bytes
     except Exception as error:
-        yield Finding(
-            "torch",
-            f"cannot be imported: {str(error).strip() or type(error).__name__}",
-            _fix("torch", installed_version("torch")),
-        )
+        yield Finding("torch", f"cannot be imported: {error}", _fix("torch"))
         return
     total = device_memory(torch.device("cpu")).total_bytes()
     yield Finding("cpu", f"{total / GIB:.1f} GiB, {host_available_bytes() / GIB:.1f} GiB of it available")
@@ -179,27 +164,20 @@ def check_devices() -> Iterator[Finding]:
             yield Finding(str(device), f"cannot be used: {reason}", "nvidia-smi, which shows what holds the device")
 
 
-def _required() -> list[str]:
-    """Return what the recipes need, as pyproject.toml states it; empty where the package is not installed."""
+def _required() -> dict[str, str]:
+    """Return what the recipes need, by name, as pyproject.toml states it; empty where the package is not installed."""
     try:
         every = metadata.requires(_PACKAGE) or []
     except metadata.PackageNotFoundError:
-        return []
+        return {}
     asked = (text.partition(";") for text in every)
-    return [text.strip() for text, _, marker in asked if not marker or re.search(r"extra == ['\"]recipes['\"]", marker)]
+    needed = [text.strip() for text, _, marker in asked if not marker or "recipes" in marker]
+    return {re.split(r"[^\w-]", text)[0]: text for text in needed}
 
 
-def _by_name() -> Mapping[str, str]:
-    return {re.split(r"[^\w-]", text)[0]: text for text in _required()}
-
-
-def _install(text: str) -> str:
-    return f"pip install '{text}'"
-
-
-def _fix(name: str, version: str | None) -> str:
-    """Return the command that installs a distribution, again where an admitted version of it is installed and broken."""
-    text = _by_name().get(name, name)
-    if version is None or Requirement is None or not Requirement(text).specifier.contains(version, prereleases=True):
-        return _install(text)
-    return f"pip install --force-reinstall --no-deps '{name}=={version}'"
+def _fix(name: str, version: Callable[[str], str | None] = installed_version) -> str:
+    """Return the command that installs a distribution; where a version that would do is installed, and so is broken, that one again."""
+    wanted, found = _required().get(name, name), version(name)
+    if found and Requirement is not None and Requirement(wanted).specifier.contains(found, prereleases=True):
+        return f"pip install --force-reinstall --no-deps '{name}=={found}'"
+    return f"pip install '{wanted}'"

@@ -20,53 +20,18 @@ Resume = Literal["free", "report", "epoch", "refuse"]
 T = TypeVar("T")
 D = TypeVar("D")
 
-# Keys of torchtune's full fine-tune configs, each with what a change of it does on resuming. One that looks like ours is still torchtune's.
-TORCHTUNE_KEYS: Mapping[str, Resume] = {
-    **dict.fromkeys(
-        (
-            "ac_mode",
-            "ac_option",
-            "batch_size",
-            "checkpointer",
-            "collate_fn",
-            "cudnn_deterministic_mode",
-            "custom_sharded_layers",
-            "device",
-            "enable_async_checkpointing",
-            "epochs",
-            "fsdp_cpu_offload",
-            "fsdp_reshard_after_forward",
-            "log_every_n_steps",
-            "log_peak_memory_stats",
-            "max_steps_per_epoch",
-            "metric_logger",
-            "optimizer",
-            "optimizer_in_bwd",
-            "output_dir",
-            "profiler",
-            "resume_from_checkpoint",
-            "seed",
-            "tensor_parallel_dim",
-            "tensor_parallel_plan",
-            "tokenizer",
-        ),
-        "free",
-    ),
-    **dict.fromkeys(
-        (
-            "clip_grad_norm",
-            "compile",
-            "dtype",
-            "enable_activation_checkpointing",
-            "enable_activation_offloading",
-            "gradient_accumulation_steps",
-            "loss",
-        ),
-        "report",
-    ),
-    "shuffle": "epoch",
-    **dict.fromkeys(("dataset", "lr_scheduler", "model"), "refuse"),
+# Keys of torchtune's full fine-tune configs by what a change of them does on resuming. One that looks like ours is still torchtune's.
+_THEIRS: Mapping[Resume, str] = {
+    "refuse": "dataset model lr_scheduler",
+    "epoch": "shuffle",
+    "report": "gradient_accumulation_steps dtype loss clip_grad_norm enable_activation_checkpointing "
+    "enable_activation_offloading compile",
+    "free": "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode custom_sharded_layers device "
+    "enable_async_checkpointing epochs fsdp_cpu_offload fsdp_reshard_after_forward log_every_n_steps log_peak_memory_stats "
+    "max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler resume_from_checkpoint seed "
+    "tensor_parallel_dim tensor_parallel_plan tokenizer",
 }
+TORCHTUNE_KEYS: Mapping[str, Resume] = {name: policy for policy, names in _THEIRS.items() for name in names.split()}
 # Spellings of earlier plans for these keys, which are too far from the new ones for a guess.
 RENAMED = {
     "plan_only": "preview",
