@@ -10,8 +10,8 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import budget_bytes
 from adaptive_batch.schedules import Reference
 from adaptive_batch.torchtune import Settings, without_effect, without_effect_on_probe
-from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, keys_of, load_function
-from adaptive_batch.torchtune.settings import OURS, ProbeSettings, ValidationSettings
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, keys_of, load_function
+from adaptive_batch.torchtune.settings import OURS, EstimateSettings, ProbeSettings, ValidationSettings
 
 GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
@@ -64,13 +64,13 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
     ids=["none", "a probe", "lengths", "a probe of one rank"],
 )
 def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
-    said = without_effect_on_probe(ProbeSettings.from_config(keys), ranks=ranks)
+    said = without_effect_on_probe(block(ProbeSettings)("probe", keys), ranks=ranks)
     assert {key for key, _ in said} == {f"probe.{key}" for key in without}
 
 
 def test_a_length_that_is_there_twice_is_refused():
     with pytest.raises(SettingError, match=r"probe\.sequence_lengths=\[64, 32, 64\]: 64 is there twice; leave one out"):
-        ProbeSettings.from_config({"sequence_lengths": [64, 32, 64]})
+        block(ProbeSettings)("probe", {"sequence_lengths": [64, 32, 64]})
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -86,8 +86,8 @@ def test_the_tables_of_the_documentation_are_those_of_the_settings(tmp_path):
 def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
     undocumented = [name for name, key in keys_of(Settings).items() if not key.doc]
     assert set(undocumented) <= set(TORCHTUNE_KEYS)
-    for block in (ProbeSettings, Settings):
-        for each in dataclasses.fields(block):
+    for keys in (ProbeSettings, EstimateSettings, Settings):
+        for each in dataclasses.fields(keys):
             key = each.metadata["key"]
             assert key.doc or each.name in undocumented
             if isinstance(each.default, (bool, int, float, str)):

@@ -87,7 +87,7 @@ def keys_of(block: type) -> dict[str, Key]:
 
 
 def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Read and check what is given of the keys of a dataclass; a value of null is as good as none.
+    """Read and check what is given of the keys of a dataclass; null is as good as absent.
 
     Raises:
         SettingError: a value cannot be used, or a key without a default is missing.
@@ -116,23 +116,23 @@ def check_names(names: Iterable[Any], config: Mapping[str, Any]) -> None:
             raise SettingError(str(name), config[name], f"there is no such key; {meant[0]} is probably meant")
 
 
-def check_block(block: type, config: object, *, name: str) -> Mapping[str, Any]:
-    """Return a block of keys; refuse what is none, and names that the dataclass does not have.
+def block(keys: type[T]) -> Callable[[str, Any], T]:
+    """Return the reader of a key whose value is a block of keys, which a dataclass has."""
 
-    Raises:
-        SettingError: with the key that was probably meant.
-    """
-    known = list(keys_of(block))
-    if not isinstance(config, Mapping):
-        raise SettingError(name, config, f"give a block of settings, such as {name}.{known[0]}=...")
-    for each in config:
-        full = f"{name}.{each}"
-        if full in RENAMED:
-            recipe = "tune run adaptive_estimate --config NAME estimate.devices=..."
-            raise SettingError(full, config[each], f"there is no such key; {RENAMED[full]} is meant: {recipe}")
-        if each not in known:
-            raise SettingError(full, config[each], f"there is no such key; {nearest(str(each), known)}")
-    return config
+    def read(name: str, value: Any) -> T:
+        known = list(keys_of(keys))
+        if not isinstance(value, Mapping):
+            raise SettingError(name, value, f"give a block of keys, such as {name}.{known[0]}=...")
+        for each in value:
+            full = f"{name}.{each}"
+            if full in RENAMED:
+                remedy = f"{RENAMED[full]} is meant: tune run adaptive_estimate --config NAME estimate.devices=..."
+                raise SettingError(full, value[each], f"there is no such key; {remedy}")
+            if each not in known:
+                raise SettingError(full, value[each], f"there is no such key; {nearest(str(each), known)}")
+        return keys(**read_keys(keys, value, prefix=f"{name}."))
+
+    return read
 
 
 def table(block: type, *, prefix: str = "") -> str:
@@ -179,9 +179,14 @@ def names_of_keys(name: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def anything(name: str, value: Any) -> Any:
-    """Take a value as it is; what it means is checked elsewhere."""
-    return value
+def checked(check: Callable[[str, Any], object]) -> Callable[[str, Any], Any]:
+    """Return the reader of a key whose value is taken as it is once `check` lets it pass."""
+
+    def read(name: str, value: Any) -> Any:
+        check(name, value)
+        return value
+
+    return read
 
 
 def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:

@@ -30,10 +30,10 @@ from .checks import check_before_reading, check_together
 from .keys import (
     TORCHTUNE_KEYS,
     Resume,
-    anything,
     auto_or_whole,
-    check_block,
+    block,
     check_names,
+    checked,
     function,
     key,
     keys_of,
@@ -44,16 +44,6 @@ from .keys import (
 )
 
 SEARCHES = ("predict", "binary", "halve")
-
-
-def _device_memory(name: str, value: Any) -> Any:
-    check_device_memory(name, value)
-    return value
-
-
-def _headroom(name: str, value: Any) -> Any:
-    check_share(name, value)
-    return value
 
 
 def _length(name: str, value: Any) -> int | str:
@@ -70,10 +60,6 @@ def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
     if twice := next((length for number, length in enumerate(value) if length in value[:number]), None):
         raise SettingError(name, value, f"{twice} is there twice; leave one out")
     return tuple(_length(name, length) for length in value)
-
-
-def _seconds(name: str, value: Any) -> int:
-    return check_whole(name, value, remedy="give seconds, a whole number, 1 or more")
 
 
 def _devices(name: str, value: Any) -> Any:
@@ -116,12 +102,14 @@ class ProbeSettings:
         default="predict",
     )
     device_memory: int | float | str | None = key(
-        _device_memory,
+        checked(check_device_memory),
         "what training may use: null = what is free now plus what this process holds; a size such as `12GiB`; or a share of the "
         "device such as `0.9`",
         default=None,
     )
-    headroom: float = key(_headroom, "share of that which is left free, at least 0 and below 1", default=0.05)
+    headroom: float = key(
+        checked(check_share), "share of that which is left free, at least 0 and below 1", default=0.05
+    )
     sequence_length: int | str = key(
         _length,
         "`longest`: the longest real rows of the dataset; `max_seq_len`: rows as long as the tokenizer cuts them; or a number of "
@@ -139,7 +127,7 @@ class ProbeSettings:
     )
     maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
     trial_timeout: int = key(
-        _seconds,
+        check_whole,
         "several ranks: seconds after which a trial that does not end ends the run on all of them",
         default=600,
     )
@@ -152,17 +140,6 @@ class ProbeSettings:
         "fits; a search starts from a curve of the same step that was planned or counted before",
         default=True,
     )
-
-    @classmethod
-    def from_config(cls, config: object) -> ProbeSettings:
-        """Read and check the block.
-
-        Raises:
-            SettingError: an unknown key, or a value that cannot be used.
-        """
-        if config is None:
-            return cls()
-        return cls(**read_keys(cls, check_block(cls, config, name="probe"), prefix="probe."))
 
 
 @dataclass(frozen=True)
@@ -181,7 +158,7 @@ class EstimateSettings:
     world_size: int = key(check_whole, "ranks that share the model", default=1)
     changes: bool = key(check_bool, "also estimate what single changes of the configuration would bring", default=True)
     headroom: float | None = key(
-        _headroom, "share of the memory that is left free; null: `probe.headroom`", default=None
+        checked(check_share), "share of the memory that is left free; null: `probe.headroom`", default=None
     )
     context: int | None = key(
         _context,
@@ -195,17 +172,6 @@ class EstimateSettings:
         if self.sequence_lengths:
             return "estimate.sequence_lengths", self.sequence_lengths
         return "probe.sequence_length", (probe.sequence_length,)
-
-    @classmethod
-    def from_config(cls, config: object) -> EstimateSettings:
-        """Read and check the block.
-
-        Raises:
-            SettingError: an unknown key, or a value that cannot be used.
-        """
-        if config is None:
-            return cls()
-        return cls(**read_keys(cls, check_block(cls, config, name="estimate"), prefix="estimate."))
 
 
 @dataclass(frozen=True)
@@ -229,14 +195,6 @@ class ValidationSettings:
         return rows if self.max_batches is None else min(rows, self.max_batches * self.batch_size * ranks)
 
 
-def _probe(name: str, value: Any) -> ProbeSettings:
-    return ProbeSettings.from_config(value)
-
-
-def _estimate(name: str, value: Any) -> EstimateSettings:
-    return EstimateSettings.from_config(value)
-
-
 @dataclass(frozen=True)
 class Settings:
     """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning."""
@@ -248,41 +206,39 @@ class Settings:
     optimizer_in_bwd: bool = key(check_bool, default=False)
     use_maximum_batch_size: bool = key(
         check_bool,
-        "`True`: search, then `batch_size` = the bound rounded down to a power of two (`probe.round_to_power_of_two: False`: the "
-        "bound itself), never more rows than an epoch has; `gradient_accumulation_steps` stays",
+        "`True`: search, then set `batch_size` to the bound (see `probe.round_to_power_of_two`), at most the rows of an epoch; "
+        "`gradient_accumulation_steps` stays",
         default=False,
         resume="report",
     )
     batch_increase_function: Callable[[int, int], int] | None = key(
         function(check_increment),
-        "dotted path of `f(epoch, batch_size) -> int`, or a block with `_component_` that builds one: rows to add to `batch_size`, "
-        "asked at the start of each epoch, 0 included. A request beyond the bound is cut to the bound, and the log says so. It "
-        "searches for the bound also without `use_maximum_batch_size`. Before weights load it is asked once for nothing, so that "
-        "its mistakes show early",
+        "dotted path of `f(epoch, batch_size) -> int`, or a block with `_component_` that builds one: rows to add to `batch_size` "
+        "at the start of each epoch. What goes beyond the bound is cut to it and logged. See [below](#growth-functions)",
         default=None,
         resume="refuse",
     )
     batch_size_schedule: Callable[[Progress], int] | None = key(
         function(check_schedule),
-        "dotted path of `rule(progress) -> int`, or a block with `_component_` that builds one: rows of a step on one device as "
-        "training goes on; with `batch_tokens`, real tokens. Its micro-batches follow from what fits, so it needs "
-        "`gradient_accumulation_steps: 1`. Not together with `batch_increase_function`. See below",
+        "dotted path of `rule(progress) -> int`, or a block with `_component_` that builds one: rows of a step on one device during "
+        "training; with `batch_tokens`, real tokens. It needs `gradient_accumulation_steps: 1` and no `batch_increase_function`. "
+        "See [below](#schedules-of-the-batch)",
         default=None,
         resume="refuse",
         fills_steps=True,
     )
     grow_beyond_maximum: bool = key(
         check_bool,
-        "`True`: the batch that either of these asks for may pass the bound; the step then runs as more micro-batches, with the "
-        "results of one large batch. `False`: it is cut to the bound, and the plan and the log say so",
+        "`True`: the batch that either of these asks for may pass the bound; the step then runs as more micro-batches. `False`: it "
+        "is cut to the bound, which is logged",
         default=False,
         resume="report",
         needs=("batch_increase_function", "batch_size_schedule"),
     )
     preview: bool = key(
         check_bool,
-        "`True`: show the plan and stop before weights load. The bound is that of an earlier search in `output_dir`, or "
-        "`probe.assumed_maximum`",
+        "`True`: print what training will do and stop before weights load. The bound is that of an earlier search in `output_dir`, "
+        "or `probe.assumed_maximum`",
         default=False,
     )
     micro_batch_size: int | str | None = key(
@@ -381,7 +337,7 @@ class Settings:
         needs=("lr_scaling=linear", "lr_scaling=sqrt"),
     )
     dataset_val: Any = key(
-        anything,
+        checked(lambda name, value: None),  # checked together with run_val_every_n_steps
         "a dataset block, or a list of them, to validate on",
         default=None,
         needs=("run_val_every_n_steps",),
@@ -435,7 +391,7 @@ class Settings:
     )
     enable_async_checkpointing: bool = key(
         check_bool,
-        "`True`: a resume point is copied to the host, and written while training goes on",
+        "`True`: a resume point is copied to the host, and written while training continues",
         default=False,
         needs=("save_every_n_steps",),
     )
@@ -447,13 +403,13 @@ class Settings:
         needs=("resume_from_checkpoint",),
     )
     probe: ProbeSettings = key(
-        _probe,
+        block(ProbeSettings),
         "how the bound is searched for",
         default=ProbeSettings(),
         shown="block",
     )
     estimate: EstimateSettings = key(
-        _estimate,
+        block(EstimateSettings),
         "devices that are not here, and what is estimated for them",
         default=EstimateSettings(),
         shown="block",
