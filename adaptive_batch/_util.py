@@ -37,6 +37,13 @@ def check_share(key: str, value: object) -> None:
         raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
 
 
+def format_bytes(num_bytes: int) -> str:
+    """Format an amount of memory in GiB, or in MiB or bytes where two decimals of GiB would not show it."""
+    if num_bytes >= 0.1 * 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.2f} MiB" if num_bytes >= 0.1 * 2**20 else f"{num_bytes} bytes"
+
+
 def nearest(name: str, names: list[str]) -> str:
     """The end of a sentence that refuses a name: those near it, or all that there are."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)

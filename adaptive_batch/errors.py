@@ -22,13 +22,6 @@ MEMORY_REMEDIES = (
 )
 
 
-def sized(num_bytes: int) -> str:
-    """Memory as an error says it: in GiB, and where two decimals of that would say nothing in MiB or bytes."""
-    if num_bytes >= 0.1 * 2**30:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.2f} MiB" if num_bytes >= 0.1 * 2**20 else f"{num_bytes} bytes"
-
-
 class AdaptiveBatchError(Exception):
     """Base of every error that this package raises on purpose."""
 

@@ -35,7 +35,7 @@ import torchtune
 from omegaconf import OmegaConf
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.estimate import LengthEstimate, cuda_difference, parse_devices
+from adaptive_batch.estimate import LengthEstimate, cuda_workspace, parse_devices
 from adaptive_batch.memory import GIB, device_memory, parse_size
 from adaptive_batch.probe import Trial
 from adaptive_batch.torchtune import BatchSizeFinder, config_path, estimate_devices, set_up_terminal, shipped_configs
@@ -356,9 +356,9 @@ def measure_configs(names: Sequence[str]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"config": name, "ranks": cfg.estimate.world_size, "rows": None, "refused": ""}
         start = time.perf_counter()
         try:
-            plan = estimate_devices(cfg, say=lambda text: None)
-            row["rows"] = plan.bound(plan.lengths[0], plan.targets[0])
-            row["checked"] = plan.lengths[0].checked
+            plan = estimate_devices(cfg, show=lambda text: None)
+            row["rows"] = plan.bound(plan.lengths[0], plan.devices[0])
+            row["checked"] = asdict(plan.lengths[0].check)
         except Exception as error:  # what is not made for these recipes fails in its own ways
             row["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         row["seconds"] = round(time.perf_counter() - start, 1)
@@ -451,7 +451,7 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
     rows = []
     on_cuda = torch.cuda.is_available()
     name, architecture = device_here()
-    workspaces = cuda_difference.library_workspace_bytes(architecture) if on_cuda else 0
+    workspaces = cuda_workspace.library_workspace_bytes(architecture) if on_cuda else 0
     print(
         f"{'combination':<68} {'GiB':>6} {'planned':>7} {'true':>5} {'probe':>5} {'share':>6} {'worst error':>11} {'at bound':>9} {'true s':>7}"
     )

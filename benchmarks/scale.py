@@ -48,7 +48,7 @@ from adaptive_batch.data import (
     plan_batches,
 )
 from adaptive_batch.distributed import Watchdog
-from adaptive_batch.estimate.attribution import AttributedTracker
+from adaptive_batch.estimate.tracker import AttributedTracker
 from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
 from adaptive_batch.torchtune import config_path

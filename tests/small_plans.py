@@ -19,7 +19,6 @@ from torchtune import config, training
 from torchtune.models.qwen2 import qwen2
 
 from adaptive_batch.estimate import LengthEstimate
-from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import BatchSizeFinder, Settings, TrainingParts, estimate_devices
 
@@ -133,7 +132,7 @@ class Combination:
     def planned(self, **estimate: Any) -> LengthEstimate:
         """Its estimate, of a single row too: on 1 MiB no two rows fit."""
         settings = {"devices": ["1MiB"], "changes": False, "world_size": self.ranks, **estimate}
-        return estimate_devices(self.to_estimate(**settings), say=lambda text: None).lengths[0]
+        return estimate_devices(self.to_estimate(**settings), show=lambda text: None).lengths[0]
 
 
 class RealParts(TrainingParts):
@@ -218,7 +217,7 @@ class BoundByEach(BatchSizeFinder):
         super().__init__(parts)
         self._each = search
 
-    def _search(self, memory: DeviceMemory, **options: Any) -> Search:
+    def _choose(self, **options: Any) -> Search:
         return self._each
 
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn import functional as F
 
 from adaptive_batch.estimate import FakeDevice
-from adaptive_batch.estimate.attribution import AttributedTracker, ModuleNames, Where
+from adaptive_batch.estimate.tracker import AttributedTracker, ModuleNames, OpSite
 from adaptive_batch.memory import MemoryTracker
 
 ROWS = 4
@@ -33,8 +33,8 @@ def explained(**options):
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_places_add_up_to_the_peak(checkpointing, accumulates):
     step, trace, operation, held = explained(checkpointing=checkpointing, accumulates=accumulates)
-    assert sum(size for _, size in held.by_place) + step.resident.total == trace.trace.live_bytes[operation]
-    sizes = [size for _, size in held.by_place]
+    assert sum(size for _, size in held.by_site) + step.resident.total == trace.trace.live_bytes[operation]
+    sizes = [size for _, size in held.by_site]
     assert sizes == sorted(sizes, reverse=True)
     assert min(sizes) > 0
 
@@ -45,7 +45,7 @@ def test_places_add_up_at_every_operation():
     trace = step.trace(ROWS, explain=every)
     assert list(trace.explained) == list(every)
     for operation, held in trace.explained.items():
-        assert sum(size for _, size in held.by_place) + step.resident.total == trace.trace.live_bytes[operation]
+        assert sum(size for _, size in held.by_site) + step.resident.total == trace.trace.live_bytes[operation]
 
 
 def test_explaining_changes_no_byte():
@@ -55,13 +55,13 @@ def test_explaining_changes_no_byte():
 
 def test_the_logits_belong_to_no_layer_and_the_layers_to_themselves():
     _, _, _, held = explained()
-    made = dict(held.by_place)
+    made = dict(held.by_site)
     logits = ROWS * LENGTH * WORDS * 4
-    assert max(made.values()) == made[held.by_place[0][0]] == logits
-    assert held.by_place[0][0].module == ""  # the embedding's weights are multiplied by no module of theirs
+    assert max(made.values()) == made[held.by_site[0][0]] == logits
+    assert held.by_site[0][0].module == ""  # the embedding's weights are multiplied by no module of theirs
     mlp = {where.module for where in made if ".mlp" in where.module}
     assert {"layers.0.mlp.0", "layers.1.mlp.0", "layers.2.mlp.0"} <= mlp
-    widened = [where for where, size in held.by_place if size == ROWS * LENGTH * 3 * WIDTH * 4]
+    widened = [where for where, size in held.by_site if size == ROWS * LENGTH * 3 * WIDTH * 4]
     assert {where.module for where in widened} >= {"layers.0.mlp.0", "layers.2.mlp.1", "layers.1.qkv"}
     assert not any(where.backward for where in widened)
 
@@ -72,9 +72,9 @@ def test_checkpointing_leaves_what_layers_are_given_and_what_one_of_them_recompu
     trace = step.trace(ROWS, explain=range(number))
     recomputed, ahead = set(), set()
     for held in trace.explained.values():
-        widened = [where for where, _ in held.by_place if ".mlp.0" in where.module and where.operation == "addmm"]
+        widened = [where for where, _ in held.by_site if ".mlp.0" in where.module and where.operation == "addmm"]
         layers = frozenset(where.module.split(".")[1] for where in widened)
-        (recomputed if held.where.backward else ahead).add(layers)
+        (recomputed if held.site.backward else ahead).add(layers)
     one_at_a_time = {frozenset(), frozenset("0"), frozenset("1"), frozenset("2")}
     assert ahead == recomputed == one_at_a_time
 
@@ -82,7 +82,7 @@ def test_checkpointing_leaves_what_layers_are_given_and_what_one_of_them_recompu
 def test_forward_is_before_backward_and_each_operation_has_its_module():
     step = fake_step()
     number = len(step.trace(ROWS).trace.live_bytes)
-    wheres = [held.where for held in step.trace(ROWS, explain=range(number)).explained.values()]
+    wheres = [held.site for held in step.trace(ROWS, explain=range(number)).explained.values()]
     flags = [where.backward for where in wheres]
     assert flags == sorted(flags)
     assert any(flags)
@@ -181,7 +181,7 @@ def test_a_layer_that_is_wrapped_to_be_recomputed_has_one_name_in_forward_and_ba
     counter.add(model.parameters())
     with names.following(), counter:
         model(torch.ones(4, 8, requires_grad=True)).sum().backward()
-    wheres = {held.where for held in counter.step_trace(model).explained.values()}
+    wheres = {held.site for held in counter.step_trace(model).explained.values()}
     assert {where.module for where in wheres} <= known
     for module in ("1.0", "1.1", "2"):
         assert {where.backward for where in wheres if where.module == module} == {False, True}
@@ -195,8 +195,8 @@ def test_hooks_are_gone_afterwards():
 
 
 def test_a_place_reads_as_a_sentence():
-    assert str(Where("layers.1.mlp", "mm", True)) == "backward of layers.1.mlp (mm)"
-    assert str(Where("", "nll_loss_forward", False)) == "forward of the loss (nll_loss_forward)"
+    assert str(OpSite("layers.1.mlp", "mm", True)) == "backward of layers.1.mlp (mm)"
+    assert str(OpSite("", "nll_loss_forward", False)) == "forward of the loss (nll_loss_forward)"
 
 
 def test_what_a_device_takes_is_attributed_to_the_operation_that_runs():
@@ -204,6 +204,6 @@ def test_what_a_device_takes_is_attributed_to_the_operation_that_runs():
         return 50_000_000 if operation is torch.ops.aten.embedding_dense_backward.default else 0
 
     _, trace, operation, held = explained(device=FakeDevice(workspace=workspace))
-    assert held.where == Where("embed", "embedding_dense_backward", True)
-    assert dict(held.by_place)[held.where] >= 50_000_000
+    assert held.site == OpSite("embed", "embedding_dense_backward", True)
+    assert dict(held.by_site)[held.site] >= 50_000_000
     assert trace.trace.live_bytes[operation] > 50_000_000

@@ -9,13 +9,11 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.estimate import workspace_bytes
-from adaptive_batch.estimate.cuda_difference import (
+from adaptive_batch.estimate.cuda_workspace import (
     CONTEXT_BYTES,
     Attention,
     attention_backend,
     attention_difference_bytes,
-    cpu_backward_bytes,
-    cpu_saved_bytes,
     embedding_backward_bytes,
     fixed_overhead_bytes,
     left_out,
@@ -36,6 +34,25 @@ calls = st.builds(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     key_heads=st.just(4),
 )
+
+
+def cpu_saved_bytes(call: Attention) -> int:
+    """Return what a CPU keeps from the forward operation until the backward one, without query, key and value.
+
+    ``_scaled_dot_product_flash_attention_for_cpu`` takes a mask and any floating dtype (native/transformers/sdp_utils_cpp.cpp). It gives the
+    output and the logarithm of the sums ``[batch, heads, queries]``, in float32, or float64 for that
+    (native/transformers/attention.cpp). A boolean mask is kept as one of the dtype.
+    """
+    rows = call.batch * call.heads * call.queries
+    mask_bytes = math.prod(call.mask) * call.itemsize if call.mask is not None else 0
+    sums = rows * (8 if call.dtype == torch.float64 else 4)
+    return rows * call.head_dim * call.itemsize + sums + mask_bytes
+
+
+def cpu_backward_bytes(call: Attention) -> int:
+    """Return the size of the gradients of query, key and value."""
+    rows = call.heads * call.queries + 2 * call.key_heads * call.keys
+    return call.batch * rows * call.head_dim * call.itemsize
 
 
 def tensors(call, device="cpu"):

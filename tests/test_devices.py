@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
-from adaptive_batch.estimate.devices import _TABLE, DEVICES, _plain, device_capacity
+from adaptive_batch.estimate.devices import DEVICES, _plain, device_capacity
 from adaptive_batch.memory import GIB
 
 # What torch.cuda.get_device_name() says, and which device that is.
@@ -40,7 +40,7 @@ def test_the_name_that_torch_gives_a_device_is_known(name, device):
 
 
 def test_no_two_devices_have_a_name_in_common():
-    plain = [{_plain(name) for name in (row[0], *row[4])} for row in _TABLE]
+    plain = [{_plain(name) for name in (device.name, *device.other_names)} for device in DEVICES]
     assert len(set().union(*plain)) == sum(map(len, plain))
 
 
@@ -50,9 +50,7 @@ def test_a_device_has_a_source_an_architecture_and_less_memory_than_its_name_pro
     assert re.fullmatch(r"sm_\d{2,3}|gfx9\w{2}", device.architecture)
     promised = [
         int(size)
-        for row in _TABLE
-        for name in (row[0], *row[4])
-        if row[0] == device.name
+        for name in (device.name, *device.other_names)
         for size in re.findall(r"(\d+) ?GB\b", name)
         if "480" not in name  # the host memory of a Grace Hopper
     ]
@@ -60,7 +58,7 @@ def test_a_device_has_a_source_an_architecture_and_less_memory_than_its_name_pro
     assert all(device.total_bytes <= size * GIB for size in promised)
 
 
-def test_a_plan_can_be_told_the_compute_capability():
+def test_the_compute_capability_follows_from_the_architecture():
     assert device_capacity("T4").compute_capability == (7, 5)
     assert device_capacity("H100").compute_capability == (9, 0)
     assert device_capacity("B200").compute_capability == (10, 0)
@@ -72,10 +70,10 @@ def test_a_plan_can_be_told_the_compute_capability():
 @pytest.mark.parametrize(
     ("size", "total_bytes", "shown"),
     [
-        ("80GiB", 80 * GIB, "80 GiB"),
-        ("900 MiB", 900 * 1024**2, "900 MiB"),
-        ("24GB", 24 * 10**9, "22.3517 GiB"),
-        (16 * GIB, 16 * GIB, "16 GiB"),
+        ("80GiB", 80 * GIB, "80.00 GiB"),
+        ("900 MiB", 900 * 1024**2, "0.88 GiB"),
+        ("24GB", 24 * 10**9, "22.35 GiB"),
+        (16 * GIB, 16 * GIB, "16.00 GiB"),
     ],
 )
 def test_a_size_is_a_device_of_that_size(size, total_bytes, shown):
@@ -90,8 +88,8 @@ def test_a_device_is_shown_with_what_it_has():
 @pytest.mark.parametrize(
     ("value", "remedy"),
     [
-        ("A100", "there are A100-40GB and A100-80GB; say which"),
-        ("v100", "there are V100-16GB and V100-32GB; say which"),
+        ("A100", "there are A100-40GB and A100-80GB; give one of them"),
+        ("v100", "there are V100-16GB and V100-32GB; give one of them"),
         ("H1000", "no such device is known; near it: H100, "),
         ("RTX4080", "near it: RTX4090, RTX5090, RTX3090; or give a size"),
         ("potato", "no such device is known; there are: T4, V100-16GB"),
@@ -120,7 +118,7 @@ def test_what_is_no_size_and_no_device_is_refused_with_what_would_do(value, reme
 
 def test_one_entry_or_a_list_of_them_is_read_in_its_order():
     assert [device.name for device in parse_devices("H100")] == ["H100"]
-    assert [device.name for device in parse_devices(["80GiB", "l4", "A100-40GB"])] == ["80 GiB", "L4", "A100-40GB"]
+    assert [device.name for device in parse_devices(["80GiB", "l4", "A100-40GB"])] == ["80.00 GiB", "L4", "A100-40GB"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptive_batch.errors import sized
+from adaptive_batch._util import format_bytes
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from adaptive_batch.errors import sized
     ],
 )
 def test_memory_is_said_in_the_unit_that_shows_it(num_bytes: int, said: str) -> None:
-    assert sized(num_bytes) == said
+    assert format_bytes(num_bytes) == said

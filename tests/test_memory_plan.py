@@ -1,4 +1,4 @@
-"""A memory plan's table, file and order of changes say what its curves say."""
+"""The table, the file and the order of changes of an estimate follow from its curves."""
 
 from __future__ import annotations
 
@@ -10,34 +10,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.estimate import Change, Kinds, LengthEstimate, MemoryEstimate, Target, ranked
-from adaptive_batch.estimate.attribution import Held, Where
+from adaptive_batch.estimate import (
+    Change,
+    CurveCheck,
+    LengthEstimate,
+    MemoryBreakdown,
+    MemoryEstimate,
+    Target,
+    ranked,
+    read_estimate,
+)
 from adaptive_batch.estimate.fake_step import Resident
-from adaptive_batch.memory import GIB, Line, MemoryCurve
+from adaptive_batch.estimate.tracker import LiveMemory, OpSite
+from adaptive_batch.memory import GIB
 
 RESIDENT = Resident(parameters=2 * GIB, buffers=GIB // 4, optimizer=4 * GIB, gradients=0)
-FLAT, STEEP = Line(Fraction(9 * GIB), Fraction(GIB, 8), 3), Line(Fraction(7 * GIB), Fraction(GIB), 5)
-KINDS = (Kinds(FLAT, (GIB, GIB / 16), GIB), Kinds(STEEP, (GIB / 2, GIB * 3 / 4), 0))
-HELD = Held(
-    Where("layers.1.mlp", "mm", True),
+LIVE = LiveMemory(
+    OpSite("layers.1.mlp", "mm", True),
     (
-        (Where("layers.1.mlp", "mm", False), 6 * GIB),
-        (Where("layers.0.mlp", "mm", False), 4 * GIB),
-        (Where("", "_log_softmax", False), 8 * GIB),
-        (Where("layers.1.mlp", "mm", True), 2 * GIB),
+        (OpSite("layers.1.mlp", "mm", False), 6 * GIB),
+        (OpSite("layers.0.mlp", "mm", False), 4 * GIB),
+        (OpSite("", "_log_softmax", False), 8 * GIB),
+        (OpSite("layers.1.mlp", "mm", True), 2 * GIB),
     ),
 )
+FLAT = MemoryBreakdown(Fraction(9 * GIB), Fraction(GIB, 8), (GIB, GIB / 16), GIB)
+STEEP = MemoryBreakdown(Fraction(7 * GIB), Fraction(GIB), (GIB / 2, GIB * 3 / 4), 0, LIVE.describe())
 LENGTH = LengthEstimate(
     sequence_length=512,
     resident=RESIDENT,
-    curve=MemoryCurve((FLAT, STEEP)),
-    kinds=KINDS,
+    breakdowns=(FLAT, STEEP),
     one_row_bytes=10 * GIB,
     optimizer_peak_bytes=8 * GIB,
-    checked=(5, 12 * GIB, 12 * GIB),
-    held=((5, HELD),),
+    check=CurveCheck(5, 12 * GIB, 12 * GIB),
 )
-BIG = Target("80 GiB", 80 * GIB, 75 * GIB, (("the driver's context", GIB), ("headroom (5%)", 4 * GIB)))
+BIG = Target("80 GiB", 80 * GIB, 75 * GIB, (("the CUDA context", GIB), ("headroom (5%)", 4 * GIB)))
 SMALL = Target("small", 12 * GIB, 11 * GIB)
 
 
@@ -47,15 +54,16 @@ def plan(*targets, **options):
     )
 
 
-def test_what_a_small_device_has_is_said_in_mib():
-    small = Target("12 MiB", 12 * 2**20, 11 * 2**20, (("headroom (8%)", 2**20),))
-    assert "12 MiB: 11.00 MiB may be used of 12.00, 1.00 for headroom (8%)" in plan(small).table().splitlines()
+def test_what_a_small_device_has_is_shown_in_mib():
+    small = Target("12.00 MiB", 12 * 2**20, 11 * 2**20, (("headroom (8%)", 2**20),))
+    lines = plan(small).table().splitlines()
+    assert "12.00 MiB: 11.00 MiB may be used of 12.00 MiB, 1.00 MiB for headroom (8%)" in lines
 
 
 def test_the_bound_is_what_the_curve_allows_below_the_maximum():
     assert [plan().bound(LENGTH, target) for target in (BIG, SMALL)] == [68, 4]
     assert plan(maximum=16).bound(LENGTH, BIG) == 16
-    flat = replace(LENGTH, curve=MemoryCurve((Line(Fraction(GIB), Fraction(0), 0),)))
+    flat = replace(LENGTH, breakdowns=(MemoryBreakdown(Fraction(GIB), Fraction(0), (0.0, 0.0), 0),))
     assert flat.max_rows(75 * GIB) is None
     assert plan().bound(flat, BIG) == 4096
 
@@ -116,7 +124,7 @@ def test_kinds_add_up_to_the_peak(rows):
 
 
 def test_the_table_has_a_line_for_each_device_and_length():
-    longer = replace(LENGTH, sequence_length=1024, checked=None, held=())
+    longer = replace(LENGTH, sequence_length=1024, check=None)
     lines = plan(lengths=(LENGTH, longer)).table().splitlines()
     assert lines[0].split() == [
         "device",
@@ -136,8 +144,10 @@ def test_the_table_has_a_line_for_each_device_and_length():
     assert rows[2] == ["small", "512", "4", "2048", "11.00", "1.0000", "0.00"]
     assert [row[-6] for row in rows] == ["512", "1024", "512", "1024"]
     assert len({len(line) for line in lines[:5]}) == 1  # aligned
-    assert lines[5] == "80 GiB: 75.00 GiB may be used of 80.00, 1.00 for the driver's context, 4.00 for headroom (5%)"
-    assert lines[6] == "small: 11.00 GiB may be used of 12.00"
+    assert lines[5] == (
+        "80 GiB: 75.00 GiB may be used of 80.00 GiB, 1.00 GiB for the CUDA context, 4.00 GiB for headroom (5%)"
+    )
+    assert lines[6] == "small: 11.00 GiB may be used of 12.00 GiB"
     assert lines[7] == "fixed: 6.25 GiB: parameters 2.00, optimizer state 4.00, buffers 0.25"
     assert lines[8] == "optimizer's step: 8.00 GiB at its peak, whatever the batch"
     assert lines[-1] == "checked: a third size, 5 rows, lies on the curve to the byte"
@@ -160,9 +170,9 @@ def test_a_device_on_which_nothing_fits_has_no_free_memory_to_show():
 
 
 def test_a_check_that_is_off_says_by_how_much():
-    off = replace(LENGTH, checked=(5, 12 * GIB, 12 * GIB + GIB // 100))
+    off = replace(LENGTH, check=CurveCheck(5, 12 * GIB, 12 * GIB + GIB // 100))
     assert plan(lengths=(off,)).table().endswith("5 rows, lies on the curve within 0.08%")
-    assert "checked" not in plan(lengths=(replace(LENGTH, checked=None),)).table()
+    assert "checked" not in plan(lengths=(replace(LENGTH, check=None),)).table()
 
 
 def test_ranks_are_said_where_there_are_several():
@@ -173,11 +183,11 @@ def test_ranks_are_said_where_there_are_several():
 def test_where_the_peak_is_and_what_it_is_made_of_is_said():
     text = LENGTH.explain(68)
     assert text.splitlines()[0] == (
-        "peak of 68 x 512 tokens: 75.00 GiB: activations 51.50, at work in backward 17.25, optimizer state 4.00, parameters 2.00"
+        "peak of 68 x 512 tokens: 75.00 GiB: activations 51.50, backward temporaries 17.25, optimizer state 4.00, parameters 2.00"
     )
     # like layers are one; 6 + 4 of 20 GiB
     assert text.splitlines()[1] == (
-        "  reached in backward of layers.1.mlp (mm); most of what comes and goes: "
+        "  reached in backward of layers.1.mlp (mm); largest transient allocations: "
         "layers.*.mlp (mm) 50%, the loss (_log_softmax) 40%, layers.*.mlp (mm, backward) 10%"
     )
     assert len(LENGTH.explain(2).splitlines()) == 1  # nothing was attributed at that line
@@ -186,31 +196,48 @@ def test_where_the_peak_is_and_what_it_is_made_of_is_said():
 def test_the_file_has_plain_values_and_sizes_in_bytes(tmp_path):
     made = plan(
         left_out=("compile",),
-        changes=(Change(("a=1",), "time", (None, 3)), Change(("b=2",), "more", refused="it cannot be")),
-        seconds=1.23456,
+        changes=(Change(("a=1",), "time", (None, 3)),),
+        refused=(Change(("b=2",), "more", refused="it cannot be"),),
+        seconds=1.23,
         world_size=2,
     )
-    path = tmp_path / "below" / "plan.json"
+    path = tmp_path / "below" / "estimate.json"
     made.save(path)
     record = json.loads(path.read_text())
-    assert record == json.loads(json.dumps(made.as_json()))
     assert [device["name"] for device in record["devices"]] == ["80 GiB", "small"]
     answer = record["devices"][0]["lengths"][0]
-    assert (answer["max_batch_size"], answer["peak_bytes"], answer["bytes_per_row"]) == (68, 75 * GIB, GIB)
+    assert (answer["sequence_length"], answer["max_batch_size"]) == (512, 68)
+    assert (answer["allocated_bytes"], answer["bytes_per_row"]) == (75 * GIB, GIB)
     assert sum(answer["composition"].values()) == 75 * GIB
-    assert record["devices"][0]["taken"] == {"the driver's context": GIB, "headroom (5%)": 4 * GIB}
+    assert record["devices"][0]["taken"] == [["the CUDA context", GIB], ["headroom (5%)", 4 * GIB]]
     (length,) = record["lengths"]
     assert length["resident"] == {"parameters": 2 * GIB, "buffers": GIB // 4, "optimizer": 4 * GIB, "gradients": 0}
-    assert [line["fixed_bytes"] for line in length["lines"]] == [9 * GIB, 7 * GIB]
-    assert length["checked"] == {"rows": 5, "peak_bytes": 12 * GIB, "said": 12 * GIB}
+    assert [line["fixed_bytes"] for line in length["breakdowns"]] == [9 * GIB, 7 * GIB]
+    assert length["check"] == {"rows": 5, "counted_bytes": 12 * GIB, "expected_bytes": 12 * GIB}
     assert record["changes"][0]["bounds"] == [None, 3]
-    assert record["changes"][1]["refused"] == "it cannot be"
+    assert record["refused"][0]["refused"] == "it cannot be"
     assert (record["seconds"], record["left_out"], record["world_size"]) == (1.23, ["compile"], 2)
-    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["estimate.json"]
+    assert read_estimate(path) == made
 
 
-def test_the_last_plan_replaces_the_one_before(tmp_path):
-    path = tmp_path / "plan.json"
+@given(
+    fixed=st.integers(0, 10**12),
+    refused=st.text(),
+    bounds=st.lists(st.none() | st.integers(0, 9)),
+    optimizer=st.none() | st.integers(0),
+)
+def test_what_is_saved_is_read_back(tmp_path_factory, fixed, refused, bounds, optimizer):
+    line = MemoryBreakdown(Fraction(fixed), Fraction(GIB, 8), (0.5, 1.5), 3, refused)
+    change = Change((refused,), "cost", tuple(bounds), refused)
+    made = plan(lengths=(replace(LENGTH, breakdowns=(line,), optimizer_peak_bytes=optimizer),), changes=(change,))
+    path = tmp_path_factory.mktemp("saved") / "estimate.json"
+    made.save(path)
+    assert read_estimate(path) == made
+
+
+def test_the_last_estimate_replaces_the_one_before(tmp_path):
+    path = tmp_path / "estimate.json"
     plan().save(path)
     plan(BIG).save(path)
     assert len(json.loads(path.read_text())["devices"]) == 1

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -17,7 +16,7 @@ from adaptive_batch.estimate import parse_devices
 from adaptive_batch.estimate.devices import DEVICES
 from adaptive_batch.memory import GIB
 from adaptive_batch.torchtune import Settings, config_path
-from adaptive_batch.torchtune.estimates import _Planner
+from adaptive_batch.torchtune.estimates import Estimator
 
 PAGE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in blocks() if block.page == "docs/estimate.md"]
@@ -45,21 +44,21 @@ def test_the_table_of_devices_is_that_of_the_code():
 
 
 @pytest.mark.parametrize(
-    ("changed", "ideas"),
+    ("changed", "candidates"),
     [
         ([], 8),
         (["loss._component_=torch.nn.CrossEntropyLoss"], 8),
         (["fsdp_reshard_after_forward=False", "sync_gradients_every_micro_batch=False", "estimate.world_size=2"], 9),
     ],
 )
-def test_each_change_that_is_planned_is_in_the_table_of_changes(changed, ideas):
+def test_each_change_that_is_planned_is_in_the_table_of_changes(changed, candidates):
     cfg = OmegaConf.merge(
         OmegaConf.load(config_path("demo_cpu")), OmegaConf.from_dotlist(["estimate.devices=80GiB", *changed])
     )
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
-    planner = _Planner(cfg, settings, parse_devices("80GiB"))
-    typed = {idea.overrides[0] for idea in planner._ideas(SimpleNamespace(sequence_length=512))}
-    assert len(typed) >= ideas
+    estimator = Estimator(cfg, settings, parse_devices("80GiB"))
+    typed = {one.overrides[0] for one in estimator.candidates(512)}
+    assert len(typed) >= candidates
     rows = re.findall(r"^\| `(.*?)\|", PAGE.split("## What one change would bring")[1], re.MULTILINE)
     named = {re.split(r"[= `]", row)[0] for row in rows}
     assert {re.split(r"[= ]", one)[0] for one in typed} - named == set()

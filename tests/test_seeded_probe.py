@@ -1,4 +1,4 @@
-"""A search on real trials that starts from what is known: a curve that was planned on fake tensors, or counted before."""
+"""A search on real trials that starts from what is known: a curve that was estimated on fake tensors, or counted before."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ def test_where_bytes_are_not_counted_fake_tensors_leave_three_trials_and_no_oom(
     with caplog.at_level("INFO", logger="adaptive_batch"):
         planned = searched(small, memory, *chosen, kind=SearchInBlocks)
     exact = searched(small, memory, *chosen, "probe.cache=False")
-    assert "planned on fake tensors" in caplog.text
+    assert "estimated on fake tensors" in caplog.text
     assert len(planned.trials) <= 3
     assert planned.num_out_of_memory <= 1
     assert exact.max_batch_size - 1 <= planned.max_batch_size <= exact.max_batch_size
     again = searched(small, memory, *chosen, kind=SearchInBlocks)
     assert again.max_batch_size == planned.max_batch_size
-    assert caplog.text.count("planned on fake tensors") == 1
+    assert caplog.text.count("estimated on fake tensors") == 1
 
 
 def test_a_plan_that_cannot_be_made_only_makes_the_search_longer(

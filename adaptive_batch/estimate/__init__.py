@@ -1,19 +1,28 @@
-"""A training step on fake tensors: what a device that is not here would hold."""
+"""A training step on fake tensors: the memory it would need on a device that is not here."""
 
-from .attribution import StepTrace
-from .cuda_difference import fixed_overhead_bytes, left_out, workspace_bytes
+from .cuda_workspace import fixed_overhead_bytes, left_out, workspace_bytes
 from .devices import EstimatedDevice, parse_devices
 from .fake_step import FakeDevice, FakeStep
-from .memory_plan import Change, Kinds, LengthEstimate, MemoryEstimate, Target, ranked
-from .saved_plan import read_plan
+from .result import (
+    Change,
+    CurveCheck,
+    LengthEstimate,
+    MemoryBreakdown,
+    MemoryEstimate,
+    Target,
+    ranked,
+    read_estimate,
+)
+from .tracker import StepTrace
 
 __all__ = [
     "Change",
+    "CurveCheck",
     "EstimatedDevice",
     "FakeDevice",
     "FakeStep",
-    "Kinds",
     "LengthEstimate",
+    "MemoryBreakdown",
     "MemoryEstimate",
     "StepTrace",
     "Target",
@@ -21,6 +30,6 @@ __all__ = [
     "left_out",
     "parse_devices",
     "ranked",
-    "read_plan",
+    "read_estimate",
     "workspace_bytes",
 ]

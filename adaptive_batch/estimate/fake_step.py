@@ -1,4 +1,4 @@
-"""A training step on fake tensors, which have shapes and no memory: what it would hold, on a device that is not here."""
+"""A training step on fake tensors, which have shapes and no memory: the memory it would need on a device that is not here."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.utils._pytree import tree_map_only
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
 
-from .attribution import AttributedTracker, ModuleNames, StepTrace
+from .tracker import AttributedTracker, ModuleNames, StepTrace
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that are there before a forward begins.
+    """Bytes that are resident before a forward begins.
 
     Attributes:
         parameters, buffers: of the model.
         optimizer: its state.
-        gradients: that are there already, where a step has several micro-batches.
+        gradients: of earlier micro-batches of the step.
     """
 
     parameters: int
@@ -45,11 +45,10 @@ class FakeDevice:
     """A device whose tensors have no memory, so that any model fits on it.
 
     Args:
-        workspace: bytes that an operation takes on the device that is planned for, beside what it returns; called with the
-            operation, its arguments and its keyword arguments. None for nothing.
+        workspace: as in :class:`AttributedTracker`.
 
     Attributes:
-        mode: in which tensors are fake.
+        mode: the dispatch mode in which tensors are fake.
     """
 
     def __init__(self, *, workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None) -> None:
@@ -58,7 +57,7 @@ class FakeDevice:
         self._counter: AttributedTracker | None = None
 
     def move(self, model: nn.Module) -> None:
-        """Put a model here, in place: parameters and buffers on the meta device, or real ones, which are then let go of."""
+        """Make the parameters and buffers of a model fake, in place; they are on the meta device, or real and then freed."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_meta:
@@ -72,12 +71,12 @@ class FakeDevice:
                     places.setdefault(parameter, []).append((module, name))
         with self.mode:
             model._apply(lambda tensor: _through_shards(tensor, fake))  # type: ignore[no-untyped-call]
-        for (owner, own_name), *others in places.values():  # weights that are tied stay so
+        for (owner, own_name), *others in places.values():  # tied weights stay tied
             for module, name in others:
                 module._parameters[name] = owner._parameters[own_name]
 
     def batch(self, batch: dict[str, Any]) -> None:
-        """Put a batch here, in place; anything but tensors stays as it is, and those that are fake already are counted alone."""
+        """Make the tensors of a batch fake, in place, and count them."""
         batch.update(tree_map_only(torch.Tensor, self._fake, dict(batch)))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +89,7 @@ class FakeDevice:
     def counting(
         self, *, explain: Collection[int] = (), names: ModuleNames | None = None
     ) -> Iterator[AttributedTracker]:
-        """Inside, tensors that are made are fake, and counted."""
+        """Context manager: new tensors are fake, and counted."""
         self._counter = counter = AttributedTracker(workspace=self._workspace, explain=explain, names=names)
         try:
             # A compiled region fails under a dispatch mode, and would hide its tensors from it.
@@ -107,23 +106,23 @@ class FakeDevice:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, only what stays is counted: for what is compiled on a real device, and holds nothing on its way."""
+        """Context manager: count only what is still alive at the end, for code that is compiled on a real device."""
         with self._counter.pause() if self._counter else nullcontext():
             yield
 
 
 class FakeStep:
-    """Runs the code of a training step on fake tensors, at any number of rows, and says what it would hold.
+    """Runs the code of a training step on fake tensors, at any number of rows, and traces the memory it would need.
 
     Args:
         model: on the device.
         optimizer: of its parameters, or those in backward; made on the device.
-        forward_backward: runs this many rows through the code that training runs, ``backward`` included.
-        step: what training does once gradients are there: clipping and ``optimizer.step()``.
-        accumulates: gradients are there already when a forward begins.
+        forward_backward: runs this many rows through the code of training, ``backward`` included.
+        step: what training runs after backward: clipping and ``optimizer.step()``.
+        accumulates: whether gradients of earlier micro-batches exist when a forward begins.
         device: where all of it is.
-        sharding: of the model; needed where there are several ranks.
-        keep_gradients: as in :class:`adaptive_batch.trial.DryRun`.
+        sharding: of the model; needed with several ranks.
+        keep_gradients: as in :class:`adaptive_batch.probe.DryRun`.
 
     Attributes:
         optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in backward.
@@ -174,12 +173,12 @@ class FakeStep:
     def trace(
         self, rows: int, *, forward_backward: Callable[[int], object] | None = None, explain: Collection[int] = ()
     ) -> StepTrace:
-        """What forward and backward of that many rows hold.
+        """Return what forward and backward of that many rows hold.
 
         Args:
             rows: of one micro-batch.
-            forward_backward: in the place of the one that was given, for rows of another length.
-            explain: operations at which all that is alive is attributed to modules.
+            forward_backward: instead of the constructor's, for rows of another length.
+            explain: operations at which all live bytes are attributed to modules.
         """
         self._prepare()
         with self._device.counting(explain=explain, names=ModuleNames(self._model) if explain else None) as counter:
@@ -217,7 +216,7 @@ class FakeStep:
 
 
 def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Convert a tensor, or this rank's part of one that is divided."""
+    """Convert a tensor, or this rank's shard of a DTensor."""
     if not hasattr(tensor, "to_local"):
         return convert(tensor)
     from torch.distributed.tensor import DTensor

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adaptive_batch import distributed
+from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import reshard
-from adaptive_batch.errors import DoesNotFitError, sized
+from adaptive_batch.errors import DoesNotFitError
 
 from .device import host_available_bytes
 from .tracker import plain_tensors, storage_bytes
@@ -159,8 +160,8 @@ class TrainingSnapshot:
         needed = storage_bytes([*saved, *(t for o in optimizers for t in _tensors_in(o.state.values()))])
         if needed > (available := host_available_bytes() // distributed.local_world_size()):
             raise DoesNotFitError(
-                f"the probe copies {sized(needed)} of weights and optimizer state to the host so that it leaves no trace, "
-                f"and the host has {sized(available)} available; free host memory, or set batch_size without a probe"
+                f"the probe copies {format_bytes(needed)} of weights and optimizer state to the host so that it leaves no trace, "
+                f"and the host has {format_bytes(available)} available; free host memory, or set batch_size without a probe"
             )
         self._tensors = TensorSnapshot(saved)
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]

@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
+from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, RankLostError, sized
+from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, RankLostError
 from adaptive_batch.memory import (
     DeviceMemory,
     OptimizerInBackward,
@@ -161,7 +162,7 @@ class DryRun:
                 pass
             self.resident_bytes = usage.resident_bytes
             return
-        needs = f"more than {sized(self.budget_bytes)}"
+        needs = f"more than {format_bytes(self.budget_bytes)}"
         snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
         available = self._memory.available_bytes(self._resident())
         if not distributed.any_of_ranks(
@@ -169,12 +170,14 @@ class DryRun:
         ):  # where the device has more than the budget allows, it can be measured
             again, peaks = self._whole_step(available)
             if again is None and peaks:
-                needs = sized(max(peaks))
+                needs = format_bytes(max(peaks))
         raise self._does_not_fit(failed, needs)
 
     def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
         where = f"rank {distributed.rank()}" if distributed.world_size() > 1 else str(self._memory.device)
-        return DoesNotFitError(f"{what} needs {needs}, {where} allows {sized(self.budget_bytes)}; {self._remedies}")
+        return DoesNotFitError(
+            f"{what} needs {needs}, {where} allows {format_bytes(self.budget_bytes)}; {self._remedies}"
+        )
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
         """Forward and backward of one row, the optimizer's step, and the former again beside the state that the latter made.
@@ -223,7 +226,7 @@ class DryRun:
             said = str(error) or type(error).__name__
         if not (has_run or (is_prepared and self._sharding.can_finish)):
             if run == self._one_row:  # the first of all, before which there was none to learn from
-                raise self._does_not_fit(what, f"more than {sized(budget_bytes)}")
+                raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
             raise self._lost(what, said, budget_bytes)
         try:
             if not fits:
@@ -244,7 +247,7 @@ class DryRun:
 
     def _lost(self, what: str, said: str, budget_bytes: int) -> RankLostError:
         return RankLostError(
-            f"{what} ran out of memory on {self._memory.device} within {sized(budget_bytes)}, where the other ranks wait and "
+            f"{what} ran out of memory on {self._memory.device} within {format_bytes(budget_bytes)}, where the other ranks wait and "
             f"cannot be told: {(said.splitlines() or ['no word'])[0]}",
             {"doing": what, "error": said},
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from adaptive_batch import __version__
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import MemoryEstimate, read_plan
+from adaptive_batch.estimate import MemoryEstimate, read_estimate
 
 from .figures.drawing import events_of
 from .figures.facts import clock, duration, facts_of
@@ -51,7 +51,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     if page.is_dir() or page.suffix == ".png" or (output is not None and not page.parent.is_dir()):
         raise SettingError("--output", str(page), "give a file that ends in .html, in a folder that is there")
     has_records, probe = (folder / "run.jsonl").is_file(), read_probe(folder / "probe.json")
-    plan = read_plan(folder / "estimate.json")
+    plan = read_estimate(folder / "estimate.json")
     if not has_records and probe is None and plan is None:
         raise SettingError(
             "OUTPUT_DIR",

@@ -7,9 +7,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +20,12 @@ from adaptive_batch import distributed
 from adaptive_batch._util import file_signature, fingerprint
 from adaptive_batch.data import longest_rows
 from adaptive_batch.distributed import Watchdog
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
-from adaptive_batch.memory import (
-    GIB,
-    DeviceMemory,
-    MemoryCurve,
-    RandomState,
-    budget_bytes,
-    device_memory,
-    optimizer_state_tensors,
-    storage_bytes,
-)
-from adaptive_batch.probe import (
-    BinarySearch,
-    CachedCurve,
-    DryRun,
-    Halving,
-    Predictive,
-    ProbeResult,
-    Search,
-    Trial,
-    load_latest,
-    load_result,
-    run_search,
-    save_result,
-    try_again,
-)
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, budget_bytes, device_memory
+from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
+from adaptive_batch.training import MaxBatchSearch, WorstRows
 
-from .fake_parts import Rows, expected_curve
+from .fake_parts import expected_curve
 from .parts import TrainingParts, package_version
 
 log = logging.getLogger("adaptive_batch")
@@ -95,8 +73,8 @@ class BatchSizeFinder:
 
     def __init__(self, parts: TrainingParts) -> None:
         self._parts = parts
-        self._settings = parts.settings
-        self._trials: dict[int | str, tuple[Rows, int]] = {}
+        self.settings = parts.settings
+        self._trials: dict[int | str, WorstRows] = {}
         self.watch: Watchdog | None = None
         self.indeterminate: int | None = None
         self.indeterminate_val: int | None = None
@@ -108,7 +86,7 @@ class BatchSizeFinder:
             SettingError: a probed length is beyond the model's, the memory allowed is below what its weights need, a
                 configured batch is above what can be tried, or the device does not say what it uses.
         """
-        parts, settings, probe = self._parts, self._settings, self._settings.probe
+        parts, settings, probe = self._parts, self.settings, self.settings.probe
         grows_from_configured = settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         most = self.most_rows
         splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
@@ -119,7 +97,8 @@ class BatchSizeFinder:
             key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
             if longest and isinstance(length, int) and length > longest:
                 raise SettingError(key, length, f"the model takes {longest} tokens at most")
-            self._trials[length] = _, tokens = self.rows_of(length)
+            self._trials[length] = rows = self.rows_of(length)
+            tokens = rows.length
             if longest and tokens > longest:
                 remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
                 raise SettingError(key, length, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
@@ -130,7 +109,12 @@ class BatchSizeFinder:
                 raise SettingError("batch_size_val", "auto", f"{remedy}; set tokenizer.max_seq_len={longest} or less")
         memory = self._memory()
         memory.check_it_can_be_measured()
-        budget = self._budget(memory, memory.available_bytes(()))
+        budget = budget_bytes(
+            probe.device_memory,
+            headroom=probe.headroom,
+            total_bytes=memory.total_bytes(),
+            available_bytes=memory.available_bytes(()),
+        )
         weights = sum(p.numel() * p.element_size() for p in parts.skeleton.parameters()) // distributed.world_size()
         of_each = " of each rank" if distributed.world_size() > 1 else ""
         on_host = distributed.world_size() > 1 and bool(parts.cfg.get("fsdp_cpu_offload", False))
@@ -142,19 +126,10 @@ class BatchSizeFinder:
                 "allow more memory or take a smaller model",
             )
 
-    def _budget(self, memory: DeviceMemory, available_bytes: int) -> int:
-        probe = self._settings.probe
-        return budget_bytes(
-            probe.device_memory,
-            headroom=probe.headroom,
-            total_bytes=memory.total_bytes(),
-            available_bytes=available_bytes,
-        )
-
     @property
     def most_rows(self) -> int:
         """The most rows that are of use at once: what a step or an epoch has of them, and ``probe.maximum``."""
-        settings, ranks = self._settings, self._parts.ranks
+        settings, ranks = self.settings, self._parts.ranks
         rows = max(1, len(self._parts.dataset) // ranks)
         if settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens):
             of_use = min(rows, settings.step_rows)
@@ -163,9 +138,9 @@ class BatchSizeFinder:
         return max(1, min(settings.probe.maximum, of_use, _half(self.indeterminate) or of_use))
 
     def _why_most(self) -> str:
-        if self.most_rows == self._settings.probe.maximum:
-            return f"probe.maximum is {self._settings.probe.maximum}"
-        accumulated = self._settings.gradient_accumulation_steps
+        if self.most_rows == self.settings.probe.maximum:
+            return f"probe.maximum is {self.settings.probe.maximum}"
+        accumulated = self.settings.gradient_accumulation_steps
         ranks = f" for {self._parts.ranks} ranks" if self._parts.ranks > 1 else ""
         rows = f"an epoch has {len(self._parts.dataset)} rows{ranks}"
         return f"{rows} for {accumulated} micro-batches" if accumulated > 1 else rows
@@ -189,12 +164,12 @@ class BatchSizeFinder:
             DoesNotFitError: one row does not fit.
             SettingError: a step does not fit, and with the optimizer in backward it cannot be split.
         """
-        settings = self._settings
-        rows, tokens = self._trials.get(length) or self.rows_of(length)
+        settings = self.settings
+        rows = self._trials.get(length) or self.rows_of(length)
 
         def search(*, accumulates: bool) -> ProbeResult:
             rounds = settings.probe.round_to_power_of_two and settings.use_maximum_batch_size
-            return self._find(rows, tokens, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
+            return self._find(rows, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
 
         step_rows = batch_size * settings.gradient_accumulation_steps
         may_be_another = settings.batch_changes or settings.grows or bool(settings.batch_tokens)
@@ -216,7 +191,7 @@ class BatchSizeFinder:
     @property
     def has_several(self) -> bool:
         """Whether some step has several micro-batches whatever fits, accumulation as configured apart."""
-        settings = self._settings
+        settings = self.settings
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
         holds_more = self._parts.ranks > distributed.data_parallel_size()  # each rank, than batch_size
         grows_beyond = settings.grows and settings.grow_beyond_maximum
@@ -224,11 +199,11 @@ class BatchSizeFinder:
 
     def known(self, path: Path) -> tuple[int, int, str]:
         """What fits as far as it is known without trying: rows, the tokens of each, and where that is from; 0 rows for unknown."""
-        probe = self._settings.probe
-        _, tokens = self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)
+        probe = self.settings.probe
+        tokens = (self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)).length
         if probe.assumed_maximum is not None:
             return min(probe.assumed_maximum, self.most_rows), tokens, "probe.assumed_maximum says so"
-        found = load_latest(path, settings=self._settings_name(tokens))
+        found = load_latest(path, settings=self.settings_name(tokens))
         if found is None:
             return 0, tokens, f"{path} has no search of these settings; plan with one by probe.assumed_maximum=N"
         return min(found.max_batch_size, self.most_rows), tokens, f"a search found that before ({path})"
@@ -239,7 +214,9 @@ class BatchSizeFinder:
         Raises:
             DoesNotFitError: it does not fit.
         """
-        return self._find(lambda size: [row] * size, len(row["tokens"]), maximum=maximum, accumulates=accumulates)
+        length = len(row["tokens"])
+        rows = WorstRows(lambda size: [row] * size, length, f"one row of {length} tokens")
+        return self._find(rows, maximum=maximum, accumulates=accumulates)
 
     def of_validation(self) -> ProbeResult:
         """Find the largest number of the longest rows of validation that fit, without gradients.
@@ -257,20 +234,14 @@ class BatchSizeFinder:
             made.extend(parts.dataset_val[row] for row in order[len(made) : size])
             return made[:size]
 
-        most = min(len(order), self._settings.probe.maximum)
+        most = min(len(order), self.settings.probe.maximum)
         maximum = min(most, _half(self.indeterminate_val) or most)
-        result = self._find(rows, tokens, maximum=maximum, accumulates=False, evaluates=True)
-        if result.max_batch_size == 0:
-            raise DoesNotFitError(
-                f"one row of {tokens} tokens of dataset_val does not fit in {result.budget_bytes / GIB:.2f} GiB, even without "
-                f"gradients; {MEMORY_REMEDIES}"
-            )
-        return result
+        name = f"one row of {tokens} tokens of dataset_val, even without gradients,"
+        return self._find(WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
 
     def _find(
         self,
-        rows: Rows,
-        tokens: int,
+        rows: WorstRows,
         *,
         maximum: int,
         accumulates: bool,
@@ -278,119 +249,50 @@ class BatchSizeFinder:
         evaluates: bool = False,
         path: Path | None = None,
     ) -> ProbeResult:
-        random_state = RandomState(self._parts.device)  # reading a row of some datasets draws from it
-        try:
-            return self._search_on(
-                rows,
-                tokens,
-                maximum=distributed.minimum(maximum),
-                accumulates=accumulates,
-                rounds=rounds,
-                evaluates=evaluates,
-                path=path,
-            )
-        finally:
-            random_state.restore()
-
-    def _search_on(
-        self,
-        rows: Rows,
-        tokens: int,
-        *,
-        maximum: int,
-        accumulates: bool,
-        rounds: bool,
-        evaluates: bool,
-        path: Path | None,
-    ) -> ProbeResult:
-        parts, probe = self._parts, self._settings.probe
-        memory = self._memory()
-        resident = [*parts.model.parameters(), *parts.model.buffers(), *optimizer_state_tensors(parts.optimizers)]
-        available = memory.available_bytes(resident)
-        if parts.device.type == "cpu":  # the probe's own copies lie in the same memory
-            available = max(1, available - storage_bytes(resident))
-        budget = self._budget(memory, available)
-        budgets = distributed.all_gather(budget)
-        trained, trained_tokens = self._trials[probe.sequence_length] if evaluates else (rows, tokens)
-        depends_on = self._fingerprint(rows(1), tokens, memory, min(budgets), maximum, accumulates, rounds)
-        rehearsal = DryRun(
-            model=parts.model,
-            optimizer=parts.in_backward or parts.optimizer,
-            forward_backward=lambda size: parts.accumulator.rehearse(trained(size)),
-            step=parts.rehearse_step,
-            accumulates=accumulates,
+        parts, settings, memory = self._parts, self.settings, self._memory()
+        probe = settings.probe
+        search = MaxBatchSearch(
+            parts.model,
+            parts.in_backward or parts.optimizer,
+            parts.accumulator,
             memory=memory,
-            budget_bytes=budget,
-            row=f"one row of {trained_tokens} tokens",
-            sharding=parts.accumulator.sharding,
-            keep_gradients=None
-            if self._settings.sync_gradients_every_micro_batch or distributed.world_size() == 1
-            else lambda: self.keep_gradients(trained(1)),
+            device_memory=probe.device_memory,
+            headroom=probe.headroom,
+            search=probe.search,
+            keeps_gradients=not settings.sync_gradients_every_micro_batch and distributed.world_size() > 1,
+            key="probe.device_memory",
+            time_limit=self.limit,
         )
-        log.info(
-            "probing %srows of %d tokens on %s, up to %d rows in %.2f GiB",
-            "validation of " if evaluates else "",
-            tokens,
-            memory.describe(),
-            maximum,
-            budget / GIB,
+        return search.find(
+            rows,
+            maximum=maximum,
+            accumulates=accumulates,
+            round_to_power_of_two=rounds,
+            evaluate=(lambda tried: parts.accumulator.evaluate(parts.collate_val(tried), rehearsing=True))
+            if evaluates
+            else None,
+            trained=self._rows_of_training() if evaluates else None,
+            earlier=lambda budget: _EarlierSearches(
+                self,
+                rows,
+                memory,
+                path=path,
+                fingerprint=self._fingerprint(rows, memory, budget, distributed.minimum(maximum), accumulates, rounds),
+                accumulates=accumulates,
+                evaluates=evaluates,
+            ),
+            choose=self._choose,
         )
 
-        def run_trial(size: int) -> Trial:
-            tried = rows(size)  # read before anything is measured
-            with self.limit(f"a trial of {size} rows of {tokens} tokens"):
-                if not evaluates:
-                    return rehearsal(size)
-                try:
-                    return rehearsal.evaluation(
-                        lambda _: parts.accumulator.evaluate(parts.collate_val(tried), rehearsing=True), size
-                    )
-                except RankLostError as lost:
-                    lost.facts["trial_rows_val"] = size
-                    raise
+    # None takes the search that is configured.
+    _choose: Callable[..., Search] | None = None
 
-        is_cached = path is not None and probe.cache
-        known = distributed.from_rank_zero(lambda: load_result(path, fingerprint=depends_on) if is_cached else None)
-        try:
-            with ExitStack() as stack:
-                with self.limit("the first step of the probe"):
-                    stack.enter_context(rehearsal)
-                resident_bytes = distributed.maximum(rehearsal.resident_bytes)
-                if evaluates and not parts.accumulator.sharding.knows_evaluation:
-                    run_trial(1)  # from which a rank that fails knows what the others wait for
-                result = known and try_again(known, run_trial)
-                if result is None:
-                    curve = CachedCurve(self._curve_name(rows(1), tokens, accumulates, evaluates), on=probe.cache)
-                    result = run_search(
-                        run_trial,
-                        search=self._search(
-                            memory,
-                            budget_bytes=min(budgets),
-                            maximum=maximum,
-                            resident_bytes=resident_bytes,
-                            expected=curve.read() or self._planned(rows, memory, curve, accumulates, evaluates),
-                        ),
-                        round_to_power_of_two=rounds,
-                        sequence_length=tokens,
-                    )
-                    curve.learn(result.trials)
-                result = replace(
-                    result,
-                    resident_bytes=resident_bytes,
-                    budget_bytes=min(budgets),
-                    budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
-                )
-        finally:
-            if parts.cfg.compile:
-                torch._dynamo.reset()  # the sizes of trials must not use up the compiler's limit of variants
-        if path and distributed.is_rank_zero() and not result.from_cache:
-            save_result(result, path, fingerprint=depends_on, settings=self._settings_name(tokens))
-        return result
+    def _rows_of_training(self) -> WorstRows:
+        return self._trials[self.settings.probe.sequence_length]
 
     def _fingerprint(
         self,
-        rows: Sequence[dict[str, Any]],
-        tokens: int,
+        rows: WorstRows,
         memory: DeviceMemory,
         budget_bytes: int,
         maximum: int,
@@ -400,10 +302,10 @@ class BatchSizeFinder:
         """A name for everything that a bound depends on."""
         parts = self._parts
         return fingerprint(
-            self._settings_name(tokens),
+            self.settings_name(rows.length),
             [memory.describe(), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")],
             [maximum, accumulates, rounds, distributed.data_parallel_size(), distributed.world_size()],
-            _shapes(parts.collate(rows)),
+            _shapes(parts.collate(rows.first(1))),
             # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
             round(math.log(max(1, budget_bytes), 1.01)),
         )
@@ -411,11 +313,11 @@ class BatchSizeFinder:
     @property
     def trials_name(self) -> str:
         """A name for what whether a trial fits depends on, as far as it is configured."""
-        return self._settings_name(0)
+        return self.settings_name(0)
 
-    def _settings_name(self, tokens: int) -> str:
+    def settings_name(self, tokens: int) -> str:
         """A name for the part of it that is the same wherever it is run."""
-        parts, probe = self._parts, self._settings.probe
+        parts, probe = self._parts, self.settings.probe
         plain = OmegaConf.to_container(parts.cfg, resolve=True)
         assert isinstance(plain, dict)
         return fingerprint(
@@ -425,7 +327,7 @@ class BatchSizeFinder:
             distributed.world_size(),
         )
 
-    def _curve_name(self, rows: Sequence[dict[str, Any]], tokens: int, accumulates: bool, evaluates: bool) -> str:
+    def curve_name(self, rows: WorstRows, *, accumulates: bool, evaluates: bool) -> str:
         """A name for everything that a peak depends on, whatever it may be."""
         parts = self._parts
         plain = OmegaConf.to_container(parts.cfg, resolve=True)
@@ -435,70 +337,36 @@ class BatchSizeFinder:
             chosen,
             _sources(chosen),
             {name: package_version(name) for name in _PACKAGES},
-            [tokens, parts.packed, parts.device.type, _kind_of(parts.device), accumulates, evaluates],
-            [distributed.data_parallel_size(), distributed.world_size(), _shapes(parts.collate(rows))],
+            [rows.length, parts.packed, parts.device.type, _kind_of(parts.device), accumulates, evaluates],
+            [distributed.data_parallel_size(), distributed.world_size(), _shapes(parts.collate(rows.first(1)))],
         )
 
-    def _planned(
-        self, rows: Rows, memory: DeviceMemory, curve: CachedCurve, accumulates: bool, evaluates: bool
+    def estimated_curve(
+        self, rows: WorstRows, memory: DeviceMemory, *, accumulates: bool, evaluates: bool
     ) -> MemoryCurve | None:
-        """What fake tensors say of peaks that are not counted; None where they cannot, and where two trials tell."""
-        by_plan = self._settings.probe.search == "predict" and self._settings.probe.cache
-        if memory.granularity_bytes == 1 or evaluates or distributed.world_size() > 1 or not by_plan:
+        """Return what fake tensors show of peaks that are not counted; None where they cannot, and where two trials tell."""
+        predicts = self.settings.probe.search == "predict" and self.settings.probe.cache
+        if memory.granularity_bytes == 1 or evaluates or distributed.world_size() > 1 or not predicts:
             return None
         start = time.perf_counter()
         try:
-            planned = expected_curve(self._parts.cfg, self._settings, rows, accumulates=accumulates)
+            curve = expected_curve(self._parts.cfg, self.settings, rows.first, accumulates=accumulates)
         except Exception as error:  # it only shortens the search
-            log.info("searching without a plan, which could not be made: %s: %s", type(error).__name__, error)
+            log.info("searching without an estimate, which could not be made: %s: %s", type(error).__name__, error)
             return None
-        log.info("planned on fake tensors in %.1f s what trials should peak at", time.perf_counter() - start)
-        curve.write(planned)
-        return planned
-
-    def keep_gradients(self, rows: list[dict[str, Any]]) -> None:
-        """Leave what there is in mid-step: unsharded gradients and, where noise is measured after the first micro-batch, its reduced ones."""
-        if self._settings.measures_noise:
-            self._parts.accumulator.rehearse(rows)
-        self._parts.accumulator.rehearse(rows, is_last=False)
+        log.info("estimated on fake tensors in %.1f s what trials should peak at", time.perf_counter() - start)
+        return curve
 
     def _memory(self) -> DeviceMemory:
         return device_memory(self._parts.device, shared_by=distributed.local_world_size())
 
     def limit(self, doing: str) -> AbstractContextManager[object]:
         """Within its context all ranks end where one does not come to the end of its trial in time."""
-        seconds = self._settings.probe.trial_timeout
+        seconds = self.settings.probe.trial_timeout
         return self.watch.limit(seconds, doing) if self.watch else nullcontext()
 
-    def _search(
-        self,
-        memory: DeviceMemory,
-        *,
-        budget_bytes: int,
-        maximum: int,
-        resident_bytes: int,
-        expected: MemoryCurve | None,
-    ) -> Search:
-        if expected is not None and self._settings.probe.search == "predict":
-            rows = expected.max_rows(budget_bytes)
-            most = maximum if rows is None else min(rows, maximum)
-            log.info("from a plan or a search before, about %d rows should fit; each size that counts is tried", most)
-        match self._settings.probe.search:
-            case "binary":
-                return BinarySearch(maximum=maximum)
-            case "halve":
-                return Halving(start=maximum)
-            case _:
-                return Predictive(
-                    budget_bytes=budget_bytes,
-                    maximum=maximum,
-                    resident_bytes=resident_bytes,
-                    granularity_bytes=memory.granularity_bytes,
-                    expected=expected,
-                )
-
-    def rows_of(self, length: int | str) -> tuple[Callable[[int], list[dict[str, Any]]], int]:
-        """A function that gives the first so many rows of a trial, and the tokens of the longest."""
+    def rows_of(self, length: int | str) -> WorstRows:
+        """Return the rows of trials of a length."""
         lengths = self._parts.lengths
         order = longest_rows(lengths, len(lengths))
         longest = int(lengths[order[0]])
@@ -518,7 +386,45 @@ class BatchSizeFinder:
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:count]
 
-        return rows, target
+        return WorstRows(rows, target, f"one row of {target} tokens")
+
+
+class _EarlierSearches:
+    """What ``probe.json`` and the cache of curves hold of earlier searches."""
+
+    def __init__(
+        self,
+        finder: BatchSizeFinder,
+        rows: WorstRows,
+        memory: DeviceMemory,
+        *,
+        path: Path | None,
+        fingerprint: str,
+        accumulates: bool,
+        evaluates: bool,
+    ) -> None:
+        self._finder, self._rows, self._path, self._fingerprint = finder, rows, path, fingerprint
+        self._caches = finder.settings.probe.cache
+        kinds = {"accumulates": accumulates, "evaluates": evaluates}
+        self._estimate = partial(finder.estimated_curve, rows, memory, **kinds)
+        self._curve = CachedCurve(finder.curve_name(rows, **kinds), on=self._caches)
+
+    def known_result(self) -> ProbeResult | None:
+        if self._path is None or not self._caches:
+            return None
+        return load_result(self._path, fingerprint=self._fingerprint)
+
+    def known_curve(self) -> MemoryCurve | None:
+        curve = self._curve.read()
+        if curve is None and (curve := self._estimate()) is not None:
+            self._curve.write(curve)
+        return curve
+
+    def keep(self, result: ProbeResult) -> None:
+        self._curve.learn(result.trials)
+        if self._path and distributed.is_rank_zero():
+            settings = self._finder.settings_name(self._rows.length)
+            save_result(result, self._path, fingerprint=self._fingerprint, settings=settings)
 
 
 def _half(rows: int | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
 from .evaluation import Evaluator
+from .finder import MaxBatchSearch, WorstRows
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .replay import LimitChange, lengthened
@@ -11,8 +12,10 @@ __all__ = [
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",
+    "MaxBatchSearch",
     "MicroBatchRunner",
     "StepResult",
+    "WorstRows",
     "has_batch_norm",
     "lengthened",
 ]

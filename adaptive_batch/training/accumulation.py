@@ -226,6 +226,12 @@ class MicroBatchRunner:
         with self.sharding.micro_batch(is_last=is_last):
             self.forward_backward(self.collate(rows))
 
+    def keep_gradients(self, rows: Sequence[Row]) -> None:
+        """Leave what is there in mid-step: unsharded gradients and, where noise is measured, the first micro-batch's reduced ones."""
+        if self._measures_noise:
+            self.rehearse(rows)
+        self.rehearse(rows, is_last=False)
+
     def evaluate(self, batch: Batch, *, rehearsing: bool = False) -> tuple[float, int]:
         """The sum of the token losses of a collated batch and its label tokens, without gradients.
 

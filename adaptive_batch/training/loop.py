@@ -37,17 +37,14 @@ from adaptive_batch.data import (
     moved,
 )
 from adaptive_batch.distributed import Sharding, reshard
-from adaptive_batch.errors import DoesNotFitError, SettingError, sized
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import (
     DeviceMemory,
     RandomState,
-    budget_bytes,
     check_device_memory,
     device_memory,
-    optimizer_state_tensors,
-    storage_bytes,
 )
-from adaptive_batch.probe import DryRun, Predictive, ProbeResult, Trial, run_search
+from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
     RULES,
     EpochPlan,
@@ -61,6 +58,7 @@ from adaptive_batch.schedules import (
 )
 
 from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
+from .finder import MaxBatchSearch, WorstRows, is_compiled
 from .replay import LimitChange
 
 log = logging.getLogger("adaptive_batch")
@@ -210,7 +208,7 @@ class AdaptiveLoop:
             remedies=_MEMORY_REMEDIES,
         )
         self._keeps_gradients = distributed.world_size() > 1 and not sync_gradients_every_micro_batch
-        self._learns_collectives = distributed.world_size() > 1 and shrinks and not _is_compiled(model)
+        self._learns_collectives = distributed.world_size() > 1 and shrinks and not is_compiled(model)
         self._batch_size, self._reference_batch_size = batch_size, reference_batch_size
         self._lr_scaling, self._lr_scheduler = lr_scaling, lr_scheduler
         self._built_with = {
@@ -257,28 +255,28 @@ class AdaptiveLoop:
         check_share("headroom", headroom)
         check_whole("maximum", maximum)
         check_bool("round_to_power_of_two", round_to_power_of_two)
-        search = partial(
-            self._search,
+        search = MaxBatchSearch(
+            self._model,
+            self._optimizer,
+            self._accumulator,
+            memory=self._memory,
             device_memory=device_memory,
             headroom=headroom,
-            maximum=maximum,
-            round_to_power_of_two=round_to_power_of_two,
+            keeps_gradients=self._keeps_gradients,
+            remedies=_MEMORY_REMEDIES,
         )
+        find = partial(self._find, search, maximum=maximum, round_to_power_of_two=round_to_power_of_two)
         reshard(self._model)
-        random_state = RandomState(self._device)  # reading a row of some datasets draws from it
         try:
             # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
             splits = self._grow_beyond_maximum or self._micro_batch_size is not None
             splits = splits or self._steps.ranks > distributed.data_parallel_size()
-            found = search(accumulates=splits)
+            found = find(accumulates=splits)
             if self._rows_at_most(self.batch_size) > found.max_batch_size and not splits:
                 splits = True
-                found = search(accumulates=splits)
+                found = find(accumulates=splits)
         finally:
             self._rows.forget()
-            random_state.restore()
-            if _is_compiled(self._model):
-                torch.compiler.reset()  # the sizes of trials must not use up the compiler's limit of variants
         bound, given = found.max_batch_size, self._micro_batch_size
         if given is not None and given > bound:
             raise SettingError("micro_batch_size", given, f"{bound} rows fit; give {bound} or less, or None")
@@ -288,69 +286,21 @@ class AdaptiveLoop:
         self._steps.maximum = None if self._grow_beyond_maximum else bound
         return found
 
-    def _search(
-        self,
-        *,
-        accumulates: bool,
-        device_memory: int | float | str | None,
-        headroom: float,
-        maximum: int,
-        round_to_power_of_two: bool,
+    def _find(
+        self, search: MaxBatchSearch, *, maximum: int, accumulates: bool, round_to_power_of_two: bool
     ) -> ProbeResult:
-        memory, rows = self._memory, self._rows
-        resident = [*self._model.parameters(), *self._model.buffers(), *optimizer_state_tensors([self._optimizer])]
-        available = memory.available_bytes(resident)
-        if self._device.type == "cpu":  # the probe's own copies lie in the same memory
-            available = max(1, available - storage_bytes(resident))
-        budget = budget_bytes(
-            device_memory,
-            headroom=headroom,
-            total_bytes=memory.total_bytes(),
-            available_bytes=available,
-            key="device_memory",
-        )
-        budgets = distributed.all_gather(budget)
+        rows = self._rows
+        random_state = RandomState(self._device)  # reading a row of some datasets draws from it
         (longest,) = rows.longest(1)
-        keeps = accumulates and self._keeps_gradients
-        if keeps:
+        random_state.restore()
+        if accumulates and self._keeps_gradients:
             self._learn_collectives()  # what is kept can be dropped once FSDP has run
-        rehearsal = DryRun(
-            model=self._model,
-            optimizer=self._optimizer,
-            forward_backward=lambda size: self._accumulator.rehearse(rows.longest(size)),
-            step=lambda: (self._accumulator.clip(), self._optimizer.step()),
+        return search.find(
+            WorstRows(rows.longest, rows.length(longest), rows.describe(longest)),
+            maximum=min(maximum, max(1, len(rows) // distributed.data_parallel_size())),
             accumulates=accumulates,
-            memory=memory,
-            budget_bytes=budget,
-            row=rows.describe(longest),
-            sharding=self._sharding,
-            keep_gradients=(lambda: self._accumulator.rehearse([longest], is_last=False)) if keeps else None,
-            remedies=_MEMORY_REMEDIES,
+            round_to_power_of_two=round_to_power_of_two,
         )
-
-        def run_trial(size: int) -> Trial:
-            rows.longest(size)  # read before anything is measured
-            return rehearsal(size)
-
-        with rehearsal:
-            resident_bytes = distributed.maximum(rehearsal.resident_bytes)
-            found = run_search(
-                run_trial,
-                search=Predictive(
-                    budget_bytes=min(budgets),
-                    maximum=min(maximum, max(1, len(rows) // distributed.data_parallel_size())),
-                    resident_bytes=resident_bytes,
-                    granularity_bytes=memory.granularity_bytes,
-                ),
-                round_to_power_of_two=round_to_power_of_two,
-                sequence_length=rows.length(longest),
-                resident_bytes=resident_bytes,
-                budget_bytes=min(budgets),
-            )
-        if not found.max_batch_size:
-            allowed = sized(found.budget_bytes)
-            raise DoesNotFitError(f"{rows.describe(longest)} does not fit in {allowed}; {_MEMORY_REMEDIES}")
-        return replace(found, budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else ())
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -617,7 +567,3 @@ def _undivided(model: nn.Module) -> list[str]:
     """The parameters that train and of which each rank holds a whole one."""
     divided = {id(one) for one in _divided(model) if not all(place.is_replicate() for place in one.placements)}
     return [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in divided]
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules())

@@ -18,7 +18,7 @@ _COLOURS: dict[str, Colour] = {
     "optimizer state": "purple",
     "gradients": "green",
     "activations": "vermilion",
-    "at work in backward": "muted",
+    "backward temporaries": "muted",
 }
 _LEAST = 0.01  # of what is held; a kind that never has as much is shown with the one below it
 
@@ -26,7 +26,7 @@ _LEAST = 0.01  # of what is held; a kind that never has as much is shown with th
 def plan_figures(plan: MemoryEstimate) -> list[Figure]:
     """A figure for each length, all of one height in GiB."""
     frames = [(length, _last_row(plan, length)) for length in plan.lengths]
-    highest = max(target.budget_bytes for target in plan.targets)
+    highest = max(target.budget_bytes for target in plan.devices)
     # Where nothing fits, the least that a step holds is higher than what any device allows.
     least = max(length.peak_bytes(1) for length in plan.lengths)
     y_to = max(1.12 * highest, 1.1 * least) / GIB
@@ -35,23 +35,16 @@ def plan_figures(plan: MemoryEstimate) -> list[Figure]:
     ]
 
 
-def said_bound(plan: MemoryEstimate, length: LengthEstimate, target: Target) -> str:
-    """Rows that fit, as they are said: ``9``, or ``4096+`` where no more were looked for."""
-    rows = plan.bound(length, target)
-    return f"{rows}+" if rows == plan.maximum else f"{rows}"
-
-
 def answers(plan: MemoryEstimate) -> tuple[list[str], list[list[str]]]:
     """The head and the lines of the table of devices and lengths."""
     lines = []
-    for target in plan.targets:
-        for length in plan.lengths:
-            rows = plan.bound(length, target)
-            peak = length.peak_bytes(max(1, rows))
+    for target in plan.devices:
+        for fit in (plan.fit(length, target) for length in plan.lengths):
+            rows, peak = fit.max_batch_size, fit.allocated_bytes
             free = f"{(target.budget_bytes - peak) / GIB:.2f}" if rows else "none fits"
             lines.append([
-                target.name, f"{length.sequence_length:,}", said_bound(plan, length, target),
-                f"{rows * length.sequence_length:,}", f"{peak / GIB:.2f}", f"{target.budget_bytes / GIB:.2f}", free,
+                target.name, f"{fit.sequence_length:,}", plan.format_rows(rows), f"{rows * fit.sequence_length:,}",
+                f"{peak / GIB:.2f}", f"{target.budget_bytes / GIB:.2f}", free,
             ])  # fmt: skip
     return ["device", "tokens of a row", "rows that fit", "tokens", "peak (GiB)", "allowed (GiB)", "free (GiB)"], lines
 
@@ -59,30 +52,30 @@ def answers(plan: MemoryEstimate) -> tuple[list[str], list[list[str]]]:
 def changes(plan: MemoryEstimate) -> tuple[list[str], list[list[str]]]:
     """The head and the lines of the table of single changes; no lines where none was planned."""
 
-    head = ["key=value", *(target.name for target in plan.targets), "what it costs"]
-    now = [plan.bound(plan.lengths[0], target) for target in plan.targets]
-    lines = [["(as it is)", *map(plan.said, now), ""]] if plan.changes else []
-    lines += [[" ".join(one.overrides), *map(plan.said, one.bounds), one.cost] for one in plan.changes]
+    head = ["key=value", *(target.name for target in plan.devices), "what it costs"]
+    now = [plan.bound(plan.lengths[0], target) for target in plan.devices]
+    lines = [["(as it is)", *map(plan.format_rows, now), ""]] if plan.changes else []
+    lines += [[" ".join(one.overrides), *map(plan.format_rows, one.bounds), one.cost] for one in plan.changes]
     return head, lines
 
 
 def in_short(plan: MemoryEstimate) -> list[str]:
     """A line for each device."""
     lines = []
-    for target in plan.targets:
+    for target in plan.devices:
         fits = [f"{_said_rows(plan, one, target)} of {one.sequence_length:,} tokens" for one in plan.lengths]
         lines.append(f"{target.name}: {'; '.join(fits)}. {target.budget_bytes / GIB:.2f} GiB may be used.")
     return lines
 
 
 def _said_rows(plan: MemoryEstimate, length: LengthEstimate, target: Target) -> str:
-    said = said_bound(plan, length, target)
+    said = plan.format_rows(plan.bound(length, target))
     return {"0": "no row", "1": "1 row"}.get(said, f"{said} rows")
 
 
 def _last_row(plan: MemoryEstimate, length: LengthEstimate) -> int:
     """Where a figure ends: a little beyond the largest bound."""
-    most = max(plan.bound(length, target) for target in plan.targets)
+    most = max(plan.bound(length, target) for target in plan.devices)
     return max(4, min(math.ceil(1.12 * most), plan.maximum))
 
 
@@ -98,7 +91,7 @@ def _figure(plan: MemoryEstimate, length: LengthEstimate, number: int, frame: Fr
     if (of_step := length.optimizer_peak_bytes or 0) > _step_bytes(length, 1):
         lines.append(_level("optimizer's step", of_step, frame, "level"))
         words.append(f"The optimizer's step holds {of_step / GIB:.2f} GiB, whatever the rows.")
-    for target in plan.targets:
+    for target in plan.devices:
         bound, fits = plan.bound(length, target), _said_rows(plan, length, target)
         lines.append(_level(f"{target.name.split(' (')[0]}: {fits}", target.budget_bytes, frame, "budget"))
         if bound:
@@ -106,7 +99,7 @@ def _figure(plan: MemoryEstimate, length: LengthEstimate, number: int, frame: Fr
             words.append(f"{target.name}: {fits}, {length.peak_bytes(bound) / GIB:.2f} GiB.")
         else:
             words.append(f"{target.name}: {fits} fits; one needs {length.peak_bytes(1) / GIB:.2f} GiB.")
-    most = max(1, *(plan.bound(length, target) for target in plan.targets))
+    most = max(1, *(plan.bound(length, target) for target in plan.devices))
     words.append(f"Forward and backward of {most} row{'s' if most > 1 else ''}: {_shares(length, most)}.")
     if small:
         words.append(f"Less than {_LEAST:.0%}, and shown with the kind below: {', '.join(small)}.")

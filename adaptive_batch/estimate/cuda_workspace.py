@@ -1,8 +1,8 @@
-"""What a training step takes on CUDA that the counted tensors of the same step on a CPU do not show.
+"""A model of CUDA's kernel workspaces: memory that a step takes there and that counting tensors on a CPU does not show.
 
-Counting sees the results of each operation. It does not see what a CUDA kernel takes for the time that it runs, and for attention
-a CPU has another kernel than CUDA has. Everything here is modelled from PyTorch's source as it stood in 2026, with the headers and
-shape functions of 2.13, and not measured on a GPU; each formula names the file that it was read from, below aten/src/ATen.
+The tracker sees the results of each operation, not what a CUDA kernel allocates while it runs, and a CPU has another kernel for
+attention. Everything here is modelled from the source of PyTorch 2.13 and not measured on a GPU; each formula names the file that
+it was read from, below aten/src/ATen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 
-# What a process takes on the device beside PyTorch's allocator: context, kernels, libraries. An out-of-memory message tells it, as
+# What a process takes on the device outside PyTorch's allocator: context, kernels, libraries. An out-of-memory message gives it:
 # the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
 # 0.49 (A100), 0.41 and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL). This is the most of
 # them, rounded up. github.com: Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
@@ -26,25 +26,25 @@ CONTEXT_BYTES = 7 * 1024**3 // 10
 
 
 def left_out(architectures: Collection[str], *, dtype: torch.dtype, world_size: int = 1) -> tuple[str, ...]:
-    """What nothing here counts, a sentence each.
+    """Return what no formula here counts, a sentence each.
 
     Args:
-        architectures: of the devices, empty for one of which only a size is known.
+        architectures: of the devices; empty for one of which only a size is known.
         dtype: of the weights.
         world_size: ranks.
     """
     capabilities = [int(name.removeprefix("sm_")) for name in architectures if name.startswith("sm_")]
     sentences = {
         "CUDA's kernels are modelled from the source of PyTorch, not measured on a GPU": True,
-        "fragmentation: the allocator reserves more than is allocated, in blocks of 2 MiB and more; probe.headroom has to cover it": True,
+        "fragmentation: the allocator reserves more than is allocated, in blocks of 2 MiB and more; estimate.headroom has to cover it": True,
         "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
         "cuDNN's own workspace for attention on Hopper and Blackwell is not known; flash attention's stands in for it": any(
             90 <= number < 110 for number in capabilities
         ),
-        "bfloat16 before Ampere: CUDA keeps the weights of attention, a CPU does not, so the plan is too low": (
+        "bfloat16 before Ampere: CUDA keeps the weights of attention, a CPU does not, so the estimate is too low": (
             dtype == torch.bfloat16 and any(number < 80 for number in capabilities)
         ),
-        "float32 weights: CUDA has one kernel for rms_norm, which keeps one activation less for each norm, so the plan is too high": (
+        "float32 weights: CUDA has one kernel for rms_norm, which keeps one activation less for each norm, so the estimate is too high": (
             dtype == torch.float32
         ),
         "the buffers of NCCL": world_size > 1,
@@ -77,7 +77,7 @@ class Attention:
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> Attention:
-        """The call with these tensors, of which only shapes and dtype are read."""
+        """Return the call with these tensors, of which only shapes and dtype are read."""
         batch, heads, queries, head_dim = query.shape
         return cls(
             batch=batch,
@@ -114,26 +114,8 @@ class AttentionDifference:
     backward_bytes: int = 0
 
 
-def cpu_saved_bytes(call: Attention) -> int:
-    """What a CPU keeps from the forward operation until the backward one, beside query, key and value.
-
-    ``_scaled_dot_product_flash_attention_for_cpu`` takes a mask and any floating dtype (native/transformers/sdp_utils_cpp.cpp). It gives the
-    output and the logarithm of the sums ``[batch, heads, queries]``, in float32, or float64 for that
-    (native/transformers/attention.cpp). A boolean mask is kept as one of the dtype.
-    """
-    rows = call.batch * call.heads * call.queries
-    sums = rows * (8 if call.dtype == torch.float64 else 4)
-    return rows * call.head_dim * call.itemsize + sums + _mask_bytes(call)
-
-
-def cpu_backward_bytes(call: Attention) -> int:
-    """What the backward operation of a CPU gives: the gradients of query, key and value."""
-    rows = call.heads * call.queries + 2 * call.key_heads * call.keys
-    return call.batch * rows * call.head_dim * call.itemsize
-
-
 def attention_backend(call: Attention, compute_capability: tuple[int, int] | None = None) -> Backend:
-    """Which kernel CUDA takes (native/transformers/cuda/sdp_utils.cpp: ``priority_order`` and the constraints of each).
+    """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: ``priority_order`` and the constraints of each).
 
     Flash, then memory-efficient, then math; cuDNN before these on Hopper and the first Blackwells, where its version is 9.15.1
     or later, as it is in wheels for CUDA 13.
@@ -159,7 +141,7 @@ def attention_backend(call: Attention, compute_capability: tuple[int, int] | Non
 
 
 def attention_difference_bytes(call: Attention, backend: Backend) -> AttentionDifference:
-    """What attention takes on CUDA beyond what it takes on a CPU.
+    """Return what attention takes on CUDA beyond what it takes on a CPU.
 
     ``flash`` (native/transformers/cuda/flash_attn/flash_api.cpp: ``mha_fwd``, ``mha_bwd``) saves what a CPU saves: the output and
     float32 sums ``[batch, heads, queries]``. Its backward takes, in float32, ``dq_accum`` ``[batch, queries, heads, head_dim]`` and
@@ -218,7 +200,7 @@ def _efficient_workspace_bytes(call: Attention) -> int:
 
 
 def embedding_backward_bytes(*, tokens: int, vocabulary: int, dim: int) -> int:
-    """What the backward of an embedding takes on CUDA while it runs; a CPU takes nothing.
+    """Return what the backward of an embedding takes on CUDA while it runs; a CPU takes nothing.
 
     Up to 3072 tokens it takes nothing. Beyond that it sorts them, and adds up in float32 parts of at most 10 tokens: one row of
     `dim` for each (native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu).
@@ -237,11 +219,11 @@ def workspace_bytes(
     *,
     compute_capability: tuple[int, int] | None = None,
 ) -> int:
-    """What CUDA takes while it runs an operation, beside its result, at an operation that is counted on a CPU.
+    """Return what CUDA allocates while it runs an operation, without its result, for an operation that is counted on a CPU.
 
     Args:
         operation, args, kwargs: as PyTorch dispatches them; without `kwargs` attention is taken to have no mask.
-        compute_capability: of the device that is planned for; None is taken as (8, 0).
+        compute_capability: of the estimated device; None is taken as (8, 0).
 
     Returns:
         Bytes for both operations of attention and for the backward of an embedding, 0 for all others.
@@ -259,7 +241,7 @@ def workspace_bytes(
 
 
 def library_workspace_bytes(architecture: str = "") -> int:
-    """What cuBLAS keeps, in memory of PyTorch's allocator: one workspace for the thread that runs forward, one for autograd's.
+    """Return what cuBLAS keeps, from PyTorch's allocator: one workspace for the thread of forward, one for autograd's.
 
     32 MiB each on Hopper and Blackwell, 8 MiB and 128 KiB on what was before; on ROCm 128 MiB on gfx94 and gfx95, or else 32 MiB
     (cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does not say otherwise).
@@ -275,7 +257,7 @@ def library_workspace_bytes(architecture: str = "") -> int:
 
 
 def fixed_overhead_bytes(architecture: str = "", *, context_bytes: int | None = None) -> int:
-    """What a process takes on a device before and beside its tensors: its context and the workspaces of cuBLAS."""
+    """Return what a process takes without its tensors: the workspaces of cuBLAS and the context, `CONTEXT_BYTES` by default."""
     context = CONTEXT_BYTES if context_bytes is None else context_bytes
     return context + library_workspace_bytes(architecture)
 

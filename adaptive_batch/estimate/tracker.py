@@ -1,4 +1,4 @@
-"""Counting live bytes, and what they are: made in forward or in backward, by which module, by which operation."""
+"""A memory tracker that knows what made the live bytes: forward or backward, which module, which operation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.overrides import TorchFunctionMode
 
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
-EVERYTHING = 1 << 62  # more bytes than any device has
+_NO_LIMIT = 1 << 62  # bytes; more than any device has
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where in a step an operation is.
+class OpSite:
+    """OpSite in a step an operation is.
 
     Attributes:
-        module: the innermost module that it belongs to, by name; empty for none, such as the loss.
+        module: name of the innermost module that it belongs to; empty for none, such as the loss.
         operation: as PyTorch calls it.
-        backward: in the backward pass, recomputing included.
+        backward: whether it is in the backward pass, recomputing included.
     """
 
     module: str
@@ -38,47 +38,56 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What is alive at one operation beside what was resident.
+class LiveMemory:
+    """What is alive at one operation, without what is resident.
 
     Attributes:
-        where: the operation.
-        by_place: bytes by the place that made them, largest first.
+        site: the operation.
+        by_site: bytes by the operation that made them, largest first.
     """
 
-    where: Where
-    by_place: tuple[tuple[Where, int], ...]
+    site: OpSite
+    by_site: tuple[tuple[OpSite, int], ...]
+
+    def describe(self) -> str:
+        """The operation, and the three largest allocations, those of like layers together, with their shares of all."""
+        sizes: Counter[str] = Counter()
+        for site, size in self.by_site:
+            name = ".".join("*" if part.isdigit() else part for part in site.module.split(".")) or "the loss"
+            sizes[f"{name} ({site.operation}{', backward' if site.backward else ''})"] += size
+        shares = ", ".join(f"{name} {100 * size / sizes.total():.0f}%" for name, size in sizes.most_common(3))
+        return f"{self.site}; largest transient allocations: {shares}" if shares else str(self.site)
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What forward and backward held in the course of their operations.
+    """What forward and backward held after each operation.
 
     Attributes:
         trace: bytes alive after each operation.
         forward_bytes: those of them that forward made: activations that wait for backward.
-        gradients: of parameters, which were not there before: after which operation each was there, and its bytes.
-        explained: for the operations that were asked for, what was alive.
+        gradients: of parameters, without those of earlier micro-batches: the operation that made each, and its bytes.
+        explained: what was alive, for the operations that were asked for.
     """
 
     trace: Trace
     forward_bytes: Sequence[int]
     gradients: tuple[tuple[int, int], ...]
-    explained: dict[int, Held] = field(default_factory=dict)
+    explained: dict[int, LiveMemory] = field(default_factory=dict)
 
     def gradient_bytes(self, operation: int) -> int:
-        """Bytes of gradients that are there after an operation."""
+        """Bytes of gradients that exist after an operation."""
         return sum(num_bytes for made, num_bytes in self.gradients if made <= operation)
 
 
 class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
-    """Counts live bytes without a limit, and notes what made them.
+    """Counts live bytes without a limit, and records what made them.
 
     Args:
-        workspace: bytes that an operation takes on the device that is planned for, beside what it returns; called with the
-            operation, its arguments and its keyword arguments. None for nothing.
-        explain: operations at which all that is alive is attributed to modules, by their numbers in the trace.
-        names: knows the module that runs; needed to explain.
+        workspace: returns the bytes that an operation (given with its arguments and keyword arguments) takes on the estimated
+            device in addition to its result. None for nothing.
+        explain: numbers of operations at which all live bytes are attributed to modules.
+        names: of the module that runs; needed to explain.
     """
 
     def __init__(
@@ -88,7 +97,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
     ) -> None:
-        super().__init__(EVERYTHING)
+        super().__init__(_NO_LIMIT)
         self._workspace = workspace
         self._explain = frozenset(explain)
         self._names = names
@@ -98,9 +107,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._forward_bytes = 0
         self._forward_bytes_after_each = array("q")
         self._made_after: dict[int, int] = {}
-        self._made_by: dict[int, Where] = {}
-        self._explained: dict[int, Held] = {}
-        self._last = Where("", "", False)
+        self._made_by: dict[int, OpSite] = {}
+        self._explained: dict[int, LiveMemory] = {}
+        self._last = OpSite("", "", False)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         super().add(tensors)
@@ -109,7 +118,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, what is made counts from the end on; what is gone by then, not at all."""
+        """Context manager: count at the end what was made inside and is still alive."""
         self._is_counting = False
         try:
             yield
@@ -122,7 +131,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             super().check()
 
     def step_trace(self, model: nn.Module) -> StepTrace:
-        """What was seen, of a model whose gradients are there now."""
+        """Return what was counted, for a model that has its gradients now."""
         gradients = [
             (self._made_after[key], self._sizes[key])
             for parameter in model.parameters()
@@ -169,10 +178,10 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._live_bytes_after_each[-1] = live
         self._forward_bytes_after_each.append(self._forward_bytes)
         if before in self._explain:
-            self._explained[before] = Held(self._last, self._by_place(live - self.live_bytes))
+            self._explained[before] = LiveMemory(self._last, self._by_site(live - self.live_bytes))
 
-    def _by_place(self, workspace: int) -> tuple[tuple[Where, int], ...]:
-        held: Counter[Where] = Counter()
+    def _by_site(self, workspace: int) -> tuple[tuple[OpSite, int], ...]:
+        held: Counter[OpSite] = Counter()
         for key, size in self._sizes.items():
             if key not in self._resident:
                 held[self._made_by[key]] += size
@@ -180,25 +189,25 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         return tuple((where, size) for where, size in held.most_common() if size)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        return True  # all of them stand for some that have memory
+        return True  # fake tensors stand for real ones
 
     def see(self, tensor: torch.Tensor) -> None:
         """Count a tensor that no operation has made."""
         self._see(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # most of what fake tensors are asked, and no operation
+        if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors, and no operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self._names is not None:
             backward = torch._C._current_graph_task_id() != -1
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
-            self._last = Where(self._names.current(), name, backward)
+            self._last = OpSite(self._names.current(), name, backward)
         self._kwargs = kwargs or {}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class ModuleNames:
-    """Knows, while it is entered, the name of the module whose operation runs, in forward and in backward."""
+    """The name of the module whose operation runs, in forward and in backward, inside :meth:`following`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -207,7 +216,7 @@ class ModuleNames:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Inside, modules are followed."""
+        """Context manager: hooks on all modules keep the name up to date."""
         handles = []
         self._stack, self._last = [], ""
         for name, module in self._model.named_modules():
@@ -225,7 +234,7 @@ class ModuleNames:
 
     def _enter(self, name: str) -> None:
         inside = self._stack[-1] if self._stack else ""
-        # A module that several share has the name of the first; one that is wrapped, as to be recomputed, that of its wrapper.
+        # A shared module is listed under its first name, a wrapped one (to be recomputed) under its wrapper's.
         if inside and name != inside and not name.startswith(f"{inside}."):
             name = f"{inside}.{name.rpartition('.')[2]}"
         self._stack.append(name)
@@ -234,7 +243,7 @@ class ModuleNames:
         self._stack.pop()
 
     def current(self) -> str:
-        """Name of the innermost module; empty outside of all."""
+        """Return the name of the innermost module; empty outside of all."""
         if self._stack:  # forward, or recomputing
             return self._stack[-1]
         if torch._C._current_graph_task_id() == -1:

@@ -1,0 +1,360 @@
+"""The result of an estimate: how many rows fit on each device, what they hold, what would let more fit; its tables, its file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from adaptive_batch._util import format_bytes
+from adaptive_batch.memory import GIB, Line, MemoryCurve
+
+from .fake_step import Resident
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, and how much of it a training step may use.
+
+    Attributes:
+        name: as it is shown.
+        total_bytes: capacity.
+        budget_bytes: what a training step may hold.
+        taken: what the rest is for, each with its bytes: headroom, the CUDA context.
+        source: where `total_bytes` is from; empty where it was given as a size.
+    """
+
+    name: str
+    total_bytes: int
+    budget_bytes: int
+    taken: tuple[tuple[str, int], ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """One line of a memory curve, and what its bytes are.
+
+    Attributes:
+        fixed_bytes, bytes_per_row: of the line.
+        activations: made by forward and kept for backward: fixed bytes, and bytes per row.
+        gradients: bytes of parameters' gradients that this step has made by then.
+        site: the operation of the line and the largest transient allocations there; empty if they were not looked up.
+    """
+
+    fixed_bytes: Fraction
+    bytes_per_row: Fraction
+    activations: tuple[float, float]
+    gradients: int
+    site: str = ""
+
+    def at(self, rows: int, resident: Resident) -> dict[str, float]:
+        """Bytes by kind at that many rows, in the order in which a figure stacks them."""
+        total = math.ceil(self.fixed_bytes + self.bytes_per_row * rows)
+        activations = self.activations[0] + self.activations[1] * rows
+        return {
+            "parameters": resident.parameters,
+            "buffers": resident.buffers,
+            "optimizer state": resident.optimizer,
+            "gradients": resident.gradients + self.gradients,
+            "activations": activations,
+            "backward temporaries": max(0.0, total - resident.total - activations - self.gradients),
+        }
+
+
+@dataclass(frozen=True)
+class CurveCheck:
+    """A step of a third size, to compare the memory curve with: bytes that were counted, and bytes by the curve."""
+
+    rows: int
+    counted_bytes: int
+    expected_bytes: int
+
+    def __str__(self) -> str:
+        off = abs(self.counted_bytes - self.expected_bytes)
+        if off > 1e-3 * self.counted_bytes:
+            return (
+                f"NOT a maximum of straight lines: {self.rows} rows hold {format_bytes(self.counted_bytes)}, and the curve gives "
+                f"{format_bytes(self.expected_bytes)}; do not rely on the maximum batch size"
+            )
+        exact = f"within {off / self.counted_bytes:.2%}" if off else "to the byte"
+        return f"checked: a third size, {self.rows} rows, lies on the curve {exact}"
+
+
+@dataclass(frozen=True)
+class LengthEstimate:
+    """What a training step holds with rows of one length, on any device.
+
+    Attributes:
+        sequence_length: tokens of each row.
+        resident: before a forward.
+        breakdowns: one for each line of the curve of forward and backward.
+        one_row_bytes: the peak of a single row, which often runs other operations.
+        optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in backward.
+        check: of the curve; None where there was none.
+    """
+
+    sequence_length: int
+    resident: Resident
+    breakdowns: tuple[MemoryBreakdown, ...]
+    one_row_bytes: int
+    optimizer_peak_bytes: int | None
+    check: CurveCheck | None = None
+
+    @property
+    def curve(self) -> MemoryCurve:
+        """The peak of forward and backward, by rows; its operations are the places of the breakdowns."""
+        lines = (Line(one.fixed_bytes, one.bytes_per_row, place) for place, one in enumerate(self.breakdowns))
+        return MemoryCurve(tuple(lines))
+
+    def max_rows(self, budget_bytes: int) -> int | None:
+        """Most rows that fit; 0 where not one does, None where any number does."""
+        if (self.optimizer_peak_bytes or 0) > budget_bytes or self.one_row_bytes > budget_bytes:
+            return 0
+        rows = self.curve.max_rows(budget_bytes)
+        return None if rows is None else max(1, rows)
+
+    def peak_bytes(self, rows: int) -> int:
+        """Most bytes that a step of that many rows holds, the optimizer's phase included."""
+        of_rows = self.one_row_bytes if rows == 1 else self.curve.peak_bytes(rows)
+        return max(of_rows, self.optimizer_peak_bytes or 0)
+
+    def first_too_large(self, budget_bytes: int) -> str | None:
+        """The first thing that does not fit, in the order in which a run would need it; None where a row fits."""
+        needed = 0
+        for name, size in (
+            ("the parameters", self.resident.parameters),
+            ("the buffers", self.resident.buffers),
+            ("the optimizer's state", self.resident.optimizer),
+            ("the gradients that stay", self.resident.gradients),
+        ):
+            needed += size
+            if needed > budget_bytes:
+                return f"{name} ({format_bytes(size)}, {format_bytes(needed)} with what comes before)"
+        if (self.optimizer_peak_bytes or 0) > budget_bytes:
+            return f"the optimizer's step ({format_bytes(self.optimizer_peak_bytes or 0)} at its peak)"
+        if self.one_row_bytes > budget_bytes:
+            return f"forward and backward of one row ({format_bytes(self.one_row_bytes)} at their peak)"
+        return None
+
+    def composition(self, rows: int) -> dict[str, float]:
+        """Bytes by kind where that many rows hold most."""
+        return self.breakdowns[self.curve.highest(rows).operation].at(rows, self.resident)
+
+    def explain(self, rows: int) -> str:
+        """What the peak at that many rows is made of, and where in the step it is."""
+        parts = sorted(self.composition(rows).items(), key=lambda item: -item[1])
+        total = sum(size for _, size in parts)
+        shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > 0.005 * total)
+        highest = self.curve.highest(rows)
+        text = f"peak of {rows} x {self.sequence_length} tokens: {highest.at(rows) / GIB:.2f} GiB: {shares}"
+        site = self.breakdowns[highest.operation].site
+        return f"{text}\n  reached in {site}" if site else text
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits on one device with rows of one length.
+
+    Attributes:
+        sequence_length: tokens of each row.
+        max_batch_size: most rows at once.
+        allocated_bytes: the peak of such a step; of one row where none fits.
+        bytes_per_row: what one row more adds there.
+        first_too_large: what does not fit where not one row does.
+        composition: bytes by kind at the peak of forward and backward.
+    """
+
+    sequence_length: int
+    max_batch_size: int
+    allocated_bytes: int
+    bytes_per_row: float
+    first_too_large: str | None
+    composition: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the configuration, estimated in the same way.
+
+    Attributes:
+        overrides: the exact ``key=value`` to type.
+        cost: what it costs.
+        bounds: rows that fit under it on each device; None for any number.
+        refused: why it could not be estimated; empty where it was.
+    """
+
+    overrides: tuple[str, ...]
+    cost: str
+    bounds: tuple[int | None, ...] = ()
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """For each device and length, the rows that fit.
+
+    Attributes:
+        devices: that the estimate is for.
+        lengths: of rows, each with its memory curve.
+        maximum: rows above which a real search would not look.
+        world_size: ranks that share the model; all figures are of one of them.
+        left_out: what is not counted as it would be on the device, a sentence each.
+        changes: single changes and what they would bring, at the first of `lengths`.
+        refused: those that could not be estimated.
+        seconds: that the estimate took.
+    """
+
+    devices: tuple[Target, ...]
+    lengths: tuple[LengthEstimate, ...]
+    maximum: int
+    world_size: int = 1
+    left_out: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    refused: tuple[Change, ...] = ()
+    seconds: float = 0.0
+
+    def bound(self, length: LengthEstimate, device: Target) -> int:
+        """Most rows that fit on a device, none above `maximum`."""
+        rows = length.max_rows(device.budget_bytes)
+        return self.maximum if rows is None else min(rows, self.maximum)
+
+    def fit(self, length: LengthEstimate, device: Target) -> Fit:
+        """What fits on a device."""
+        rows = self.bound(length, device)
+        return Fit(
+            sequence_length=length.sequence_length,
+            max_batch_size=rows,
+            allocated_bytes=length.peak_bytes(max(1, rows)),
+            bytes_per_row=float(length.curve.highest(max(2, rows)).bytes_per_row),
+            first_too_large=length.first_too_large(device.budget_bytes),
+            composition={name: round(size) for name, size in length.composition(max(1, rows)).items()},
+        )
+
+    def format_rows(self, rows: int | None) -> str:
+        """Rows that fit, as text: with a plus where more may fit."""
+        return f"{self.maximum}+" if rows is None or rows >= self.maximum else str(rows)
+
+    def table(self) -> str:
+        """Aligned text: a line for each device and length, what is resident, and what makes the peaks."""
+        cells = [["device", "length", "max_batch_size", "tokens", "peak GiB", "GiB a row", "free GiB"]]
+        for device in self.devices:
+            for fit in (self.fit(length, device) for length in self.lengths):
+                rows, peak = fit.max_batch_size, fit.allocated_bytes
+                cells.append([
+                    device.name, str(fit.sequence_length), self.format_rows(rows), str(rows * fit.sequence_length),
+                    f"{peak / GIB:.2f}", f"{fit.bytes_per_row / GIB:.4f}",
+                    f"{(device.budget_bytes - peak) / GIB:.2f}" if rows else "-",
+                ])  # fmt: skip
+        lines = _aligned(cells)
+        for device in self.devices:
+            budget, total = format_bytes(device.budget_bytes), format_bytes(device.total_bytes)
+            taken = "".join(f", {format_bytes(size)} for {name}" for name, size in device.taken)
+            lines.append(f"{device.name}: {budget} may be used of {total}{taken}")
+            for length in self.lengths:
+                if what := length.first_too_large(device.budget_bytes):
+                    verb = "does" if what.startswith("the optimizer") else "do"
+                    lines.append(f"  {length.sequence_length} tokens: {what} {verb} not fit")
+        resident = self.lengths[0].resident
+        on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
+        gradients = f", gradients that stay {resident.gradients / GIB:.2f}" if resident.gradients else ""
+        lines.append(
+            f"fixed{on_each}: {resident.total / GIB:.2f} GiB: parameters {resident.parameters / GIB:.2f}, optimizer state "
+            f"{resident.optimizer / GIB:.2f}{gradients}, buffers {resident.buffers / GIB:.2f}"
+        )
+        if (of_step := self.lengths[0].optimizer_peak_bytes) is not None:
+            lines.append(f"optimizer's step: {of_step / GIB:.2f} GiB at its peak, whatever the batch")
+        for length in self.lengths:
+            lines.append(length.explain(max(1, *(self.bound(length, device) for device in self.devices))))
+        lines += [str(length.check) for length in self.lengths if length.check]
+        return "\n".join(lines)
+
+    def table_of_changes(self) -> str:
+        """Aligned text: what each single change would bring, the best first."""
+        if not self.changes:
+            return ""
+        length = self.lengths[0]
+        now = [self.bound(length, device) for device in self.devices]
+        cells = [["key=value", *(device.name for device in self.devices)], ["(as it is)", *map(self.format_rows, now)]]
+        cells += [[" ".join(one.overrides), *map(self.format_rows, one.bounds)] for one in self.changes]
+        costs = ("  what it costs", "", *(f"  {one.cost}" for one in self.changes))
+        lines = [f"{line}{cost}" for line, cost in zip(_aligned(cells), costs, strict=True)]
+        return "\n".join([f"what one change would bring, in rows of {length.sequence_length} tokens:", *lines])
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as dicts and lists, each device with its answers; sizes in bytes."""
+        devices = [
+            asdict(device) | {"lengths": [asdict(self.fit(length, device)) for length in self.lengths]}
+            for device in self.devices
+        ]
+        return asdict(self) | {"devices": devices}
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON: to a temporary file, which is renamed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(self.as_json(), indent=2, default=float))  # a fraction of the curve as a number
+        os.replace(temporary, path)
+
+
+def read_estimate(path: Path) -> MemoryEstimate | None:
+    """Return the estimate that a file holds; None where there is none that can be read."""
+    try:
+        estimate: MemoryEstimate = _from_json(MemoryEstimate, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+    is_whole = estimate.devices and estimate.lengths and all(length.breakdowns for length in estimate.lengths)
+    return estimate if is_whole else None
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    """Build a value of an annotated type (dataclass, tuple, ``X | None``, number, text) from what JSON holds."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{one.name: _from_json(hints[one.name], value[one.name]) for one in fields(kind)})  # type: ignore[operator]
+    if get_origin(kind) is UnionType:
+        return None if value is None else _from_json(get_args(kind)[0], value)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{value!r} is not a list")
+        kinds = get_args(kind)
+        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+        return tuple(_from_json(*pair) for pair in zip(kinds, value, strict=True))
+    if kind in (float, Fraction):
+        return kind(value)
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
+    """Changes that let more fit on some device, the one with the greatest gain first; what is least to type breaks ties."""
+
+    def gain(change: Change) -> float:
+        return sum(
+            (float("inf") if rows is None else rows) / max(0.5, before)
+            for rows, before in zip(change.bounds, now, strict=True)
+        )
+
+    better = [
+        c for c in changes if not c.refused and any(r is None or r > n for r, n in zip(c.bounds, now, strict=True))
+    ]
+    return tuple(sorted(better, key=lambda change: (-gain(change), len(change.overrides))))
+
+
+def _aligned(cells: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    rows = list(cells)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
