@@ -218,7 +218,7 @@ def stock_rows(dataset: Any, batch_size: int, epoch: int) -> list[list[int]]:
 def our_rows(recipe: Any, epoch: int) -> list[list[int]]:
     order = recipe.stream.order(epoch)
     if recipe.settings.batch_tokens:
-        return recipe.parts.token_batches(order).tolist()
+        return recipe.planner._token_plan(order).tolist()
     return [piece.tolist() for piece in order.split(recipe.batch_size)]
 
 

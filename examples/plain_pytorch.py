@@ -17,10 +17,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
-from adaptive_batch import AdaptiveLoop
-
 # --- adaptive_batch
-from adaptive_batch.schedules import geometric
+from adaptive_batch import AdaptiveLoop, geometric
 
 # ---
 

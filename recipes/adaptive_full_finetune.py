@@ -27,6 +27,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
+from adaptive_batch.data import StepPlanner
 from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import RandomState
@@ -36,26 +37,25 @@ from adaptive_batch.torchtune import (
     BatchSizeFinder,
     Checkpoints,
     LimitFinder,
+    ModelBuilder,
     RateController,
     Settings,
-    StepPlanner,
     TrainingLog,
     TrainingParts,
     TrainingPreview,
     Validation,
-    agree_on_step,
     all_ranks,
     base_rate,
     check_fewer_ranks,
     check_scheduler,
     compare,
-    conditions,
     reference_batch,
+    run_conditions,
     set_up_terminal,
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import FullBatchLoss, StepResult
+from adaptive_batch.training import FullBatchLoss, StepResult, agree_on_step
 
 log = utils.get_logger("INFO")
 
@@ -65,19 +65,20 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     Args:
         cfg: the configuration: YAML and key=value.
+        builder: builds the model; None for full fine-tuning.
         watch: over this rank, of several.
 
     Raises:
         SettingError: a setting cannot be used; nothing has been loaded or written yet.
     """
 
-    def __init__(self, cfg: DictConfig, watch: Watchdog | None = None) -> None:
+    def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
         self.cfg = cfg
         self.watch = watch
         plain = OmegaConf.to_container(cfg, resolve=True)
         self.settings = Settings.from_config(plain)
         self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
-        self.parts = TrainingParts(cfg, self.settings)
+        self.parts = TrainingParts(cfg, self.settings, builder)
         self.bounds = BatchSizeFinder(self.parts)
         self.bounds.watch = watch
         self.device = self.parts.device
@@ -99,9 +100,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.checkpoints = Checkpoints(self.cfg, self.settings)
         state = self.checkpoints.recipe_state
         # batches go on as they were counted, whatever the number of ranks is now
-        self.parts.ranks = (state or {}).get(STATE_KEY, {}).get("ranks", self.parts.ranks)
+        self.parts.ranks = (state or {}).get(STATE_KEY, {}).get("steps", {}).get("ranks", self.parts.ranks)
         check_fewer_ranks(self.settings, began_on=self.parts.ranks)
-        self.conditions = conditions(self.parts)
+        self.conditions = run_conditions(self.parts)
         self.differs: list[str] = []
         self.kept: dict[str, tuple[Any, Any]] = {}
         self.saved: dict[str, Any] = {}
@@ -114,9 +115,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 setattr(self, name, state[key])
         self.saved = ours = state.get(STATE_KEY, {})
         self.progress = Progress(**ours["progress"]) if ours else Progress(epoch=state[training.EPOCHS_KEY])
-        self.run = ours.get("run", self.run)
-        self.unlabelled = ours.get("unlabelled", 0)
-        self.begun_anew = ours.get("begun_anew", 0)
+        if ours:
+            self.run, self.unlabelled, self.begun_anew = ours["run"], ours["unlabelled"], ours["begun_anew"]
         component = str(self.cfg.optimizer._component_)
         if ours and ours["optimizer"] != component:
             raise SettingError(
@@ -129,7 +129,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 f"the checkpoint's optimizer state was saved with {ours['optimizer_in_bwd']}; go on with that",
             )
         self.differs, self.begins_epoch_anew = compare(
-            ours,
+            ours.get("conditions", {}),
             self.conditions,
             allowed=self.settings.resume_allow_changes,
             in_mid_epoch=self.progress.epoch_steps > 0,
@@ -139,9 +139,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.progress = self.progress.at_epoch_start()
             self.unlabelled = 0
         # a batch that was found or grown goes on; one that now is to be found for the first time is found
-        asked_before = ours.get("use_maximum_batch_size") or not self.settings.use_maximum_batch_size
-        knows_bound = ours.get("bound") is not None or self.settings.grow_beyond_maximum
-        self.continues_batch = bool(self.settings.batch_changes and ours and knows_bound and asked_before)
+        if ours and self.settings.batch_changes:
+            found_before = ours["conditions"]["use_maximum_batch_size"] or not self.settings.use_maximum_batch_size
+            knows_bound = ours["limits"]["bound"] is not None or self.settings.grow_beyond_maximum
+            self.continues_batch = found_before and knows_bound
 
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
@@ -150,16 +151,23 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         parts.build_data()
         self.load_checkpoint()
         parts.check_rows()
-        self.batches = StepPlanner(parts, seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch)
+        self.planner = StepPlanner(
+            parts,
+            parts.batching(seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch),
+            layout=parts.shapes,
+            ranks=parts.ranks,
+            counts_tokens=settings.lr_clock.counts_tokens,
+        )
         follows_schedule = bool(self.saved) and settings.batch_size_schedule is not None
-        if self.continues_batch or follows_schedule:
-            self.batches.batch_size = self.saved["batch_size"]
-        self.batches.first_batch_size = self.saved.get("first_batch_size") if self.continues_batch else None
+        if self.saved:
+            keeps = {} if self.continues_batch else {"first_batch_size": None, "grown_in": -1}
+            keeps |= {} if self.continues_batch or follows_schedule else {"batch_size": settings.batch_size}
+            self.planner.load_state_dict(self.saved["steps"] | keeps)
         validates_what_fits = settings.validation is not None and settings.validation.fits_itself
         if settings.needs_bound or validates_what_fits:
             self.bounds.check()
         check_scheduler(self.cfg)
-        self.plan = TrainingPreview(parts, self.batches)
+        self.plan = TrainingPreview(parts, self.planner)
         self.plan.check(self.progress)
         if settings.preview:
             plan = self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch)
@@ -182,6 +190,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             without_effect=self.without_effect,
         )
         self.capacity = LimitFinder(parts, self.bounds, self.record, run=self.run)
+        self.planner.event = self.record.decision
         if self.watch:
             self.watch.on_end = self._write_down_end
         parts.build_model(self.checkpoints, on_change=self.capacity.lower)
@@ -191,8 +200,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if resumed:
             self.checkpoints.load_optimizer(parts)
             self.log.whose_rate()
-        self.batches.batch_size = self.capacity.find(
-            self.batches.batch_size,
+        self.planner.batch_size = self.capacity.find(
+            self.planner.batch_size,
             goes_on=self.continues_batch or follows_schedule,
             saved=self.saved,
         )
@@ -201,10 +210,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             if settings.validation
             else None
         )
-        self.batches.use(self.capacity, self.record, saved_bound=self.saved.get("maximum"))
-        self.progress = self.batches.begin(self.progress)
-        self.log.epoch(self.progress.epoch, self.batches, self.capacity)
-        reference = self.batches.reference
+        self._check_schedule_fits()
+        self.planner.limits = self.capacity.limits
+        self.progress = self.planner.begin(self.progress)
+        parts.accumulator.capacity = self.planner.limit
+        self.log.epoch(self.progress.epoch, self.planner, self.capacity)
+        reference = self.planner.reference
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * reference.steps and not settings.grows:
             message = f"the run has {settings.epochs * reference.steps} steps, so nothing is validated"
@@ -214,17 +225,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         changed = bool(self.differs) or self.saved.get("configured_batch_size") != settings.batch_size
         self.plan.look_ahead(self.progress, saved=self.saved, changed=changed)
         self.full_batch_loss = FullBatchLoss(self.plan.full_batch_rows)
-        if "full_batch_loss" in self.saved and not self.begins_epoch_anew:
-            self.full_batch_loss.load_state_dict(self.saved["full_batch_loss"])
-        if "noise_scale" in self.saved:
+        if self.saved:
             self.noise_scale.load_state_dict(self.saved["noise_scale"])
+        if self.saved and not self.begins_epoch_anew:
+            self.full_batch_loss.load_state_dict(self.saved["full_batch_loss"])
         self.rate = RateController(
             parts,
-            self.batches,
+            self.planner,
             parts.optimizers,
             progress=self.progress,
             total_steps=self.plan.schedule_steps,
-            saved=self.saved,
+            saved=self.saved.get("learning_rate", {}),
             record=self.record,
         )
         if message := self.rate.describe():
@@ -232,7 +243,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.record.decision("lr", message, reference=str(reference), rule=settings.lr_scaling)
         if settings.grows and self.progress.epoch < settings.epochs:
             rate = base_rate(parts)
-            table, stages = self.plan.table(self.progress, base_rate=rate, capacity=self.capacity, saved=self.saved)
+            table, stages = self.plan.table(
+                self.progress, base_rate=rate, capacity=self.capacity.limits, saved=self.saved
+            )
             self.record.decision("stages", f"the plan:\n{table}", stages=stages)
             most, configured = self.plan.full_batch_rows, settings.step_rows * self.parts.ranks
             if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
@@ -242,6 +255,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if distributed.world_size() > 1 and settings.on_out_of_memory == "shrink" and not self.cfg.compile:
             parts.accumulator.learn_collectives()
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
+
+    def _check_schedule_fits(self) -> None:
+        """Refuse a schedule that may ask for more rows than fit here, where they cannot be split."""
+        asked, bound = self.planner.saved_maximum, self.capacity.limits.bound
+        if self.settings.optimizer_in_bwd and self.settings.batch_size_schedule and bound and asked > bound:
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"the checkpoint's schedule may ask for {asked} rows, of which {bound} fit here, and they cannot be split into "
+                "micro-batches; resume with more memory, or start again with optimizer_in_bwd=False",
+            )
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
         block = OmegaConf.create(dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False})
@@ -267,12 +291,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         with Preemption(same_within=10.0 if self.watch else 0.0) as self.preemption:
             for epoch in range(first_epoch, self.settings.epochs):
                 if epoch > first_epoch:
-                    self.progress = self.batches.begin_epoch(self.progress)
-                    self.log.epoch(epoch, self.batches, self.capacity)
+                    self.progress = self.planner.begin_epoch(self.progress)
+                    self.parts.accumulator.capacity = self.planner.limit
+                    self.log.epoch(epoch, self.planner, self.capacity)
                 within = self.progress.epoch_steps > 0
                 if epoch == first_epoch and not within:
                     self._restore_random_state()
-                self.batches.start_epoch(self.progress)
+                self.planner.start_epoch(self.progress)
                 if epoch == first_epoch and within:  # beginning to read rows draws, as it had in the saved run
                     self._restore_random_state()
                 with logging_redirect_tqdm([logging.getLogger("adaptive_batch")]):
@@ -288,22 +313,32 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _train_epoch(self) -> None:
         """Step through the rows of the epoch, from where it stands."""
         epoch, done = self.progress.epoch, self.progress.epoch_steps
-        with tqdm(total=self.batches.plan.steps, initial=done, disable=not distributed.is_rank_zero()) as bar:
+        with tqdm(total=self.planner.plan.steps, initial=done, disable=not distributed.is_rank_zero()) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
-                progress, rows = self.batches.next_step(self.progress)
+                progress, rows = self.planner.next_step(self.progress)
                 if rows and distributed.world_size() == 1:  # ranks try the longest row of all when they begin
-                    self.capacity.try_longer(rows, batch_size=self.batches.batch_size)
-                num_micro_batches = self._agree(rows, batch=progress.batch)
-                if not self.batches.stream.taken:
+                    self.capacity.try_longer(rows, batch_size=self.planner.batch_size)
+                self.parts.accumulator.capacity = self.planner.limit
+                if self.watch:
+                    self.watch.beat(f"step {self.progress.steps + 1}")
+                agreed = agree_on_step(
+                    self.parts.accumulator,
+                    rows,
+                    batch=progress.batch,
+                    num_rows=len(self.planner.sampler.taken),
+                    ends=self.preemption.requested,
+                )
+                self.asked_to_end |= agreed.ends
+                if not self.planner.sampler.taken:
                     break
                 rate = self.rate.set(
                     progress,
-                    plan=self.batches.plan,
-                    batch=self.batches.size_of_step(rows, in_tokens=self.rate.counts_tokens),
+                    plan=self.planner.plan,
+                    batch=self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens),
                 )
-                result = self.parts.accumulator.run(rows, num_micro_batches=num_micro_batches)
+                result = self.parts.accumulator.run(rows, num_micro_batches=agreed.num_micro_batches)
                 self.parts.step()
                 self.progress = self._after(result, progress)
                 bar.update(1)
@@ -313,8 +348,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self.progress,
                     rate=rate,
                     seconds=time.perf_counter() - start,
-                    batches=self.batches,
-                    num_out_of_memory=self.capacity.num_out_of_memory,
+                    batches=self.planner,
+                    num_out_of_memory=self.capacity.limits.num_out_of_memory,
                     full_batch_loss=self.full_batch_loss,
                 )
                 self._validate()
@@ -322,31 +357,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self._save_where_due()
         self._end_epoch()
 
-    def _agree(self, rows: list[dict[str, Any]], *, batch: int) -> int:
-        """Agree with all ranks on the step; returns the number of its micro-batches."""
-        accumulator = self.parts.accumulator
-        if self.watch:
-            self.watch.beat(f"step {self.progress.steps + 1}")
-        agreed = agree_on_step(
-            num_micro_batches=accumulator.num_micro_batches(rows),
-            ends=self.preemption.requested,
-            thrashes=accumulator.thrashes,
-            batch=batch,
-            num_rows=len(self.batches.stream.taken),
-        )
-        self.asked_to_end |= agreed.ends
-        if agreed.thrashes:
-            accumulator.reduce_capacity()
-            return distributed.maximum(accumulator.num_micro_batches(rows))
-        return agreed.num_micro_batches
-
     def _after(self, result: StepResult, progress: Progress) -> Progress:
         """Progress after a step, with what it has measured."""
         self.unlabelled += not result.micro_batches
         if result.noise is not None:
             noise = result.noise
             self.noise_scale.update(noise.small_rows, noise.small_squared_norm, noise.big_rows, noise.big_squared_norm)
-        taken = len(self.batches.stream.taken)
+        taken = len(self.planner.sampler.taken)
         assert result.rows == taken, f"a step of {taken} rows trained {result.rows} of them"
         progress = progress.after_step(rows=result.rows, tokens=result.tokens)
         if self.settings.measures_noise:
@@ -365,7 +382,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if unlabelled:
             message = f"{unlabelled} of {steps} steps had no label at all, and changed nothing"
             self.record.decision("no_labels", message, steps=unlabelled)
-        reasons = self.batches.left_out(self.progress)
+        reasons = self.planner.left_out(self.progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
         self.record.decision(
             "epoch",
@@ -468,21 +485,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
             STATE_KEY: {
                 "run": self.run,
-                "ranks": self.parts.ranks,
-                "batch_size": self.batches.batch_size,
+                "epochs": self.settings.epochs,
                 "configured_batch_size": self.settings.batch_size,
-                "first_batch_size": self.batches.first_batch_size,
-                **self.capacity.state_dict(),
-                **self.rate.state_dict(),
-                **self.plan.state_dict(),
-                "use_maximum_batch_size": self.settings.use_maximum_batch_size,
                 "optimizer": str(self.cfg.optimizer._component_),
                 "optimizer_in_bwd": self.settings.optimizer_in_bwd,
-                **self.conditions,
-                "progress": self.progress.state_dict(),
-                "unlabelled": self.unlabelled,
                 "base_rate": base_rate(self.parts),
+                "unlabelled": self.unlabelled,
                 "begun_anew": self.begun_anew,
+                "conditions": self.conditions,
+                "progress": self.progress.state_dict(),
+                "steps": self.planner.state_dict(),
+                "limits": self.capacity.limits.state_dict(),
+                "learning_rate": self.rate.state_dict(),
                 "full_batch_loss": self.full_batch_loss.state_dict(),
                 "noise_scale": self.noise_scale.state_dict(),
                 "random_states": distributed.gather_to_rank_zero(RandomState(self.device).state_dict()),
@@ -511,15 +525,19 @@ def check_output_dir(folder: Path) -> None:
         raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """Run the recipe: YAML first, then key=value from the command line over it."""
+def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
+    """Run one configuration, on the ranks that were launched.
+
+    Args:
+        cfg: the configuration: YAML and key=value.
+        builder: builds the model; None for full fine-tuning.
+    """
     recipe = None
     try:
         with all_ranks(cfg) as watch:
             if distributed.is_rank_zero():
                 config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
-            recipe = AdaptiveFullFinetuneRecipe(cfg=cfg, watch=watch)
+            recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
             recipe.setup()
             recipe.train()
     finally:
@@ -527,12 +545,13 @@ def recipe_main(cfg: DictConfig) -> None:
             recipe.cleanup()
 
 
-def main() -> None:
-    """The command line: shipped configs are found by name, and our own errors are shown plainly."""
-    set_up_terminal()
-    use_shipped_config(sys.argv)
-    recipe_main()
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Run the recipe: YAML first, then key=value from the command line over it."""
+    main(cfg)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    set_up_terminal()
+    use_shipped_config(sys.argv)
+    sys.exit(recipe_main())

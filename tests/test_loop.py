@@ -442,7 +442,9 @@ def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_less_capac
     seen = train(one, epochs=2)
     other = training(model=Decoder(draws=True), **options)
     train(other, until=goes_well)
-    other.loop.load_state_dict(other.loop.state_dict() | {"lowered": {"amount": most, "unit": "rows"}})
+    state = other.loop.state_dict()
+    state["limits"]["lowered"] = {"amount": most, "unit": "rows"}
+    other.loop.load_state_dict(state)
     train(other, epochs=2)
     assert one.loop.num_out_of_memory == {4: 1, 2: 2}[most]
     assert [step.result.micro_batches for step in seen] == [1] * goes_well + [8 // most] * (10 - goes_well)

@@ -29,7 +29,7 @@ from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import LimitChange, MicroBatchRunner
-from adaptive_batch.training.replay import OOMRetry
+from adaptive_batch.training.oom_retry import OOMRetry
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,7 @@ from .micro_batches import (
     split_by_tokens,
 )
 from .order import ORDERS
-from .steps import StepRows, StepSampler
+from .steps import Batching, StepPlanner, plan_token_batches
 from .stream import RowSampler
 from .token_sampler import TokenBatchPlan, batches_by_tokens, plan_batches
 from .varying_budget import plan_batches_by_rule
@@ -25,14 +25,14 @@ __all__ = [
     "LONG_ROWS",
     "ORDERS",
     "UNIFORM",
+    "Batching",
     "DatasetAdapter",
     "MicroBatch",
     "MicroBatchLayout",
     "MicroBatchLimit",
     "RowLength",
     "RowSampler",
-    "StepRows",
-    "StepSampler",
+    "StepPlanner",
     "TokenBatchPlan",
     "balance_by_rows",
     "balance_by_tokens",
@@ -45,6 +45,7 @@ __all__ = [
     "moved",
     "plan_batches",
     "plan_batches_by_rule",
+    "plan_token_batches",
     "row_lengths",
     "split_by_rows",
     "split_by_tokens",

@@ -56,6 +56,20 @@ class DatasetAdapter(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         return self._dataset[number]
 
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The rows themselves."""
+        return self
+
+    @property
+    def real_lengths(self) -> torch.Tensor:
+        """Tokens of each row that are not padding: all."""
+        return self.lengths
+
+    def num_real_tokens(self, row: Any) -> int:
+        """Return the tokens of a row that are not padding: all."""
+        return self.length(row)
+
     def length(self, row: Any) -> int:
         """Tokens of a row."""
         if isinstance(self._row_length, int):

@@ -2,7 +2,7 @@
 
 from .batch_rule import KEY, Asked, Schedule, ask, check_schedule, needs_noise_scale
 from .batch_schedules import by_noise_scale, linear_ramp, ramp_by_doubling, steps
-from .clock import Clock, after_warmup, schedule_clock
+from .clock import Clock, TrainingClock, after_warmup, schedule_clock
 from .epoch_plan import EpochPlan, rows_of_next_step, walk
 from .increments import Growth, at_epochs, check_increment, geometric, next_batch_size
 from .learning_rate import RULES, LearningRate, Reference, describe_unscaled, parse_reference, scale_learning_rate
@@ -25,6 +25,7 @@ __all__ = [
     "Progress",
     "Reference",
     "Schedule",
+    "TrainingClock",
     "after_warmup",
     "as_record",
     "ask",

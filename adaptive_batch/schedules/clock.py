@@ -95,3 +95,51 @@ def after_warmup(clock: float, *, ended_at: float, warmup: int, total: float) ->
     if ended_at >= total:
         return clock
     return warmup + (clock - ended_at) * (total - warmup) / (total - ended_at)
+
+
+class TrainingClock:
+    """The time that the schedule of the learning rate reads, as training goes on.
+
+    Args:
+        clock: what it counts.
+        reference: an epoch, divided by the batch that training began with.
+        warmup_steps: of the scheduler.
+        total_steps: where the schedule ends.
+    """
+
+    def __init__(
+        self, clock: Clock | None = None, *, reference: EpochPlan, warmup_steps: int = 0, total_steps: int = 0
+    ) -> None:
+        self._clock = clock or Clock()
+        self._reference = reference
+        self._warmup, self._total = warmup_steps, total_steps
+        self._warmup_ended_at: float | None = None
+
+    def decay(self, progress: Progress, plan: EpochPlan) -> float:
+        """Return the time by the unit of the decay."""
+        return schedule_clock(progress, plan=plan, reference=self._reference, unit=self._clock.decay)
+
+    def at(self, progress: Progress, plan: EpochPlan) -> float:
+        """Return the clock of the warm-up until that is over, then what the clock of the decay makes of it.
+
+        Args:
+            progress: before the step.
+            plan: of the epoch.
+        """
+        decay = self.decay(progress, plan)
+        if self._clock.warmup == self._clock.decay:
+            return decay
+        warmup = schedule_clock(progress, plan=plan, reference=self._reference, unit=self._clock.warmup)
+        if warmup < self._warmup:
+            return warmup
+        if self._warmup_ended_at is None:
+            self._warmup_ended_at = decay
+        return after_warmup(decay, ended_at=self._warmup_ended_at, warmup=self._warmup, total=self._total)
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Return when the warm-up ended, by the unit of the decay."""
+        return {"warmup_ended_at": self._warmup_ended_at}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Resume from a saved state."""
+        self._warmup_ended_at = state["warmup_ended_at"]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
-    from .batches import StepPlanner as StepPlanner
     from .bound import BatchSizeFinder as BatchSizeFinder
     from .capacity import LimitFinder as LimitFinder
     from .checkpoint import STATE_KEY as STATE_KEY
@@ -22,11 +21,12 @@ if TYPE_CHECKING:
     from .fake_parts import FakeParts as FakeParts
     from .log import TrainingLog as TrainingLog
     from .log import base_rate as base_rate
+    from .model import FullModel as FullModel
+    from .model import ModelBuilder as ModelBuilder
     from .parts import TrainingParts as TrainingParts
     from .parts import set_up_terminal as set_up_terminal
     from .parts import use_shipped_config as use_shipped_config
     from .preview import TrainingPreview as TrainingPreview
-    from .ranks import agree_on_step as agree_on_step
     from .ranks import all_ranks as all_ranks
     from .ranks import check_fewer_ranks as check_fewer_ranks
     from .rate import RateController as RateController
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .requirements import complete as complete
     from .resume import Checkpoints as Checkpoints
     from .resume_policy import compare as compare
-    from .resume_policy import conditions as conditions
+    from .resume_policy import run_conditions as run_conditions
     from .settings import Settings as Settings
     from .settings import reference_tables as reference_tables
     from .settings import write_reference as write_reference
@@ -44,12 +44,11 @@ if TYPE_CHECKING:
 __getattr__ = lazy_names(
     __name__,
     {
-        "StepPlanner": ".batches",
         "BatchSizeFinder": ".bound",
         "LimitFinder": ".capacity",
         "STATE_KEY": ".checkpoint",
         "compare": ".resume_policy",
-        "conditions": ".resume_policy",
+        "run_conditions": ".resume_policy",
         "check": ".doctor",
         "estimate_devices": ".estimates",
         "FakeParts": ".fake_parts",
@@ -59,10 +58,11 @@ __getattr__ = lazy_names(
         "without_effect": ".checks",
         "without_effect_on_probe": ".checks",
         "TrainingParts": ".parts",
+        "FullModel": ".model",
+        "ModelBuilder": ".model",
         "set_up_terminal": ".parts",
         "use_shipped_config": ".parts",
         "TrainingPreview": ".preview",
-        "agree_on_step": ".ranks",
         "all_ranks": ".ranks",
         "check_fewer_ranks": ".ranks",
         "RateController": ".rate",
@@ -84,15 +84,15 @@ __all__ = [
     "BatchSizeFinder",
     "Checkpoints",
     "FakeParts",
+    "FullModel",
     "LimitFinder",
+    "ModelBuilder",
     "RateController",
     "Settings",
-    "StepPlanner",
     "TrainingLog",
     "TrainingParts",
     "TrainingPreview",
     "Validation",
-    "agree_on_step",
     "all_ranks",
     "base_rate",
     "check",
@@ -100,12 +100,12 @@ __all__ = [
     "check_scheduler",
     "compare",
     "complete",
-    "conditions",
     "config_path",
     "copy_config",
     "estimate_devices",
     "reference_batch",
     "reference_tables",
+    "run_conditions",
     "set_up_terminal",
     "shipped_configs",
     "use_shipped_config",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.report import RunLog
-from adaptive_batch.training import LimitChange, has_batch_norm
+from adaptive_batch.training import LimitChange, MicroBatchLimits, has_batch_norm
 
 from .bound import BatchSizeFinder
 from .parts import TrainingParts
@@ -31,9 +30,7 @@ class LimitFinder:
         run: its name; what it lost when it ended on all ranks is kept for it.
 
     Attributes:
-        bound: the most rows, of `tried_length` tokens, that were tried and fit; None where nothing needed it.
-        tried_length: the longest row that was tried; 0 where none was.
-        num_out_of_memory: out-of-memory errors so far, those of trials included.
+        limits: what it has found.
     """
 
     def __init__(self, parts: TrainingParts, bounds: BatchSizeFinder, record: RunLog, *, run: str = "") -> None:
@@ -43,11 +40,12 @@ class LimitFinder:
         self._record = record
         self._run = run
         self._lost = Path(parts.cfg.output_dir) / "adaptive_batch" / "lost.json"
-        self._lowered: MicroBatchLimit | None = None
         self._kept: dict[str, Any] = {}  # what is to be known when training is started again
-        self.bound: int | None = None
-        self.tried_length = 0
-        self.num_out_of_memory = 0
+        self.limits = MicroBatchLimits(
+            micro_batch_size=self._settings.micro_batch_size,
+            micro_batch_tokens=self._settings.micro_batch_tokens,
+            layout=parts.shapes,
+        )
 
     def find(self, batch_size: int, *, goes_on: bool, saved: Mapping[str, Any]) -> int:
         """Find how many rows fit at once, where any setting needs it.
@@ -64,7 +62,8 @@ class LimitFinder:
             SettingError: what is configured does not fit; with what would do.
             DoesNotFitError: not one row fits.
         """
-        self.num_out_of_memory = saved.get("oom_count", 0)
+        if saved:
+            self.limits.num_out_of_memory = saved["limits"]["num_out_of_memory"]
         self._warn_of_batch_norm()
         lost = distributed.from_rank_zero(lambda: self._read_loss(goes_on=bool(saved)))
         if lost.get("trial_settings") != self._bounds.trials_name:  # whether it fits is another question now
@@ -73,26 +72,27 @@ class LimitFinder:
         self._try_fewer(lost)
         if self._settings.needs_bound:
             result = self._search(batch_size, goes_on=goes_on)
-            self.bound, self.tried_length = result.max_batch_size, result.sequence_length
+            self.limits.bound, self.limits.tried_length = result.max_batch_size, result.sequence_length
             if goes_on:
                 self._say_what_is_kept(batch_size)
             elif self._settings.use_maximum_batch_size and self._settings.batch_size_schedule is None:
-                message = f"batch_size {batch_size} -> {result.batch_size} (use_maximum_batch_size; bound {self.bound})"
+                message = f"batch_size {batch_size} -> {result.batch_size} (use_maximum_batch_size; bound {self.limits.bound})"
                 self._record.decision(
-                    "batch_size", message, before=batch_size, after=result.batch_size, bound=self.bound
+                    "batch_size", message, before=batch_size, after=result.batch_size, bound=self.limits.bound
                 )
                 batch_size = result.batch_size
             self._check_what_is_configured(batch_size, goes_on=goes_on)
-        if saved.get("capacity") and all(saved[key] == value for key, value in self._conditions().items()):
-            self._lowered = MicroBatchLimit(**saved["capacity"])
-        if lost.get("capacity") and all(lost[key] == value for key, value in self._conditions().items()):
+        if saved:
+            self.limits.load_state_dict(saved["limits"] | {"num_out_of_memory": self.limits.num_out_of_memory})
+        if lost.get("capacity") and all(lost[key] == value for key, value in self.limits.lowered_from().items()):
             less = MicroBatchLimit(lost["capacity"], lost["unit"])
-            holds = self._lowered = min(filter(None, (self._lowered, less)), key=lambda capacity: capacity.amount)
+            holds = min(filter(None, (self.limits.lowered, less)), key=lambda limit: limit.amount)
+            self.limits.lower_to(holds)
             message = f"a micro-batch holds {holds}: more ran out of memory before all ranks ended"
             self._record.decision("capacity", message, after=holds.amount, unit=holds.unit)
-        if self.bound:
+        if self.limits.bound:
             (longest,) = longest_rows(self._parts.lengths, 1)
-            if int(self._parts.lengths[longest]) > self.tried_length:
+            if int(self._parts.lengths[longest]) > self.limits.tried_length:
                 self.try_longer([self._parts.read(longest)], batch_size=batch_size)
         return batch_size
 
@@ -104,20 +104,6 @@ class LimitFinder:
                 message = f"a trial {of}of {rows} rows ended all ranks, so whether they fit is not known; up to half are tried"
                 self._record.decision("indeterminate", message, rows=rows)
 
-    def of(self, batch_size: int) -> MicroBatchLimit:
-        """What a micro-batch may hold now, at a batch size."""
-        rows, tokens = self._settings.micro_batch_size, self._settings.micro_batch_tokens
-        if tokens is not None:
-            capacity = MicroBatchLimit(self._tried_tokens() if tokens == "auto" else int(tokens), "tokens")
-        elif rows is not None:
-            capacity = MicroBatchLimit((self.bound or 0) if rows == "auto" else int(rows))
-        else:
-            capacity = MicroBatchLimit(min(batch_size, self.bound or batch_size))
-        return self._lowered if self._lowered and self._lowered.amount < capacity.amount else capacity
-
-    def _tried_tokens(self) -> int:
-        return (self.bound or 0) * self._parts.shapes.padded(self.tried_length)
-
     def try_longer(self, rows: list[dict[str, Any]], *, batch_size: int) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its length fit.
 
@@ -125,31 +111,32 @@ class LimitFinder:
             DoesNotFitError: not even this one.
             SettingError: fewer, and with the optimizer in backward a step cannot be split.
         """
-        if not self.tried_length:
+        limits = self.limits
+        if not limits.tried_length:
             return
         row = max(rows, key=lambda row: len(row["tokens"]))
-        length, before = len(row["tokens"]), self.tried_length
+        length, before = len(row["tokens"]), limits.tried_length
         if length <= before:
             return
-        capacity, padded = self.of(batch_size), self._parts.shapes.padded(length)
+        capacity, padded = limits.of(batch_size), self._parts.shapes.padded(length)
         most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // padded)
-        if self._settings.grows and self._settings.micro_batch_size is None and self.bound:
-            most = max(most, self.bound) if capacity.unit == "rows" else most  # what the batch may grow to
+        if self._settings.grows and self._settings.micro_batch_size is None and limits.bound:
+            most = max(most, limits.bound) if capacity.unit == "rows" else most  # what the batch may grow to
         result = self._bounds.of_row(row, maximum=most, accumulates=not self._settings.optimizer_in_bwd)
-        self.num_out_of_memory += result.num_out_of_memory
+        limits.num_out_of_memory += result.num_out_of_memory
         fit = result.max_batch_size
         message = f"a row of {length} tokens is longer than the {before} that were tried: {fit} of these fit at once"
         if self._settings.optimizer_in_bwd:
             if fit < batch_size:
                 remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
                 raise SettingError("probe.sequence_length", self._settings.probe.sequence_length, remedy)
-            self.bound = min(self.bound or fit, fit)  # a step cannot be split, so it may not grow beyond this
+            limits.bound = min(limits.bound or fit, fit)  # a step cannot be split, so it may not grow beyond this
         elif fit < most:
-            self._lowered = MicroBatchLimit(fit if capacity.unit == "rows" else fit * padded, capacity.unit)
+            limits.lower_to(MicroBatchLimit(fit if capacity.unit == "rows" else fit * padded, capacity.unit))
         elif self._settings.micro_batch_tokens == "auto":  # of() would multiply the bound by the new length
-            self._lowered = capacity
-        self.tried_length = length
-        after = self.of(batch_size)
+            limits.lower_to(capacity)
+        limits.tried_length = length
+        after = limits.of(batch_size)
         self._record.decision(
             "capacity",
             f"{message}; a micro-batch holds {after}",
@@ -164,14 +151,14 @@ class LimitFinder:
 
     def lower(self, change: LimitChange) -> None:
         """Write down, at once, what an out-of-memory error in training took away."""
-        self._lowered = change.after
+        self.limits.lower_to(change.after)
         self.write_down(change, kind="capacity")
 
     def say_if_one_by_one(self, batch_size: int) -> None:
         """A line where equal numbers of rows leave no choice but micro-batches of one row."""
         if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
-        capacity, rows = self.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
+        capacity, rows = self.limits.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
         longest = self._parts.shapes.padded(int(self._parts.lengths.max()))
         most = capacity.amount if capacity.unit == "rows" else capacity.amount // longest
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
@@ -183,7 +170,7 @@ class LimitFinder:
 
     def write_down(self, change: LimitChange, *, kind: str) -> None:
         """Count and record a capacity that was lowered."""
-        self.num_out_of_memory += change.out_of_memory
+        self.limits.num_out_of_memory += change.out_of_memory
         self._record.decision(
             kind,
             change.describe(),
@@ -202,7 +189,7 @@ class LimitFinder:
         if kept:
             kept["trial_settings"] = self._bounds.trials_name
         if "capacity" in facts and self._settings.on_out_of_memory == "shrink":
-            kept |= {"capacity": facts["capacity"], "unit": facts["unit"], **self._conditions()}
+            kept |= {"capacity": facts["capacity"], "unit": facts["unit"], **self.limits.lowered_from()}
         if kept:  # beside what an earlier attempt has kept
             self._kept |= {"run": self._run, "launch": distributed.launch_name(), **kept}
             aside = self._lost.with_suffix(".tmp")
@@ -221,23 +208,6 @@ class LimitFinder:
             pass
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """As plain values, for the checkpoint."""
-        return {
-            **self._conditions(),
-            "oom_count": self.num_out_of_memory,
-            "capacity": asdict(self._lowered) if self._lowered else None,
-        }
-
-    def _conditions(self) -> dict[str, Any]:
-        """What a lowered capacity was lowered from; with another bound or setting it is found anew."""
-        settings = self._settings
-        return {
-            "bound": self.bound,
-            "micro_batch_size": settings.micro_batch_size,
-            "micro_batch_tokens": settings.micro_batch_tokens,
-        }
-
     def _search(self, batch_size: int, *, goes_on: bool) -> ProbeResult:
         """Search for the bound, show the table, and write it to ``probe.json``."""
         results = self._bounds.of_training(
@@ -248,7 +218,7 @@ class LimitFinder:
         )
         for result in results:
             out_of_memory = 0 if result.from_cache else result.num_out_of_memory
-            self.num_out_of_memory += out_of_memory
+            self.limits.num_out_of_memory += out_of_memory
             self._record.decision(
                 "bound",
                 "probe of the largest batch:\n" + result.table(),
@@ -262,25 +232,25 @@ class LimitFinder:
         return results[-1]
 
     def _say_what_is_kept(self, batch_size: int) -> None:
-        assert self.bound is not None
-        if batch_size > self.bound:
+        assert self.limits.bound is not None
+        if batch_size > self.limits.bound:
             self._record.decision(
                 "capacity",
-                f"batch_size {batch_size} is kept; {self.bound} rows fit here, so it runs as more micro-batches",
+                f"batch_size {batch_size} is kept; {self.limits.bound} rows fit here, so it runs as more micro-batches",
                 batch_size=batch_size,
-                micro_batch_size=self.bound,
+                micro_batch_size=self.limits.bound,
             )
 
     def _check_what_is_configured(self, batch_size: int, *, goes_on: bool) -> None:
         """Refuse a configured size of a micro-batch that is above what fits, never cut it in silence."""
-        assert self.bound is not None
-        settings, fit = self._settings, self.bound
+        assert self.limits.bound is not None
+        settings, fit = self._settings, self.limits.bound
         rows, tokens = settings.micro_batch_size, settings.micro_batch_tokens
         if isinstance(rows, int) and rows > fit:
             raise SettingError("micro_batch_size", rows, f"{fit} rows fit; give {fit} or less, or auto")
-        most = self._tried_tokens()
+        most = self.limits.tried_tokens
         if isinstance(tokens, int) and tokens > most:
-            remedy = f"{fit} rows of {self.tried_length} tokens fit; give {most} or less, or auto"
+            remedy = f"{fit} rows of {self.limits.tried_length} tokens fit; give {most} or less, or auto"
             raise SettingError("micro_batch_tokens", tokens, remedy)
         scheduled = settings.batch_size_schedule is not None  # which says what a step holds
         if rows is None and tokens is None and not goes_on and not scheduled and batch_size > fit:

@@ -10,11 +10,11 @@ from typing import Any
 from torchtune import config, training, utils
 
 from adaptive_batch import distributed
+from adaptive_batch.data import StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, StepResult
 
-from .batches import StepPlanner
 from .capacity import LimitFinder
 from .parts import TrainingParts
 from .ranks import describe_ranks
@@ -109,11 +109,13 @@ class TrainingLog:
             message = f"epochs {epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
             record.decision("epochs", message, before=epochs, after=settings.epochs)
         if distributed.data_parallel_size() != self._parts.ranks:
-            step_rows = 0 if settings.batch_tokens else saved["batch_size"] * settings.gradient_accumulation_steps
+            step_rows = (
+                0 if settings.batch_tokens else saved["steps"]["batch_size"] * settings.gradient_accumulation_steps
+            )
             message = describe_ranks(began_on=self._parts.ranks, step_rows=step_rows * self._parts.ranks)
             record.decision("ranks", message, before=self._parts.ranks, after=distributed.data_parallel_size())
         configured = settings.batch_size
-        before = saved.get("batch_size", configured)
+        before = saved["steps"]["batch_size"] if saved else configured
         scheduled = settings.batch_size_schedule is not None  # which says what a step holds
         if continues_batch and configured != before:
             message = f"batch_size {before}: configured is {configured}, the checkpoint's goes on"
@@ -121,7 +123,7 @@ class TrainingLog:
         elif configured != before and not (continues_batch or scheduled or settings.use_maximum_batch_size):
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
             record.decision("batch_size", message, before=before, after=configured)
-        say_changes(differs, saved, conditions, record=record)
+        say_changes(differs, saved.get("conditions", {}), conditions, record=record)
         for name, (value, goes_on) in kept.items():
             message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
             record.decision("no_effect", message, key=name, configured=value, after=goes_on)
@@ -219,8 +221,8 @@ class TrainingLog:
         self.record.step(
             step=progress.steps,
             epoch=progress.epoch,
-            position=batches.stream.position,
-            rows=batches.stream.taken,
+            position=batches.sampler.position,
+            rows=batches.sampler.taken,
             asked=progress.batch,
             seconds=round(seconds, 6),
             **metrics,

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,13 +19,12 @@ from typing import Any, ClassVar
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import config, training, utils
-from torchtune.config._errors import InstantiationError
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
 from adaptive_batch._util import cache_directory, described_with_files, fingerprint
-from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, TokenBatchPlan, plan_batches, row_lengths
+from adaptive_batch.data import Batching, MicroBatchLayout, MicroBatchLimit, plan_token_batches, row_lengths
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
@@ -33,9 +33,10 @@ from adaptive_batch.training import LimitChange, MicroBatchRunner, lengthened
 from .checks import TOKEN_KEYS
 from .configs import config_path, shipped_configs
 from .keys import load_function
-from .requirements import TO_TRAIN, check_all_is_trained, check_file, check_loss, complete, plainly, told
+from .model import FullModel, ModelBuilder
+from .requirements import TO_TRAIN, check_file, check_loss, complete, plainly, told
 from .settings import Settings
-from .sharded import Weights, apply_checkpointing, build_sharded, check_names, load_sharded
+from .sharded import Weights, check_names
 
 log = logging.getLogger("adaptive_batch")
 
@@ -97,6 +98,7 @@ class TrainingParts:
     Args:
         cfg: the recipe's configuration.
         settings: the same, checked.
+        builder: builds the model; None for full fine-tuning.
 
     Attributes:
         ranks: that a batch is counted on, as many as saw different rows when the run began.
@@ -107,11 +109,12 @@ class TrainingParts:
 
     needs: ClassVar[Sequence[str]] = TO_TRAIN
 
-    def __init__(self, cfg: DictConfig, settings: Settings) -> None:
+    def __init__(self, cfg: DictConfig, settings: Settings, builder: ModelBuilder | None = None) -> None:
         complete(cfg, needs=self.needs)
         check_names(cfg)
         self.cfg = cfg
         self.settings = settings
+        self.builder = builder or FullModel()
         self.ranks = distributed.data_parallel_size()
         try:
             self.device = utils.get_device(device=cfg.device)
@@ -181,7 +184,7 @@ class TrainingParts:
         except Exception as error:
             log.debug("the model cannot be built without memory: %s", error)
             return
-        check_all_is_trained(model, self.cfg)
+        self.builder.check(model, self.cfg)
 
     def _choose_collate(self, *, pad_id: int) -> None:
         check_loss(self.loss_fn, self.cfg)
@@ -290,7 +293,10 @@ class TrainingParts:
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
             try:
-                steps = self.token_batches(order=None)
+                divisible = settings.uniform_micro_batches in ("rows", "both")
+                steps = plan_token_batches(
+                    self.lengths, self.batching(), ranks=self.ranks, order=None, divisible=divisible
+                )
             except SettingError as error:
                 ours = {
                     "max_tokens": "batch_tokens",
@@ -322,20 +328,19 @@ class TrainingParts:
             remedy = "no row that is validated on has a label; see its train_on_input and masks"
             raise SettingError("dataset_val", _names(self.cfg.dataset_val), remedy)
 
-    def token_batches(self, order: torch.Tensor | None) -> TokenBatchPlan:
-        """The rows of each step by `batch_tokens`, taken in that order."""
-        settings, ranks = self.settings, self.ranks
-        assert settings.batch_tokens
-        return plan_batches(
-            self.lengths,
-            settings.batch_tokens * ranks,
-            order=order,
-            min_rows=settings.min_rows_per_batch * ranks,
-            max_rows=settings.max_rows_per_batch and settings.max_rows_per_batch * ranks,
-            count="real",
-            long_rows=settings.long_rows,
-            divisible=settings.uniform_micro_batches in ("rows", "both"),
-        )
+    def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
+        """Return what a step holds and in which order rows come, as configured."""
+        settings = self.settings
+        same = {
+            field.name: getattr(settings, field.name) for field in fields(Batching) if hasattr(settings, field.name)
+        }
+        same |= {
+            "shuffle": bool(self.cfg.shuffle),
+            "seed": 0 if settings.sample_order == "dataloader" else seed,  # 0 is the seed of torchtune's sampler
+            "max_steps_per_epoch": max_steps_per_epoch,
+            "refuses_empty_epochs": settings.adaptive,
+        }
+        return Batching(**same)
 
     def num_real_tokens(self, row: Mapping[str, Any]) -> int:
         """Tokens of a row that are not padding; only a packed row carries its own."""
@@ -350,11 +355,7 @@ class TrainingParts:
     @cached_property
     def skeleton(self) -> torch.nn.Module:
         """The model without memory."""
-        try:
-            with torch.device("meta"), training.set_default_dtype(self.dtype):
-                return config.instantiate(self.cfg.model)
-        except InstantiationError as error:  # its module cannot be imported
-            raise SettingError("model", str(self.cfg.model._component_), told(error)) from error
+        return self.builder.skeleton(self.cfg, dtype=self.dtype)
 
     @cached_property
     def max_seq_len(self) -> int | None:
@@ -427,19 +428,7 @@ class TrainingParts:
 
     def _build(self, weights: Weights) -> torch.nn.Module:
         """The model with its weights, divided where there are several ranks."""
-        if distributed.world_size() > 1:
-            model = build_sharded(self.cfg, dtype=self.dtype, device=self.device)
-            load_sharded(model, weights, self.cfg, dtype=self.dtype, device=self.device)
-            return model
-        state = weights.load_weights()
-        with training.set_default_dtype(self.dtype), self.device:
-            model = config.instantiate(self.cfg.model)
-        check_all_is_trained(model, self.cfg)
-        if self.cfg.compile:
-            training.compile_model(model)
-        apply_checkpointing(model, self.cfg)
-        model.load_state_dict(state)
-        return model
+        return self.builder.build(self.cfg, weights, dtype=self.dtype, device=self.device)
 
     @cached_property
     def filler(self) -> Any:
@@ -477,10 +466,10 @@ class TrainingParts:
         """The optimizer, or one for each parameter inside the backward pass."""
         self.in_backward: OptimizerInBackward | None = None
         if not self.settings.optimizer_in_bwd:
-            self.optimizer = self._new_optimizer(self.model.parameters())
+            self.optimizer = self._new_optimizer(self.builder.trained(self.model))
             self.optimizers = [self.optimizer]
             return
-        optimizers = {p: self._new_optimizer([p]) for p in self.model.parameters()}
+        optimizers = {p: self._new_optimizer([p]) for p in self.builder.trained(self.model)}
         self.in_backward = OptimizerInBackward(optimizers)
         self.optimizer = training.create_optim_in_bwd_wrapper(self.model, optimizers)
         self.optimizers = list(optimizers.values())

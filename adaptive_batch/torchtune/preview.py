@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from adaptive_batch.data import MicroBatchLimit, micro_batches
+from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
 from adaptive_batch.errors import GrowthFunctionError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import (
     EpochPlan,
     PlannedStep,
@@ -21,12 +19,10 @@ from adaptive_batch.schedules import (
     stages_of,
     table,
 )
+from adaptive_batch.training import MicroBatchLimits, same_answers
 
-from .batches import StepPlanner
 from .bound import BatchSizeFinder
-from .capacity import LimitFinder
 from .parts import TrainingParts
-from .ranks import same_answers
 from .rate import RateController, stand_in
 
 
@@ -109,16 +105,16 @@ class TrainingPreview:
                 )  # of one that measures
                 asked = [min(most, batches.maximum or most)]
             most = max(asked, default=1) * self._parts.ranks
-            self.full_batch_rows = min(most, len(batches.stream))
+            self.full_batch_rows = min(most, len(batches.sampler))
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
             same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated goes on
-            known = saved.get("total_steps") if same else None
+            known = saved["learning_rate"]["total_steps"] if same else None
             left = self._count_steps if settings.grows else batches.steps_left
             self.schedule_steps = known or progress.steps + left(progress)
 
     def table(
-        self, progress: Progress, *, base_rate: float, capacity: LimitFinder, saved: Mapping[str, Any]
+        self, progress: Progress, *, base_rate: float, capacity: MicroBatchLimits, saved: Mapping[str, Any]
     ) -> tuple[str, list[dict[str, Any]]]:
         """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
         settings, batches = self._settings, self._batches
@@ -128,7 +124,7 @@ class TrainingPreview:
             [stand_in(base_rate)],
             progress=progress,
             total_steps=self.schedule_steps,
-            saved=saved,
+            saved=saved.get("learning_rate", {}),
         )
         stages = stages_of(self._planned(progress, rate, capacity))
         notes = [self._unknown] if self._unknown else []
@@ -152,7 +148,11 @@ class TrainingPreview:
             goes_on: the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
-        capacity = LimitFinder(self._parts, bounds, RunLog(Path(os.devnull), enabled=False))
+        capacity = MicroBatchLimits(
+            micro_batch_size=settings.micro_batch_size,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            layout=self._parts.shapes,
+        )
         batch_size, lines = batches.batch_size, []
         if settings.needs_bound:
             path = Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json"
@@ -164,7 +164,7 @@ class TrainingPreview:
                 if settings.use_maximum_batch_size and not goes_on and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
         known_first = batches.first_batch_size
-        batches.use(capacity, RunLog(Path(os.devnull), enabled=False), saved_bound=saved.get("maximum"))
+        batches.limits = capacity
         batches.look_at(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, first=progress.epoch_steps == 0)
         if first := list(self._batch_sizes.values())[:1]:
@@ -177,10 +177,6 @@ class TrainingPreview:
         text, _ = self.table(progress, base_rate=float(configured or 1.0), capacity=capacity, saved=saved)
         return "\n".join([*lines, text])
 
-    def state_dict(self) -> dict[str, Any]:
-        """As plain values, for the checkpoint."""
-        return {"epochs": self._settings.epochs, "maximum": self._batches.maximum}
-
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
         last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
@@ -190,7 +186,7 @@ class TrainingPreview:
     def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
         return self._batches.ahead(progress, self._batch_sizes)
 
-    def _planned(self, progress: Progress, rate: RateController, capacity: LimitFinder) -> Iterator[PlannedStep]:
+    def _planned(self, progress: Progress, rate: RateController, capacity: MicroBatchLimits) -> Iterator[PlannedStep]:
         lengths = self._parts.real_lengths
         key, num_micro_batches = None, 0
         for at, rows, plan in self._ahead(progress):
@@ -206,7 +202,7 @@ class TrainingPreview:
                 tokens=tokens,
             )
 
-    def _capacity_at(self, progress: Progress, capacity: LimitFinder) -> MicroBatchLimit:
+    def _capacity_at(self, progress: Progress, capacity: MicroBatchLimits) -> MicroBatchLimit:
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         return capacity.of(progress.batch if scheduled else self._batch_sizes[progress.epoch])
 
@@ -238,7 +234,7 @@ class TrainingPreview:
             settings.batch_size_schedule,
             ahead,
             ranks=self._parts.ranks,
-            rows_per_epoch=len(batches.stream),
+            rows_per_epoch=len(batches.sampler),
             drop_last=settings.drop_last,
             maximum=batches.maximum,
             unit="tokens" if settings.batch_tokens else "rows",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -16,14 +15,14 @@ from torchtune import training, utils
 from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_whole
 from adaptive_batch.distributed import EXIT_STATUS, Watchdog
-from adaptive_batch.errors import GrowthFunctionError, RankLostError, SettingError
+from adaptive_batch.errors import RankLostError, SettingError
+from adaptive_batch.training import differences
 
 from .requirements import plainly
 from .settings import Settings
 
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
-_ABSENT = "nothing"
 
 
 @contextmanager
@@ -149,35 +148,6 @@ def _check_same(cfg: DictConfig) -> None:
         raise SettingError(key, value, f"{whose}; start all ranks with the same configuration")
 
 
-def differences(mine: Mapping[str, str], first: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """What differs between two ranks, by name.
-
-    Yields:
-        The name, and the value of each.
-    """
-    for name in sorted(first.keys() | mine.keys()):
-        if first.get(name) != mine.get(name):
-            yield name, mine.get(name, _ABSENT), first.get(name, _ABSENT)
-
-
-def same_answers(answers: Mapping[str, int]) -> None:
-    """Refuse a user's function that answers differently on some rank.
-
-    Args:
-        answers: that it gave here, by what it was asked: the key of the function, and when.
-
-    Raises:
-        GrowthFunctionError: naming the rank.
-    """
-    first, *others = distributed.all_gather({asked: str(answer) for asked, answer in answers.items()})
-    for rank, mine in enumerate(others, start=1):
-        for name, value, of_first in differences(mine, first):
-            raise GrowthFunctionError(
-                f"{name} answers {value} on rank {rank} and {of_first} on rank 0; it must be the same function of the same "
-                "arguments on all ranks"
-            )
-
-
 def check_fewer_ranks(settings: Settings, *, began_on: int) -> None:
     """Refuse to go on with fewer ranks where a rank would have to split its rows and cannot.
 
@@ -216,39 +186,3 @@ def describe_ranks(*, began_on: int, step_rows: int) -> str:
 
 def _rows(number: int) -> str:
     return f"{number} row" if number == 1 else f"{number} rows"
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks know before they run a step.
-
-    Attributes:
-        num_micro_batches: of the rank that has most.
-        ends: a rank was asked to end.
-        thrashes: the allocator of a rank only just had room.
-    """
-
-    num_micro_batches: int
-    ends: bool
-    thrashes: bool
-
-
-def agree_on_step(*, num_micro_batches: int, ends: bool, thrashes: bool, batch: int, num_rows: int) -> Agreed:
-    """Agree on a step, in one small collective.
-
-    Args:
-        num_micro_batches: that this rank needs.
-        ends: this rank was asked to end.
-        thrashes: the allocator of this rank only just had room.
-        batch: what the step was asked to hold, which a rule of the user's may have answered differently elsewhere.
-        num_rows: of the step on all ranks, as this one counts them.
-
-    Raises:
-        GrowthFunctionError: it has.
-    """
-    most, any_ends, any_thrashes, largest, least, most_rows, least_rows = distributed.all_reduce_max(
-        [num_micro_batches, int(ends), int(thrashes), batch, -batch, num_rows, -num_rows]
-    )
-    if largest != -least or most_rows != -least_rows:
-        same_answers({"batch_size_schedule": batch, "the rows of the next step, which": num_rows})
-    return Agreed(max(1, most), bool(any_ends), bool(any_thrashes))

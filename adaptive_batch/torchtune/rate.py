@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 from torchtune import config
 
+from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import (
@@ -19,12 +20,10 @@ from adaptive_batch.schedules import (
     LearningRate,
     Progress,
     Reference,
-    after_warmup,
-    schedule_clock,
+    TrainingClock,
     write_rate,
 )
 
-from .batches import StepPlanner
 from .keys import load_function
 from .parts import TrainingParts
 
@@ -34,18 +33,18 @@ class RateController:
 
     Args:
         parts: of the run, with their data built.
-        batches: of the run, begun.
+        planner: of the run, begun.
         optimizers: that follow; the first is the one that the scheduler is built around.
-        progress: where training goes on.
+        progress: where training resumes.
         total_steps: where the scheduler ends, in steps of the constant batch or, where its clock counts steps, in steps.
         saved: what :meth:`state_dict` gave when the checkpoint was saved; empty without one.
-        record: of the run; None says nothing.
+        record: of the run; None logs nothing.
     """
 
     def __init__(
         self,
         parts: TrainingParts,
-        batches: StepPlanner,
+        planner: StepPlanner,
         optimizers: list[Optimizer],
         *,
         progress: Progress,
@@ -53,17 +52,18 @@ class RateController:
         saved: Mapping[str, Any],
         record: RunLog | None = None,
     ) -> None:
-        self._parts, self._batches, self._settings = parts, batches, parts.settings
-        self._optimizers = optimizers
-        self._total = total_steps
+        self._settings, self._optimizers = parts.settings, optimizers
+        self._total, self._reference = total_steps, reference_batch(parts)
         block = parts.cfg.get("lr_scheduler", None)
-        self._warmup = int(block.get("num_warmup_steps", 0)) if block else 0
-        self._warmup_ended_at: float | None = saved.get("warmup_ended_at")
+        self._clock = TrainingClock(
+            parts.settings.lr_clock,
+            reference=planner.reference,
+            warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
+            total_steps=total_steps,
+        )
         self._follow_rule(saved, record)
-        last_epoch = int(self._clock(progress, batches.plan, self._settings.lr_clock.decay)) - 1
-        if (
-            last_epoch >= 0
-        ):  # torch asks for it in a scheduler that begins later; a checkpoint without a scheduler has none
+        last_epoch = int(self._clock.decay(progress, planner.plan)) - 1
+        if last_epoch >= 0:  # torch asks for it in a scheduler that begins later
             for group in optimizers[0].param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))
         scheduler = block and config.instantiate(
@@ -72,16 +72,18 @@ class RateController:
         self._rate = LearningRate(
             optimizers,
             scheduler,
-            rule=self._settings.lr_scaling,
-            reference=reference_batch(parts),
-            batch_can_change=self._settings.grows or bool(self._settings.batch_tokens),
+            rule=parts.settings.lr_scaling,
+            reference=self._reference,
+            batch_can_change=parts.settings.grows or bool(parts.settings.batch_tokens),
         )
-        self._rate.load_state_dict(saved.get("learning_rate", {}))
+        if saved:
+            self._rate.load_state_dict(saved["scheduler"])
+            self._clock.load_state_dict(saved["clock"])
 
     @property
     def counts_tokens(self) -> bool:
         """Whether the rate is scaled by the tokens of a step, and not by its rows."""
-        return reference_batch(self._parts).unit == "tokens"
+        return self._reference.unit == "tokens"
 
     def set(self, progress: Progress, *, plan: EpochPlan, batch: int) -> float:
         """Apply the rate of a step, and return it.
@@ -91,44 +93,27 @@ class RateController:
             plan: of the epoch.
             batch: rows that the step holds on all ranks, or real tokens where it :attr:`counts_tokens`.
         """
-        return self._rate.set(self._at(progress, plan), batch=batch)
+        return self._rate.set(self._clock.at(progress, plan), batch=batch)
 
     def describe(self) -> str | None:
-        """A line on the scaling of the rate; None without."""
+        """Return a line on the scaling of the rate; None without."""
         if self._settings.lr_scaling == "none":
             return None
         group, rule = self._optimizers[0].param_groups[0], self._settings.lr_scaling
-        reference = reference_batch(self._parts)
-        return f"lr {group['initial_lr']:g} belongs to {reference} a step, and is scaled by the rule {rule}"
+        return f"lr {group['initial_lr']:g} belongs to {self._reference} a step, and is scaled by the rule {rule}"
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain values, for the checkpoint."""
+        """Return the state as plain values, for the checkpoint."""
         return {
-            "lr_scaling": self._settings.lr_scaling,
-            "learning_rate": self._rate.state_dict(),
-            "warmup_ended_at": self._warmup_ended_at,
+            "rule": self._settings.lr_scaling,
+            "scheduler": self._rate.state_dict(),
+            "clock": self._clock.state_dict(),
             "total_steps": self._total,
         }
 
-    def _at(self, progress: Progress, plan: EpochPlan) -> float:
-        """The scheduler's time: the clock of the warm-up until that is over, then what the clock of the decay makes of it."""
-        clock = self._settings.lr_clock
-        decay = self._clock(progress, plan, clock.decay)
-        if clock.warmup == clock.decay:
-            return decay
-        warmup = self._clock(progress, plan, clock.warmup)
-        if warmup < self._warmup:
-            return warmup
-        if self._warmup_ended_at is None:
-            self._warmup_ended_at = decay
-        return after_warmup(decay, ended_at=self._warmup_ended_at, warmup=self._warmup, total=self._total)
-
-    def _clock(self, progress: Progress, plan: EpochPlan, unit: str) -> float:
-        return schedule_clock(progress, plan=plan, reference=self._batches.reference, unit=unit)
-
     def _follow_rule(self, saved: Mapping[str, Any], record: RunLog | None) -> None:
         """Where the rule of scaling is another than the checkpoint's, begin with rates that are not scaled."""
-        before, now = saved.get("lr_scaling", "none"), self._settings.lr_scaling
+        before, now = saved.get("rule", "none"), self._settings.lr_scaling
         if not saved or before == now:
             return
         if record:

@@ -26,7 +26,7 @@ _OWN_WORDS = ("_component_", "lr")  # of the optimizer, which have messages of t
 _SAMPLED_ROWS = 64
 
 
-def conditions(parts: TrainingParts) -> dict[str, Any]:
+def run_conditions(parts: TrainingParts) -> dict[str, Any]:
     """Return what a run's results depend on beside its progress, as plain values."""
     cfg, settings = parts.cfg, parts.settings
     found: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def compare(
     """Compare the settings of a run with those of the checkpoint that it resumes.
 
     Args:
-        saved: what :func:`conditions` gave when it was saved; other keys are ignored.
+        saved: what :func:`run_conditions` gave when it was saved; other keys are ignored.
         now: what it gives for this run.
         allowed: keys that may differ.
         in_mid_epoch: the run resumes within an epoch.

@@ -47,7 +47,7 @@ class Validation:
         self.capacity = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
             bound = bounds.of_validation()
-            capacities.num_out_of_memory += bound.num_out_of_memory
+            capacities.limits.num_out_of_memory += bound.num_out_of_memory
             padded = parts.shapes_val.padded(bound.sequence_length)
             self.capacity = MicroBatchLimit(bound.max_batch_size * padded, "tokens")
             record.decision(

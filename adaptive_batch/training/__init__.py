@@ -1,11 +1,13 @@
 """The training loop: micro-batches, retry after running out of memory, evaluation, `AdaptiveLoop`."""
 
-from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
 from .evaluation import Evaluator
-from .finder import MaxBatchSearch, WorstRows
 from .full_batch_loss import FullBatchLoss
+from .limits import MicroBatchLimits
 from .loop import AdaptiveLoop
-from .replay import LimitChange, lengthened
+from .max_batch_search import MaxBatchSearch, WorstRows
+from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
+from .oom_retry import LimitChange, lengthened
+from .step import agree_on_step, differences, same_answers
 
 __all__ = [
     "AdaptiveLoop",
@@ -13,9 +15,13 @@ __all__ = [
     "FullBatchLoss",
     "LimitChange",
     "MaxBatchSearch",
+    "MicroBatchLimits",
     "MicroBatchRunner",
     "StepResult",
     "WorstRows",
+    "agree_on_step",
+    "differences",
     "has_batch_norm",
     "lengthened",
+    "same_answers",
 ]

@@ -16,8 +16,8 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory, recover
 
-from .accumulation import MicroBatchRunner
-from .replay import LimitChange, OOMRetry, OutOfMemoryElsewhereError
+from .micro_batch_runner import MicroBatchRunner
+from .oom_retry import LimitChange, OOMRetry, OutOfMemoryElsewhereError
 
 _ROWS_READ = 256  # at a time, at least; by tokens, so many capacities:
 _CAPACITIES_READ = 4

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,23 +28,18 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import (
     IGNORE_INDEX,
+    Batching,
     DatasetAdapter,
     MicroBatchLimit,
     RowLength,
-    StepRows,
-    StepSampler,
+    StepPlanner,
     checked_loss,
     label_tokens,
     moved,
 )
 from adaptive_batch.distributed import Sharding, reshard
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import (
-    DeviceMemory,
-    RandomState,
-    check_device_memory,
-    device_memory,
-)
+from adaptive_batch.memory import DeviceMemory, RandomState, check_device_memory, device_memory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
     RULES,
@@ -52,14 +48,17 @@ from adaptive_batch.schedules import (
     Progress,
     Reference,
     Schedule,
+    TrainingClock,
     describe_unscaled,
+    needs_noise_scale,
     parse_reference,
-    schedule_clock,
 )
 
-from .accumulation import MicroBatchRunner, StepResult, has_batch_norm
-from .finder import MaxBatchSearch, WorstRows, is_compiled
-from .replay import LimitChange
+from .limits import MicroBatchLimits
+from .max_batch_search import MaxBatchSearch, WorstRows, is_compiled
+from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
+from .oom_retry import LimitChange
+from .step import agree_on_step
 
 log = logging.getLogger("adaptive_batch")
 
@@ -70,6 +69,21 @@ _MEMORY_REMEDIES = (
     "or allow more memory"
 )
 _NAMED = 3  # parameters that a message names, of however many
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """A step whose rows were handed out.
+
+    Attributes:
+        asked: rows that it was asked to hold on one device.
+        rows: rows that it holds on all ranks.
+        mine: those of this rank.
+    """
+
+    asked: int
+    rows: int
+    mine: list[Any]
 
 
 class AdaptiveLoop:
@@ -175,17 +189,22 @@ class AdaptiveLoop:
             log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
         self._rows = DatasetAdapter(dataset, row_length)
         self._collate, self._num_labels = collate, num_labels or label_tokens
-        self._micro_batch_size = micro_batch_size
-        self._grow_beyond_maximum = grow_beyond_maximum
-        self._steps = StepSampler(
-            self._rows,
-            batch_size=batch_size,
+        batching = Batching(
+            batch_size,
+            batch_increase_function=batch_increase_function,
+            batch_size_schedule=batch_size_schedule,
+            grow_beyond_maximum=grow_beyond_maximum,
             shuffle=shuffle,
             seed=seed,
-            increment=batch_increase_function,
-            schedule=batch_size_schedule,
-            on_change=self._say_rate,
         )
+        batching.check_rules()
+        if needs_noise_scale(batch_size_schedule):
+            remedy = "this loop measures nothing that it could follow; give steps, linear_ramp or ramp_by_doubling"
+            raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
+        self._limits = MicroBatchLimits(micro_batch_size=micro_batch_size)
+        self._steps = StepPlanner(self._rows, batching, event=self._log_event)
+        self._steps.limits = self._limits
+        self._waiting: deque[StepRows] = deque()
         move = to_device or (lambda batch: moved(batch, self._device))
         shrinks = on_out_of_memory == "shrink"
         self._accumulator = MicroBatchRunner(
@@ -199,7 +218,7 @@ class AdaptiveLoop:
             capacity=MicroBatchLimit(batch_size),
             max_grad_norm=max_grad_norm,
             replays=shrinks,
-            on_change=self._lower,
+            on_change=self._lower_limit,
             memory=self._memory,
             sharding=self._sharding,
             filler=lambda: self._labelled_row,
@@ -215,14 +234,14 @@ class AdaptiveLoop:
             "batch_size": batch_size,
             "reference_batch_size": reference_batch_size,
             "lr_scaling": lr_scaling,
+            "shuffle": shuffle,
+            "seed": seed,
+            "dataset": f"{len(self._rows)} rows",
         }
         self._batch_can_change = batch_increase_function is not None or batch_size_schedule is not None
         self._begin_rate()
         self.progress = Progress(rows_per_epoch=len(self._rows))
-        self.bound: int | None = None
         self._bound_accumulates = False  # it was tried with the gradients of earlier micro-batches there
-        self.num_out_of_memory = 0
-        self._lowered: MicroBatchLimit | None = None
         self._said_unlabelled = False
 
     # --- the bound --------------------------------------------------------------------------------------------------
@@ -269,7 +288,7 @@ class AdaptiveLoop:
         reshard(self._model)
         try:
             # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
-            splits = self._grow_beyond_maximum or self._micro_batch_size is not None
+            splits = self._steps.batching.grow_beyond_maximum or self._limits.micro_batch_size is not None
             splits = splits or self._steps.ranks > distributed.data_parallel_size()
             found = find(accumulates=splits)
             if self._rows_at_most(self.batch_size) > found.max_batch_size and not splits:
@@ -277,13 +296,11 @@ class AdaptiveLoop:
                 found = find(accumulates=splits)
         finally:
             self._rows.forget()
-        bound, given = found.max_batch_size, self._micro_batch_size
-        if given is not None and given > bound:
+        bound, given = found.max_batch_size, self._limits.micro_batch_size
+        if isinstance(given, int) and given > bound:
             raise SettingError("micro_batch_size", given, f"{bound} rows fit; give {bound} or less, or None")
-        if bound != self.bound:
-            self._lowered = None
-        self.bound, self._bound_accumulates = bound, splits
-        self._steps.maximum = None if self._grow_beyond_maximum else bound
+        self._limits.set_bound(bound, tried_length=found.sequence_length)
+        self._bound_accumulates = splits
         return found
 
     def _find(
@@ -311,7 +328,7 @@ class AdaptiveLoop:
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
-        if self._steps.follows_schedule:
+        if self._steps.batching.batch_size_schedule is not None:
             raise SettingError("batch_size", batch_size, "batch_size_schedule says what a step holds; set one of them")
         self._steps.batch_size = check_whole("batch_size", batch_size)
 
@@ -320,9 +337,42 @@ class AdaptiveLoop:
         """What one micro-batch may hold now; lowered after an out-of-memory error, and not won back."""
         return self._accumulator.capacity
 
+    @property
+    def bound(self) -> int | None:
+        """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
+        return self._limits.bound
+
+    @bound.setter
+    def bound(self, bound: int | None) -> None:
+        self._limits.bound = bound
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """Steps that were run again after running out of memory."""
+        return self._limits.num_out_of_memory
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether what runs now is a trial, and not training: for code in a loss that counts or logs."""
+        return self._accumulator.is_trial
+
     def __iter__(self) -> Iterator[list[Any]]:
         """Hand out this rank's rows of each step that is left of the current epoch; they may be taken ahead of :meth:`run`."""
-        return self._steps.rest_of_epoch(self.progress)
+        steps = self._steps
+        self._waiting.clear()
+        progress = steps.begin_epoch(self.progress)
+        # A loader draws a random number as it begins, which resuming within an epoch would draw again.
+        with torch.random.fork_rng(devices=[]):
+            steps.start_epoch(progress)
+        while True:
+            progress, rows = steps.next_step(progress)
+            if not (size := len(steps.sampler.taken)):
+                return
+            self._waiting.append(StepRows(progress.batch, size, rows))
+            yield rows
+            counts = steps.batching.batch_size_schedule is not None
+            tokens = distributed.all_reduce_total(sum(map(self._rows.length, rows))) if counts else 0
+            progress = progress.after_step(rows=size, tokens=tokens)
 
     def num_steps(self, epochs: int) -> int:
         """Optimizer steps that are left of so many epochs, as the rules answer now."""
@@ -344,24 +394,24 @@ class AdaptiveLoop:
                 its labels are none.
             ValueError: other rows than were handed out, or gradients are there.
         """
-        step, accumulator = self._steps.next_of(rows), self._accumulator
+        step, accumulator = self._next_of(rows), self._accumulator
         reshard(self._model)
         self._check_gradients_are_clear()
         self._learn_collectives()
-        accumulator.capacity = self._capacity_for(step)
-        most, thrashes = distributed.all_reduce_max([accumulator.num_micro_batches(rows), int(accumulator.thrashes)])
-        if thrashes:
-            accumulator.reduce_capacity()
-        result = accumulator.run(rows, num_micro_batches=None if thrashes else max(1, most))
+        accumulator.capacity = self._limit_for(step)
+        agreed = agree_on_step(accumulator, rows, batch=step.asked, num_rows=step.rows)
+        result = accumulator.run(rows, num_micro_batches=agreed.num_micro_batches)
         assert result.rows == step.rows, f"a step of {step.rows} rows trained {result.rows} of them"
-        self._steps.has_run(step)
+        self._waiting.popleft()
         if not result.micro_batches and not self._said_unlabelled:
             self._said_unlabelled = True
             log.warning(
                 "a step of %d rows had no label to learn from; see num_labels, if that should not be", step.rows
             )
-        clock = schedule_clock(self.progress, plan=self._epoch, reference=self._epoch)
-        self._rate.set(clock, batch=max(1, result.tokens) if self._reference.unit == "tokens" else result.rows)
+        self._rate.set(
+            self._clock.at(self.progress, self._epoch),
+            batch=max(1, result.tokens) if self._reference.unit == "tokens" else result.rows,
+        )
         progress = replace(self.progress, batch=step.asked).after_step(rows=result.rows, tokens=result.tokens)
         self.progress = progress if progress.epoch_rows < len(self._rows) else progress.after_epoch()
         return result
@@ -391,27 +441,45 @@ class AdaptiveLoop:
             self._accumulator.learn_collectives()
             self._learns_collectives = False
 
-    def _capacity_for(self, step: StepRows) -> MicroBatchLimit:
-        rows = self._rows_at_most(step.asked)
-        if self.bound is not None and rows > self.bound and not (self._bound_accumulates or self._micro_batch_size):
-            tried = f"{self.bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
-            raise SettingError(
-                "batch_size",
-                rows,
-                f"{tried}; call find_bound again, which sees this batch, or give {self.bound} or less",
+    def _next_of(self, rows: Sequence[Any]) -> StepRows:
+        """Return the step of some rows, which must be the first of those that wait to be trained on."""
+        first = self._waiting[0] if self._waiting else None
+        if first is None or len(rows) != len(first.mine):
+            comes = "none are waiting" if first is None else f"{len(first.mine)} rows come next"
+            raise ValueError(
+                f"{len(rows)} rows were given, and {comes}: run each step that is handed out once, in order"
             )
-        capacity = MicroBatchLimit(self._micro_batch_size or self.bound or rows)
-        return self._lowered if self._lowered and self._lowered.amount < capacity.amount else capacity
+        # Rows may have been copied on their way, so only those of another step are known to be wrong.
+        if not _are(rows, first.mine) and any(_are(rows, later.mine) for later in self._waiting):
+            raise ValueError("a step that was handed out before has not been run: run each step once, in order")
+        return first
+
+    def _limit_for(self, step: StepRows) -> MicroBatchLimit:
+        rows, limits = self._rows_at_most(step.asked), self._limits
+        splits = self._bound_accumulates or limits.micro_batch_size is not None
+        if limits.bound is not None and rows > limits.bound and not splits:
+            tried = (
+                f"{limits.bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on "
+                "there are"
+            )
+            remedy = f"{tried}; call find_bound again, which sees this batch, or give {limits.bound} or less"
+            raise SettingError("batch_size", rows, remedy)
+        return limits.of(rows)
 
     def _rows_at_most(self, batch_size: int) -> int:
-        """Of a step, on the rank that has most: there may be other ranks than training began with."""
+        """Return the rows of a step on the rank that has most: there may be other ranks than training began with."""
         return -(-batch_size * self._steps.ranks // distributed.data_parallel_size())
 
-    def _lower(self, change: LimitChange) -> None:
-        self._lowered = change.after
-        self.num_out_of_memory += change.out_of_memory
+    def _lower_limit(self, change: LimitChange) -> None:
+        self._limits.lower(change)
         if distributed.is_rank_zero():
             log.warning("%s", change.describe())
+
+    def _log_event(self, kind: str, message: str, *, says: bool = True, **facts: Any) -> None:
+        if distributed.is_rank_zero() and says:
+            log.info("%s", message)
+        if kind == "batch_size" and facts["before"] != facts["after"]:
+            self._log_rate(facts["after"])
 
     # --- going on ---------------------------------------------------------------------------------------------------
 
@@ -423,12 +491,10 @@ class AdaptiveLoop:
         return {
             "progress": self.progress.state_dict(),
             "steps": self._steps.state_dict(),
-            "built_with": self._built_with,
-            "bound": self.bound,
-            "bound_accumulates": self._bound_accumulates,
-            "lowered": asdict(self._lowered) if self._lowered else None,
-            "num_out_of_memory": self.num_out_of_memory,
+            "limits": self._limits.state_dict(),
             "learning_rate": self._rate.state_dict(),
+            "bound_accumulates": self._bound_accumulates,
+            "built_with": self._built_with,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -445,14 +511,12 @@ class AdaptiveLoop:
             if (saved := state["built_with"][key]) != now:
                 raise SettingError(key, now, f"what was saved was built with {saved}; go on with that")
         self._steps.load_state_dict(state["steps"])
+        self._waiting.clear()
         self.progress = Progress(**state["progress"])
-        self.num_out_of_memory = state["num_out_of_memory"]
-        if self.bound is None and state["bound"] is not None:
-            self.bound, self._bound_accumulates = state["bound"], state.get("bound_accumulates", False)
-            self._steps.maximum = None if self._grow_beyond_maximum else self.bound
-        self._lowered = (
-            MicroBatchLimit(**state["lowered"]) if state["lowered"] and self.bound == state["bound"] else None
-        )
+        if self.bound is None and (bound := state["limits"]["bound"]) is not None:
+            self._limits.set_bound(bound, tried_length=state["limits"]["tried_length"])
+            self._bound_accumulates = state["bound_accumulates"]
+        self._limits.load_state_dict(state["limits"])
         self._begin_rate()
         self._rate.load_state_dict(state["learning_rate"])
 
@@ -460,6 +524,7 @@ class AdaptiveLoop:
         """Count the schedule's time in steps of the batch that was given, on the ranks that training began with."""
         step_rows = self._batch_size * self._steps.ranks
         self._epoch = EpochPlan.of(len(self._rows), step_rows=step_rows, drop_last=False)
+        self._clock = TrainingClock(reference=self._epoch)
         self._reference = _reference_batch(self._reference_batch_size, default=step_rows)
         self._rate = LearningRate(
             self._optimizer,
@@ -469,11 +534,11 @@ class AdaptiveLoop:
             batch_can_change=self._batch_can_change,
         )
 
-    def _say_rate(self, before: int, after: int) -> None:
-        """Of a batch that has changed, what the rules would make of a rate that does not follow it."""
+    def _log_rate(self, batch_size: int) -> None:
+        """Log what the rules would make of a rate that does not follow a batch that has changed."""
         if self._lr_scaling == "none" and self._reference.unit == "rows" and distributed.is_rank_zero():
             group = self._optimizer.param_groups[0]
-            rate, batch = float(group.get("initial_lr", group["lr"])), after * self._steps.ranks
+            rate, batch = float(group.get("initial_lr", group["lr"])), batch_size * self._steps.ranks
             log.info("%s", describe_unscaled(rate, batch=batch, reference=int(self._reference.amount)))
 
     @cached_property
@@ -567,3 +632,7 @@ def _undivided(model: nn.Module) -> list[str]:
     """The parameters that train and of which each rank holds a whole one."""
     divided = {id(one) for one in _divided(model) if not all(place.is_replicate() for place in one.placements)}
     return [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in divided]
+
+
+def _are(rows: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(rows) == len(others) and all(one is other for one, other in zip(rows, others, strict=True))

@@ -25,7 +25,7 @@ from adaptive_batch.errors import MEMORY_REMEDIES
 from adaptive_batch.memory import DeviceMemory, RandomState, TensorSnapshot, device_memory, is_out_of_memory, recover
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
-from .replay import LimitChange, OOMRetry, OutOfMemoryElsewhereError, lengthened
+from .oom_retry import LimitChange, OOMRetry, OutOfMemoryElsewhereError, lengthened
 
 Row = dict[str, Any]
 Batch = dict[str, Any]
@@ -85,6 +85,9 @@ class MicroBatchRunner:
         num_labels: labels of a batch, on the host and on the device, that `mean_loss` is the mean over; `filler` then gives a
             row that has one. None for label tokens after the shift.
         remedies: the end of the sentence that says that one row does not fit.
+
+    Attributes:
+        is_trial: whether what runs now is a trial, and not training.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class MicroBatchRunner:
         self._cut = lru_cache(maxsize=1)(lambda lengths, capacity: micro_batches(lengths, capacity, self._shapes))
         self._replay = OOMRetry(capacity, memory=self._memory, on_change=on_change, remedies=remedies)
         self._running_statistics = _running_statistics(model)
+        self.is_trial = False
 
     @property
     def capacity(self) -> MicroBatchLimit:
@@ -223,8 +227,12 @@ class MicroBatchRunner:
 
     def rehearse(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
         """Run one micro-batch as :meth:`run` does, whether it has labels or not, and forget what it computed."""
-        with self.sharding.micro_batch(is_last=is_last):
-            self.forward_backward(self.collate(rows))
+        self.is_trial = True
+        try:
+            with self.sharding.micro_batch(is_last=is_last):
+                self.forward_backward(self.collate(rows))
+        finally:
+            self.is_trial = False
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
         """Leave what is there in mid-step: unsharded gradients and, where noise is measured, the first micro-batch's reduced ones."""
@@ -239,9 +247,13 @@ class MicroBatchRunner:
         """
         if not rehearsing and distributed.world_size() == 1 and not self._has_labels(batch):
             return 0.0, 0
-        with torch.no_grad(), self.sharding.evaluation():
-            loss, count = self._loss_and_labels(batch)
-            return (loss * count).item() if count else 0.0, int(count)
+        self.is_trial = rehearsing
+        try:
+            with torch.no_grad(), self.sharding.evaluation():
+                loss, count = self._loss_and_labels(batch)
+                return (loss * count).item() if count else 0.0, int(count)
+        finally:
+            self.is_trial = False
 
     def collate(self, rows: Sequence[Row], length: int | None = None) -> Batch:
         """One batch on the host, padded to `length` tokens, or to what the shapes ask for where that is None."""

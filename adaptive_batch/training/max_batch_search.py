@@ -36,7 +36,7 @@ from adaptive_batch.probe import (
     try_again,
 )
 
-from .accumulation import MicroBatchRunner
+from .micro_batch_runner import MicroBatchRunner
 
 log = logging.getLogger("adaptive_batch")
 
