@@ -159,7 +159,7 @@ REFUSED = {
     "both ways to say what is run at once": (
         ["micro_batch_size=2", "micro_batch_tokens=auto"],
         "micro_batch_tokens='auto'",
-        "micro_batch_size=2 is set too; both say what is run at once, so remove one",
+        "micro_batch_size=2 is set too; both set what is run at once, so remove one",
     ),
     **{
         f"{key}={value}": ([f"{key}={value}"], f"{key}=", "give auto, or a whole number, 1 or more")
@@ -325,7 +325,7 @@ REFUSED = {
     "a warm-up of its own for a scheduler that counts": (
         ["lr_scheduler._component_=small_growth_scheduler.step_lr", "lr_clock={warmup: steps, decay: tokens}"],
         "lr_clock=",
-        "a warm-up of its own unit needs a scheduler with num_warmup_steps, such as",
+        "a warm-up in another unit needs a scheduler with num_warmup_steps, such as",
     ),
     "a warm-up of its own without one": (
         ["lr_scheduler._component_=small_schedules.linear", "lr_clock={warmup: steps, decay: tokens}"],

@@ -121,7 +121,7 @@ def test_accumulated_steps_are_said_to_be_without_effect(small):
     plain = small.run_in_process(OURS, *BASE, "epochs=1")
     accumulated = small.run_in_process(OURS, *BASE, "epochs=1", "gradient_accumulation_steps=4")
     (said,) = records(accumulated, "no_effect")
-    assert said["message"] == "gradient_accumulation_steps has no effect: batch_tokens says what a step holds"
+    assert said["message"] == "gradient_accumulation_steps has no effect: batch_tokens sets what a step holds"
     assert accumulated.losses == plain.losses
 
 

@@ -28,7 +28,7 @@ def check_before_reading(config: Mapping[str, Any]) -> None:
     """
     schedule = config.get("batch_size_schedule")
     if config.get("batch_increase_function") is not None and schedule is not None:
-        remedy = "batch_increase_function is set too; both say how the batch grows, so remove one"
+        remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"
         raise SettingError("batch_size_schedule", schedule, remedy)
 
 
@@ -49,6 +49,10 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         )
 
 
+def _refused(settings: Settings, name: str, remedy: str) -> SettingError:
+    return SettingError(name, getattr(settings, name), remedy)
+
+
 def _check_validation(settings: Settings) -> None:
     every, dataset = settings.run_val_every_n_steps, settings.dataset_val
     if every is None:
@@ -63,58 +67,42 @@ def _check_validation(settings: Settings) -> None:
 
 def _check_batches(settings: Settings) -> None:
     if settings.micro_batch_size is not None and settings.micro_batch_tokens is not None:
-        raise SettingError(
-            "micro_batch_tokens",
-            settings.micro_batch_tokens,
-            f"micro_batch_size={settings.micro_batch_size} is set too; both say what is run at once, so remove one",
-        )
+        remedy = f"micro_batch_size={settings.micro_batch_size} is set too; both set what is run at once, so remove one"
+        raise _refused(settings, "micro_batch_tokens", remedy)
     if settings.batch_tokens and settings.batch_changes:
         key = "use_maximum_batch_size" if settings.use_maximum_batch_size else "batch_increase_function"
-        raise SettingError(
-            "batch_tokens",
-            settings.batch_tokens,
-            f"a step holds tokens, and {key} sets its rows; remove one (what fits is found with batch_tokens alone, too)",
-        )
+        remedy = f"a step holds tokens, and {key} sets its rows; remove one (what fits is found with batch_tokens alone, too)"
+        raise _refused(settings, "batch_tokens", remedy)
     if settings.max_rows_per_batch is not None and settings.min_rows_per_batch > settings.max_rows_per_batch:
-        raise SettingError(
-            "min_rows_per_batch",
-            settings.min_rows_per_batch,
-            f"max_rows_per_batch is {settings.max_rows_per_batch}; give that or less",
-        )
+        remedy = f"max_rows_per_batch is {settings.max_rows_per_batch}; give that or less"
+        raise _refused(settings, "min_rows_per_batch", remedy)
     size = settings.micro_batch_size
     changes = settings.batch_changes or settings.grows or bool(settings.batch_tokens)
     rows_alike = settings.uniform_micro_batches in ("rows", "both") and not changes
     splits = isinstance(size, int) and 1 < size < settings.step_rows
     if rows_alike and splits and largest_divisor(settings.step_rows, at_most=int(size or 1)) == 1:
-        raise SettingError(
-            "uniform_micro_batches",
-            settings.uniform_micro_batches,
+        remedy = (
             f"the {settings.step_rows} rows of a step divide into equal micro-batches of up to {size} only one by one; "
-            "change batch_size or micro_batch_size so that one divides the other",
+            "change batch_size or micro_batch_size so that one divides the other"
         )
+        raise _refused(settings, "uniform_micro_batches", remedy)
 
 
 def _check_schedule(settings: Settings, config: Mapping[str, Any]) -> None:
     rule = settings.batch_size_schedule
     if rule is not None and settings.gradient_accumulation_steps > 1:
-        raise SettingError(
-            "gradient_accumulation_steps",
-            settings.gradient_accumulation_steps,
-            "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1",
-        )
+        remedy = "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1"
+        raise _refused(settings, "gradient_accumulation_steps", remedy)
     if rule is not None and settings.batch_tokens and needs_noise_scale(rule):
-        raise SettingError(
-            "batch_tokens",
-            settings.batch_tokens,
-            "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule",
-        )
+        remedy = "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule"
+        raise _refused(settings, "batch_tokens", remedy)
     if settings.lr_clock.warmup != settings.lr_clock.decay and config.get("lr_scheduler") is not None:
         steps = config["lr_scheduler"].get("num_warmup_steps")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise SettingError(
                 "lr_clock",
                 config["lr_clock"],
-                "a warm-up of its own unit needs a scheduler with num_warmup_steps, such as "
+                "a warm-up in another unit needs a scheduler with num_warmup_steps, such as "
                 "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
             )
 
@@ -125,11 +113,8 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
     nothing_accumulates = "with the optimizer in backward each micro-batch is stepped as it comes, so a step is one"
     off = "or set optimizer_in_bwd=False"
     if settings.gradient_accumulation_steps > 1:
-        raise SettingError(
-            "gradient_accumulation_steps",
-            settings.gradient_accumulation_steps,
-            f"{nothing_accumulates}; set it to 1, {off}",
-        )
+        remedy = f"{nothing_accumulates}; set it to 1, {off}"
+        raise _refused(settings, "gradient_accumulation_steps", remedy)
     if config.get("clip_grad_norm") is not None:
         raise SettingError(
             "clip_grad_norm",
@@ -194,7 +179,7 @@ def without_effect_on_probe(probe: ProbeSettings, *, ranks: int = 1) -> list[tup
     """
     reasons = {"assumed_maximum": "it is for preview"}
     if probe.sequence_lengths:
-        reasons["sequence_length"] = "probe.sequence_lengths says which"
+        reasons["sequence_length"] = "probe.sequence_lengths gives them"
     if ranks == 1:
         reasons["trial_timeout"] = "it is for several ranks, and this is one"
     return _changed(probe, reasons)
@@ -242,11 +227,11 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
     """Yield the keys whose place another key takes."""
     accumulates = settings.gradient_accumulation_steps > 1
     if settings.batch_tokens and accumulates and (settings.lr_scaling == "none" or settings.reference_batch_size):
-        yield "gradient_accumulation_steps", "batch_tokens says what a step holds"
+        yield "gradient_accumulation_steps", "batch_tokens sets what a step holds"
     if settings.sample_order != "dataloader" and config.get("shuffle") is False:
-        yield "shuffle", f"sample_order={settings.sample_order} says in which order rows come"
+        yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
-        yield "use_maximum_batch_size", "batch_size_schedule says how many rows a step has"
+        yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
     if settings.measures_noise and (why := _why_no_noise(settings)):
         yield "log_gradient_noise_scale" if settings.log_gradient_noise_scale else "batch_size_schedule", why
 

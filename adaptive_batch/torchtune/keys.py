@@ -43,7 +43,7 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class Key:
-    """What a configuration key is beside its name, type and default.
+    """What a configuration key is besides its name, type and default.
 
     Attributes:
         read: called with the key's name and the value it was given; returns what the setting is, or raises SettingError.

@@ -1,4 +1,4 @@
-"""What a configuration must have for full fine-tuning, and what belongs to torchtune's other recipes: refused before anything loads."""
+"""Refuses, before anything loads, a configuration that lacks what full fine-tuning needs or that belongs to another recipe of torchtune's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .keys import load_function
 
-# What torchtune's distributed recipe takes where it is not told.
+# Defaults of torchtune's distributed recipe.
 _DEFAULTS = {"compile": False}
 _BLOCK = "give a block with _component_, as in torchtune's full fine-tune configs"
 _NEEDED = {
@@ -25,7 +25,7 @@ _NEEDED = {
     "dtype": "give bf16 or fp32",
     "seed": "give a whole number, or null",
     "output_dir": "give a folder of yours",
-    "resume_from_checkpoint": "give False, or True to go on from what was saved last",
+    "resume_from_checkpoint": "give False, or True to resume from what was saved last",
     "shuffle": "give True or False",
 }
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
@@ -39,7 +39,7 @@ _OF_OTHER_RECIPES = {
 
 
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
-    """Fill in what torchtune takes where it is not told, in place, and refuse a configuration that cannot be one of full fine-tuning.
+    """Fill in torchtune's defaults, in place, and refuse a configuration that is not one of full fine-tuning.
 
     Args:
         cfg: the recipe's configuration.
@@ -84,7 +84,7 @@ def _is_norm(limit: Any) -> bool:
 
 
 def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
-    """Refuse a loss that does not say which labels it passes over: it is none of next tokens.
+    """Refuse a loss without `ignore_index`: it is not one of next tokens.
 
     Raises:
         SettingError: naming it.
@@ -110,7 +110,7 @@ def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 def _full(component: str, block: DictConfig) -> str:
-    """What to type for the model that one of torchtune's builders puts adapters on; empty where it is not known."""
+    """Return what to type for the model that one of torchtune's builders puts adapters on; empty where it is not known."""
     module, _, name = component.rpartition(".")
     full = f"{module}.{re.sub('^q?lora_', '', name)}"
     try:
@@ -124,7 +124,7 @@ def _full(component: str, block: DictConfig) -> str:
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
-    """An error that is about the configuration as one of ours; None for any other."""
+    """Return an error that is about the configuration as one of ours; None for any other."""
     if isinstance(error, AdaptiveBatchError):
         return error
     plain = None
@@ -139,15 +139,16 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
 
 
 def _of_key(error: OmegaConfBaseException) -> SettingError:
-    """What OmegaConf cannot give: a key that is missing, or that refers to one which is."""
-    key = str(error.full_key or error.key or "config")
+    """Return the error for a key that OmegaConf cannot give: it is missing, or refers to one which is."""
+    named = error.full_key or error.key or "config"
+    key = named if isinstance(named, str) else repr(named)
     if isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
         return SettingError(key, None, f"it is missing; {_NEEDED.get(key, _BLOCK)}")
     return SettingError(key, _as_written(error), f"{str(error).partition(chr(10))[0]}; give it a value of its own")
 
 
 def _as_written(error: OmegaConfBaseException) -> Any:
-    """The value that an error is about; None where it cannot be looked at."""
+    """Return the value that an error is about; None where it cannot be read."""
     parent, key = error.parent_node, error.key
     content = parent._content if isinstance(parent, DictConfig | ListConfig) else None
     if isinstance(content, dict) and key in content:
@@ -158,7 +159,7 @@ def _as_written(error: OmegaConfBaseException) -> Any:
 
 
 def told(error: BaseException) -> str:
-    """What an error says, on one line: all of a short one; of a long one the first line and the last, which often has the cause."""
+    """Return an error's message on one line: of a long one the first line and the last, which often has the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines if len(lines) <= 3 else (lines[0], "...", lines[-1]))
 

@@ -27,7 +27,7 @@ _SAMPLED_ROWS = 64
 
 
 def run_conditions(parts: TrainingParts) -> dict[str, Any]:
-    """Return what a run's results depend on beside its progress, as plain values."""
+    """Return what a run's results depend on besides its progress, as plain values."""
     cfg, settings = parts.cfg, parts.settings
     found: dict[str, Any] = {}
     for name, policy in RESUME.items():

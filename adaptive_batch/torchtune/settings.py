@@ -113,7 +113,7 @@ class ProbeSettings:
     sequence_length: int | str = key(
         _length,
         "`longest`: the longest real rows of the dataset; `max_seq_len`: rows as long as the tokenizer cuts them; or a number of "
-        "tokens. With less than the longest, longer rows may not fit, and a line says so",
+        "tokens. With less than the longest, longer rows may not fit, which is logged",
         default="longest",
     )
     sequence_lengths: tuple[int | str, ...] = key(
@@ -349,7 +349,7 @@ class Settings:
         auto_or_whole,
         "rows at once in validation, and what `max_validation_batches` counts; `auto`: as many as fit, found for validation alone, "
         "counted in `batch_size` rows. Running out of memory in validation lowers this, never training's, whatever "
-        "`on_out_of_memory` says",
+        "`on_out_of_memory` is",
         default=None,
         shown="`batch_size`",
         needs=("run_val_every_n_steps",),
@@ -427,7 +427,7 @@ class Settings:
 
     @property
     def grows(self) -> bool:
-        """Whether a rule says how the batch changes during training."""
+        """Whether a rule changes the batch during training."""
         return self.batch_increase_function is not None or self.batch_size_schedule is not None
 
     @property
@@ -484,7 +484,7 @@ class Settings:
         check_names(OURS, config)
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values.keys() & {"micro_batch_size", "micro_batch_tokens"}:
-            values["micro_batch_tokens"] = "auto"  # what a batch by tokens means says nothing of what fits
+            values["micro_batch_tokens"] = "auto"  # the tokens of a step do not tell what fits at once
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
         settings = cls(**values)
