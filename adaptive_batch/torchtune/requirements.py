@@ -120,7 +120,9 @@ def _full(component: str, block: DictConfig) -> str:
     if not callable(build):
         return ""
     takes = inspect.signature(build).parameters
-    return ": " + " ".join([f"model={full}", *(f"~model.{key}" for key in block if key not in (*takes, "_component_"))])
+    return ": " + " ".join(
+        [f"model={full}", *(f"~model.{key}" for key in map(str, block) if key not in (*takes, "_component_"))]
+    )
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
@@ -140,8 +142,7 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
 
 def _of_key(error: OmegaConfBaseException) -> SettingError:
     """Return the error for a key that OmegaConf cannot give: it is missing, or refers to one which is."""
-    named = error.full_key or error.key or "config"
-    key = named if isinstance(named, str) else repr(named)
+    key = str(error.full_key or error.key or "config")
     if isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
         return SettingError(key, None, f"it is missing; {_NEEDED.get(key, _BLOCK)}")
     return SettingError(key, _as_written(error), f"{str(error).partition(chr(10))[0]}; give it a value of its own")
