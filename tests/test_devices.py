@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from adaptive_batch.torchtune.estimate_settings import EstimateSettings
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,3 +134,17 @@ def test_one_entry_or_a_list_of_them_is_read_in_its_order():
 def test_a_list_that_is_empty_or_names_a_device_twice_is_refused(value, remedy):
     with pytest.raises(SettingError, match=re.escape(remedy)):
         parse_devices(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"), [(None, None), (0, 0), (10**9, 10**9), ("600MiB", 600 * 2**20), ("0.5 GiB", 2**29)]
+)
+def test_the_context_is_a_number_of_bytes_or_a_size(given, num_bytes):
+    assert EstimateSettings.from_config({"context": given}).context == num_bytes
+
+
+@pytest.mark.parametrize("given", [-1, True, 0.5, "much", "600", [1]])
+def test_what_is_no_size_of_a_context_is_refused(given):
+    says = rf'^estimate\.context={re.escape(repr(given))}: give a size such as "600MiB"'
+    with pytest.raises(SettingError, match=says):
+        EstimateSettings.from_config({"context": given})

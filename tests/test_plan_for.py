@@ -268,7 +268,7 @@ def test_where_a_collate_function_wants_rows_that_are_not_at_hand_it_is_named_wi
     said = str(refused.value)
     assert said.startswith("collate_fn='torchtune.data.padded_collate_sft': it is called on rows of the dataset, ")
     assert "No module named 'nowhere'" in said
-    assert said.endswith("Are you sure that module 'nowhere' is installed?); remove it to plan rows of text alone")
+    assert said.endswith("Are you sure that module 'nowhere' is installed?); remove it to estimate rows of text alone")
 
 
 def test_max_seq_len_that_the_tokenizer_does_not_have_is_named():

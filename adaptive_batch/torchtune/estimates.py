@@ -163,17 +163,12 @@ class Estimator:
         if self._on_accelerator:
             name = "the CUDA context and cuBLAS"
             outside = fixed_overhead_bytes(device.architecture, context_bytes=estimate.context)
+        taken = [(name, outside)] if outside else []
         free = max(0, device.total_bytes - outside)
         budget = int(free * (1 - headroom))
-        taken = ((name, outside), (f"headroom ({headroom:.0%})", free - budget))
-        used = (outside > 0, headroom > 0)
-        return Target(
-            device.describe(),
-            device.total_bytes,
-            budget,
-            tuple(one for one, is_used in zip(taken, used, strict=True) if is_used),
-            device.source,
-        )
+        if headroom:
+            taken.append((f"headroom ({headroom:.0%})", free - budget))
+        return Target(device.describe(), device.total_bytes, budget, tuple(taken), device.source)
 
     def _workspace(self, operation: Any, args: Sequence[Any], kwargs: Any) -> int:
         return max(

@@ -44,10 +44,10 @@ class FakeParts(TrainingParts):
         reads_data: take rows from the configured dataset; False makes rows of any length, and reads no file.
 
     Attributes:
-        left_out: what the plan does not count as it would be, a sentence each.
+        left_out: what is not counted as it would be on the device, a sentence each.
 
     Raises:
-        SettingError: something is configured that a plan cannot count.
+        SettingError: something is configured that cannot be counted on fake tensors.
     """
 
     needs: ClassVar[Sequence[str]] = TO_PLAN
@@ -61,29 +61,27 @@ class FakeParts(TrainingParts):
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
         """The configuration with what fake tensors on a CPU can run, and what that leaves out."""
-        planned = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-        assert isinstance(planned, DictConfig)
-        planned.device = "cpu"
-        if planned.get("fsdp_cpu_offload", False):
-            remedy = (
-                "a plan does not know what lies on the host and what on the device; plan with False, which needs more"
-            )
+        on_cpu = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        assert isinstance(on_cpu, DictConfig)
+        on_cpu.device = "cpu"
+        if on_cpu.get("fsdp_cpu_offload", False):
+            remedy = "an estimate does not know what is on the host and what on the device; estimate with False, which needs more"
             raise SettingError("fsdp_cpu_offload", True, remedy)
-        if planned.get("enable_activation_offloading", False):
-            if not planned.get("enable_activation_checkpointing", False):
+        if on_cpu.get("enable_activation_offloading", False):
+            if not on_cpu.get("enable_activation_checkpointing", False):
                 raise SettingError(
                     "enable_activation_offloading", True, "it needs enable_activation_checkpointing=True"
                 )
-            planned.enable_activation_offloading = False
+            on_cpu.enable_activation_offloading = False
             self.left_out.append(
                 "enable_activation_offloading: what each layer keeps is counted on the device, so more fits than is said"
             )
-        if planned.get("compile", False):
-            planned.compile = False
+        if on_cpu.get("compile", False):
+            on_cpu.compile = False
             self.left_out.append(
                 "compile: the eager program is counted, which holds more than a compiled one as a rule"
             )
-        return planned
+        return on_cpu
 
     def _leave_out(self, sentence: str) -> None:
         if sentence not in self.left_out:
@@ -135,7 +133,9 @@ class FakeParts(TrainingParts):
             collate = self.cfg.get("collate_fn", None)
             why = f"not at hand ({type(error).__name__}: {told(error)})"
             if collate is not None and not any(isinstance(length, str) for length in lengths):
-                remedy = f"it is called on rows of the dataset, which are {why}; remove it to plan rows of text alone"
+                remedy = (
+                    f"it is called on rows of the dataset, which are {why}; remove it to estimate rows of text alone"
+                )
                 raise SettingError("collate_fn", collate, remedy) from error
             remedy = f"the rows that should tell their length are {why}; give lengths, such as estimate.sequence_lengths=[512,1024,2048]"
             raise SettingError(
@@ -247,7 +247,9 @@ def expected_curve(cfg: DictConfig, settings: Settings, rows: Rows, *, accumulat
     parts = FakeParts(cfg, settings, FakeDevice(workspace=workspace), reads_data=False)
     parts.build_data()
     if parts.packed and _SUPPORTS_FLEX_ATTENTION:
-        raise SettingError("dataset.packed", True, "flex attention, which packed rows have here, cannot be planned")
+        raise SettingError(
+            "dataset.packed", True, "flex attention, which packed rows have here, cannot run on fake tensors"
+        )
     step = fake_step(parts, rows, accumulates=accumulates)
     few, more = (step.trace(size) for size in (FEW, MORE))
     return MemoryCurve.from_traces((FEW, few.trace), (MORE, more.trace))
@@ -291,7 +293,9 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
         name = component.rpartition(".")[2].removeprefix("Paged")
         kind = name.removesuffix("8bit").removesuffix("32bit")
         if kind not in self._MOMENTS:
-            remedy = f"the size of its states is not known; plan with one of {', '.join(self._MOMENTS)} of bitsandbytes"
+            remedy = (
+                f"the size of its states is not known; estimate with one of {', '.join(self._MOMENTS)} of bitsandbytes"
+            )
             raise SettingError("optimizer._component_", component, remedy)
         self._moments = self._MOMENTS[kind]
         self._is_8bit = name.endswith("8bit")

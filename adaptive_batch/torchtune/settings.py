@@ -162,8 +162,8 @@ class EstimateSettings:
     )
     context: int | None = key(
         _context,
-        "what the CUDA context takes outside the allocator, in bytes or as a size such as `600MiB`; null: 0.70 GiB, and nothing "
-        "where `device` is `cpu`",
+        "memory of the CUDA context, outside the allocator, in bytes or as a size such as `600MiB`; null: 0.70 GiB, and nothing if "
+        "`device` is `cpu`",
         default=None,
     )
 
