@@ -106,7 +106,7 @@ def no_device_on_rank_one() -> None:
 def less_memory_on_rank_one() -> None:
     """Rank one has half of the memory that is configured."""
     if os.environ["RANK"] == "1":
-        from adaptive_batch.torchtune.probe_settings import ProbeSettings
+        from adaptive_batch.torchtune.settings import ProbeSettings
 
         whole = ProbeSettings.budget_bytes
 

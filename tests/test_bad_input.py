@@ -159,7 +159,7 @@ REFUSED = {
     "both ways to say what is run at once": (
         ["micro_batch_size=2", "micro_batch_tokens=auto"],
         "micro_batch_tokens='auto'",
-        "micro_batch_size=2 is set too; both say what is run at once, so remove one",
+        "micro_batch_size=2 is set too; both set what is run at once, so remove one",
     ),
     **{
         f"{key}={value}": ([f"{key}={value}"], f"{key}=", "give auto, or a whole number, 1 or more")
@@ -325,7 +325,7 @@ REFUSED = {
     "a warm-up of its own for a scheduler that counts": (
         ["lr_scheduler._component_=small_growth_scheduler.step_lr", "lr_clock={warmup: steps, decay: tokens}"],
         "lr_clock=",
-        "a warm-up of its own unit needs a scheduler with num_warmup_steps, such as",
+        "a warm-up in another unit needs a scheduler with num_warmup_steps, such as",
     ),
     "a warm-up of its own without one": (
         ["lr_scheduler._component_=small_schedules.linear", "lr_clock={warmup: steps, decay: tokens}"],
@@ -433,11 +433,11 @@ REFUSED = {
         for value in (3, "True", "[3]", "{dataset: True}")
     },
     "an assumed maximum of zero": (
-        ["plan_only=True", "probe.assumed_maximum=0"],
+        ["preview=True", "probe.assumed_maximum=0"],
         "probe.assumed_maximum=0",
         "1 or more",
     ),
-    "plan_only that is no switch": (["plan_only=maybe"], "plan_only='maybe'", "True or False"),
+    "preview that is no switch": (["preview=maybe"], "preview='maybe'", "True or False"),
     # names
     **{
         f"{nearly} for {meant}": ([f"{nearly}=1"], f"{nearly}=1", f"{meant} is probably meant")
@@ -456,7 +456,7 @@ REFUSED = {
             "batchsize_schedule": "batch_size_schedule",
             "lr_clok": "lr_clock",
             "lr_clocks": "lr_clock",
-            "plan_onyl": "plan_only",
+            "preveiw": "preview",
             "grow_beyond_max": "grow_beyond_maximum",
             "resume_allow_change": "resume_allow_changes",
             "log_gradient_noise": "log_gradient_noise_scale",

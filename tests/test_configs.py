@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 from torchtune import config
 
 from adaptive_batch.torchtune import Settings, config_path, shipped_configs
-from adaptive_batch.torchtune.keys import OURS, TORCHTUNE_KEYS
-from adaptive_batch.torchtune.probe_settings import ProbeSettings
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block
+from adaptive_batch.torchtune.settings import OURS, ProbeSettings
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 
@@ -64,7 +64,7 @@ def test_the_model_has_as_many_parameters_as_its_publisher_says(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_known(name):
     keys = set(shipped(name))
-    assert keys - TORCHTUNE_KEYS - set(OURS) - {"model_dir", "demo_dir"} == set()
+    assert keys - set(TORCHTUNE_KEYS) - set(OURS) - {"model_dir", "demo_dir"} == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +79,7 @@ def test_our_keys_are_shown_with_their_defaults(name):
         assert shown.pop("device_memory") == "256MiB"
         del cfg.probe["device_memory"]
         shown["device_memory"] = None
-    assert ProbeSettings.from_config(dict(cfg.probe)) == ProbeSettings()
+    assert block(ProbeSettings)("probe", dict(cfg.probe)) == ProbeSettings()
     of_many = {"trial_timeout"} if cfg.get("sync_gradients_every_micro_batch") is None else set()
     assert set(shown) == set(ProbeSettings.__dataclass_fields__) - {"sequence_lengths"} - of_many
 

@@ -8,7 +8,8 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
 from adaptive_batch.estimate.devices import DEVICES, _plain, device_capacity
 from adaptive_batch.memory import GIB
-from adaptive_batch.torchtune.estimate_settings import EstimateSettings
+from adaptive_batch.torchtune.keys import block
+from adaptive_batch.torchtune.settings import EstimateSettings
 
 # What torch.cuda.get_device_name() says, and which device that is.
 NAMES_OF_TORCH = {
@@ -140,11 +141,11 @@ def test_a_list_that_is_empty_or_names_a_device_twice_is_refused(value, remedy):
     ("given", "num_bytes"), [(None, None), (0, 0), (10**9, 10**9), ("600MiB", 600 * 2**20), ("0.5 GiB", 2**29)]
 )
 def test_the_context_is_a_number_of_bytes_or_a_size(given, num_bytes):
-    assert EstimateSettings.from_config({"context": given}).context == num_bytes
+    assert block(EstimateSettings)("estimate", {"context": given}).context == num_bytes
 
 
 @pytest.mark.parametrize("given", [-1, True, 0.5, "much", "600", [1]])
 def test_what_is_no_size_of_a_context_is_refused(given):
     says = rf'^estimate\.context={re.escape(repr(given))}: give a size such as "600MiB"'
     with pytest.raises(SettingError, match=says):
-        EstimateSettings.from_config({"context": given})
+        block(EstimateSettings)("estimate", {"context": given})

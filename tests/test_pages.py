@@ -26,13 +26,14 @@ from torchtune import config
 from torchtune._cli.tune import TuneCLIParser
 
 from adaptive_batch.torchtune import Settings, config_path
-from adaptive_batch.torchtune.keys import OURS, TORCHTUNE_KEYS
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
+from adaptive_batch.torchtune.settings import OURS
 
 HELD = {"bash", "python", "yaml", "text"}
 PROGRAMS = {"tune", "python", "make", "pip"}
 BLOCKS = blocks()
 COMMANDS = [(block, command) for block in BLOCKS if block.language == "bash" for command in block.commands]
-THEIRS = TORCHTUNE_KEYS | {"model_dir", "demo_dir"}
+THEIRS = {*TORCHTUNE_KEYS, "model_dir", "demo_dir"}
 
 
 def unheld(block):

@@ -541,7 +541,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_planned(tmp_
 )
 def test_the_keys_that_the_probe_had_are_refused_with_the_new_ones(small, recipe, key, value):
     new = {"plan_for": "devices", "plan_world_size": "world_size", "plan_changes": "changes"}[key]
-    says = rf"^probe\.{key}=.*: it is estimate\.{new} now: tune run adaptive_estimate .*estimate\.devices="
+    says = rf"^probe\.{key}=.*: there is no such key; estimate\.{new} is meant: tune run adaptive_estimate .*estimate\.devices="
     with pytest.raises(SettingError, match=says):
         small.run_in_process(recipe, f"probe.{key}={value}")
 

@@ -45,7 +45,7 @@ def test_a_stock_configuration_for_many_devices_is_taken_as_it_is(name, eight_ra
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_every_key_of_a_stock_configuration_is_known_to_be_torchtunes(name):
-    known = TORCHTUNE_KEYS | {"save_adapter_weights_only", "model_type", "tensor_parallel_dim", "model_dir"}
+    known = {*TORCHTUNE_KEYS, "save_adapter_weights_only", "model_type", "tensor_parallel_dim", "model_dir"}
     assert {str(key) for key in OmegaConf.load(DISTRIBUTED[name])} - known == set()
 
 

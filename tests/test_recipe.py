@@ -248,7 +248,7 @@ def test_what_the_search_alone_does_not_heed_is_said(small, capsys):
     lengths = ("probe.sequence_length=16", "probe.sequence_lengths=[8]", "probe.maximum=2")
     small.run_in_process("adaptive_probe", *lengths)
     printed = capsys.readouterr().out
-    assert "probe.sequence_length has no effect: probe.sequence_lengths says which\n" in printed
+    assert "probe.sequence_length has no effect: probe.sequence_lengths gives them\n" in printed
 
 
 def test_what_differs_from_the_checkpoint_is_said(small, interrupted):

@@ -350,7 +350,7 @@ def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(sm
     overrides, shown = CHANGES[name]
     folder = stopped_after(whole, small, 6, taken_back=1)
     with pytest.raises(
-        SettingError, match=rf"{name}=.*{shown} go on with that, or say resume_allow_changes=\[{name}\]"
+        SettingError, match=rf"{name}=.*{shown} resume with that, or set resume_allow_changes=\[{name}\]"
     ):
         go_on(small, folder, SAVES, *DROPOUT, *overrides)
     assert last_start(folder)["resumed"] is False  # what is refused leaves no trace in the record
@@ -371,7 +371,7 @@ def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole
         (said,) = records(folder, kind)
         assert (said["before"], said["after"]) == (before, after)
     (said,) = records(folder, "no_effect")
-    assert said["message"] == "optimizer {'weight_decay': 0.3} has no effect: the checkpoint's {} goes on"
+    assert said["message"] == "optimizer {'weight_decay': 0.3} has no effect: the checkpoint's {} is kept"
     found = audit(folder)
     assert found.holds, found.problems
     assert any("changed on resume: dtype fp32 -> bf16" in line for line in found.lines)

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from torchtune._cli.tune import TuneCLIParser
 
 from adaptive_batch.torchtune import config_path
-from adaptive_batch.torchtune.keys import OURS, TORCHTUNE_KEYS
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
+from adaptive_batch.torchtune.settings import OURS
 
 DOCS = (Path(__file__).parents[1] / "docs" / "many_gpus.md").read_text()
 COMMANDS = [
@@ -92,7 +93,7 @@ def test_a_command_of_the_docs_names_a_recipe_a_config_and_keys_that_there_are(c
     option, name, *overrides = parsed.recipe_args
     assert option == "--config"
     keys = {override.split("=")[0] for override in overrides}
-    assert keys <= set(OURS) | TORCHTUNE_KEYS
+    assert keys <= {*OURS, *TORCHTUNE_KEYS}
     assert OmegaConf.load(config_path(name))
 
 

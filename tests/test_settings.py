@@ -1,17 +1,17 @@
 """Settings are frozen, default to torchtune's behaviour, and read every stock config."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import budget_bytes
 from adaptive_batch.schedules import Reference
 from adaptive_batch.torchtune import Settings, without_effect, without_effect_on_probe
-from adaptive_batch.torchtune.components import load_function
-from adaptive_batch.torchtune.keys import OURS
-from adaptive_batch.torchtune.probe_settings import ProbeSettings
-from adaptive_batch.torchtune.validation_settings import ValidationSettings
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, keys_of, load_function
+from adaptive_batch.torchtune.settings import OURS, EstimateSettings, ProbeSettings, ValidationSettings
 
 GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
@@ -64,13 +64,40 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
     ids=["none", "a probe", "lengths", "a probe of one rank"],
 )
 def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
-    said = without_effect_on_probe(ProbeSettings.from_config(keys), ranks=ranks)
+    said = without_effect_on_probe(block(ProbeSettings)("probe", keys), ranks=ranks)
     assert {key for key, _ in said} == {f"probe.{key}" for key in without}
 
 
 def test_a_length_that_is_there_twice_is_refused():
     with pytest.raises(SettingError, match=r"probe\.sequence_lengths=\[64, 32, 64\]: 64 is there twice; leave one out"):
-        ProbeSettings.from_config({"sequence_lengths": [64, 32, 64]})
+        block(ProbeSettings)("probe", {"sequence_lengths": [64, 32, 64]})
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_settings(tmp_path):
+    copy = tmp_path / "configuration.md"
+    copy.write_text(PAGE.read_text())
+    assert main(["keys", str(copy)]) == 0
+    assert copy.read_text() == PAGE.read_text(), "run: python -m adaptive_batch keys docs/configuration.md"
+
+
+def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
+    undocumented = [name for name, key in keys_of(Settings).items() if not key.doc]
+    assert set(undocumented) <= set(TORCHTUNE_KEYS)
+    for keys in (ProbeSettings, EstimateSettings, Settings):
+        for each in dataclasses.fields(keys):
+            key = each.metadata["key"]
+            assert key.doc or each.name in undocumented
+            if isinstance(each.default, (bool, int, float, str)):
+                assert key.read(each.name, each.default) == each.default
+
+
+@pytest.mark.parametrize("config", [{"plan_only": True}], ids=str)
+def test_an_old_spelling_is_refused_with_the_new_one(config):
+    with pytest.raises(SettingError, match=r"^plan_only=True: there is no such key; preview is meant$"):
+        Settings.from_config(PLAIN | config)
 
 
 def test_settings_cannot_be_changed():
@@ -282,7 +309,7 @@ def test_a_reference_is_rows_or_tokens():
             ["log_gradient_noise_scale"],
         ),
         ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto"}, ["probe.assumed_maximum"]),
-        ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto", "plan_only": True}, []),
+        ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto", "preview": True}, []),
         ({"reference_batch_size": 8}, ["reference_batch_size"]),
         ({"reference_batch_size": 8, "lr_scaling": "linear"}, []),
         (

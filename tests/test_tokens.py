@@ -121,7 +121,7 @@ def test_accumulated_steps_are_said_to_be_without_effect(small):
     plain = small.run_in_process(OURS, *BASE, "epochs=1")
     accumulated = small.run_in_process(OURS, *BASE, "epochs=1", "gradient_accumulation_steps=4")
     (said,) = records(accumulated, "no_effect")
-    assert said["message"] == "gradient_accumulation_steps has no effect: batch_tokens says what a step holds"
+    assert said["message"] == "gradient_accumulation_steps has no effect: batch_tokens sets what a step holds"
     assert accumulated.losses == plain.losses
 
 
@@ -265,5 +265,5 @@ def test_the_rate_follows_a_batch_that_grows(small):
 def test_a_reference_without_effect_is_said(small):
     finished = small.run_in_process(OURS, *SHORT_END, "reference_batch_size=48")
     (said,) = records(finished, "no_effect")
-    assert said["message"] == "reference_batch_size has no effect: lr_scaling is none; linear or sqrt would use it"
+    assert said["message"] == "reference_batch_size has no effect: it is for lr_scaling=linear or lr_scaling=sqrt"
     assert set(figures(finished, "lr")) == {RATE}

@@ -1,4 +1,4 @@
-"""What a run's results depend on, held against those of the checkpoint that it goes on from."""
+"""What a run's results depend on, compared with the checkpoint that it resumes; each key has its policy in :mod:`.settings`."""
 
 from __future__ import annotations
 
@@ -18,66 +18,39 @@ from adaptive_batch.report import RunLog
 
 from .parts import TrainingParts
 from .rate import reference_batch
+from .settings import FILLS_STEPS, RESUME
 
-# What a run is: another one is refused, unless it is allowed by name.
-RUN = ("dataset", "model", "batch_size_schedule", "batch_increase_function", "lr_scheduler", "lr_clock")
-# Which rows come when: another one would lose or repeat rows of an epoch that has begun.
-ROWS = (
-    "shuffle",
-    "batch_tokens",
-    "sample_order",
-    "sample_window",
-    "min_rows_per_batch",
-    "max_rows_per_batch",
-    "long_rows",
-)
-# The same of steps that are filled by tokens.
-ROWS_BY_TOKENS = ("uniform_micro_batches", "batch_size_schedule")
-# Everything else that results depend on: another one is said.
-SAID = (
-    "gradient_accumulation_steps",
-    "use_maximum_batch_size",
-    "grow_beyond_maximum",
-    "reference_batch_size",
-    "dtype",
-    "loss",
-    "clip_grad_norm",
-    "drop_last",
-    "micro_batch_size",
-    "micro_batch_tokens",
-    "uniform_micro_batches",
-    "pad_to_multiple_of",
-    "enable_activation_checkpointing",
-    "enable_activation_offloading",
-    "compile",
-)
-# What the checkpoint brings with it: another one has no effect, which is said.
+# What the checkpoint brings with it: another one has no effect, which is logged.
 KEPT = "optimizer_settings"
-_OWN_WORDS = ("_component_", "lr")  # of the optimizer, which are said in their own words
+_OWN_WORDS = ("_component_", "lr")  # of the optimizer, which have messages of their own
 _SAMPLED_ROWS = 64
 
 
 def run_conditions(parts: TrainingParts) -> dict[str, Any]:
-    """What a run's results depend on beside its progress, as plain values."""
+    """Return what a run's results depend on besides its progress, as plain values."""
     cfg, settings = parts.cfg, parts.settings
-    found: dict[str, Any] = {name: _plain(cfg.get(name, None)) for name in (*RUN, *SAID) if name != "dataset"}
-    found["lr_clock"] = str(settings.lr_clock)
-    found |= {name: getattr(settings, name) for name in (*ROWS, *SAID) if hasattr(settings, name)}
-    found |= {"shuffle": bool(cfg.shuffle), "reference_batch_size": str(reference_batch(parts))}
+    found: dict[str, Any] = {}
+    for name, policy in RESUME.items():
+        if policy == "refuse" or (policy != "free" and not hasattr(settings, name)):
+            found[name] = _plain(cfg.get(name, None))
+        elif policy != "free":
+            found[name] = getattr(settings, name)
+    found |= {"lr_clock": str(settings.lr_clock), "reference_batch_size": str(reference_batch(parts))}
+    found |= {"shuffle": bool(cfg.shuffle), "dataset": _name_of_rows(parts), "rows": len(parts.dataset)}
     found[KEPT] = _plain(OmegaConf.masked_copy(cfg.optimizer, [key for key in cfg.optimizer if key not in _OWN_WORDS]))
-    return {**found, "dataset": _name_of_rows(parts), "rows": len(parts.dataset)}
+    return found
 
 
 def compare(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, allowed: Sequence[str], in_mid_epoch: bool
 ) -> tuple[list[str], bool]:
-    """Hold the settings of a run against those of the checkpoint that it goes on from.
+    """Compare the settings of a run with those of the checkpoint that it resumes.
 
     Args:
         saved: what :func:`run_conditions` gave when it was saved; other keys are ignored.
         now: what it gives for this run.
         allowed: keys that may differ.
-        in_mid_epoch: the run goes on within an epoch.
+        in_mid_epoch: the run resumes within an epoch.
 
     Returns:
         The keys that differ, and whether the rows that are left of the epoch are not known any more.
@@ -85,30 +58,32 @@ def compare(
     Raises:
         SettingError: a key differs that must not, unless it is allowed; or one is allowed that nothing compares.
     """
-    known = (*RUN, *ROWS, *ROWS_BY_TOKENS)
+    refused = {name for name, policy in RESUME.items() if policy == "refuse"}
+    moves_rows = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
     for name in allowed:
-        if name not in known:
-            options = ", ".join(dict.fromkeys(known))
-            raise SettingError("resume_allow_changes", list(allowed), f"{name} is none of {options}")
-    moves_rows = ("dataset", *ROWS, *(ROWS_BY_TOKENS if now["batch_tokens"] else ()))
+        if name not in (known := refused | moves_rows | set(FILLS_STEPS)):
+            raise SettingError("resume_allow_changes", list(allowed), f"{name} is none of {', '.join(sorted(known))}")
+    if now["batch_tokens"]:
+        moves_rows |= set(FILLS_STEPS)
     differs = [name for name in now if name in saved and saved[name] != now[name] and name != "rows"]
-    refused = (*RUN, *moves_rows) if in_mid_epoch else RUN
+    if in_mid_epoch:
+        refused |= moves_rows
     for name in differs:
         if name in refused and name not in allowed:
             after, before = _shown(name, now, saved), _shown(name, saved, now)
             remedy = (
-                f"the checkpoint was trained with {before!r}; go on with that, or say resume_allow_changes=[{name}]"
+                f"the checkpoint was trained with {before!r}; resume with that, or set resume_allow_changes=[{name}]"
             )
             raise SettingError(name, after, remedy)
     return differs, in_mid_epoch and any(name in moves_rows for name in differs)
 
 
 def say_changes(differs: Sequence[str], saved: Mapping[str, Any], now: Mapping[str, Any], *, record: RunLog) -> None:
-    """One line for each setting that differs from the checkpoint's."""
+    """Log one line for each setting that differs from the checkpoint's."""
     for name in differs:
         before, after = _shown(name, saved, now), _shown(name, now, saved)
         if name == KEPT:
-            message = f"optimizer {after} has no effect: the checkpoint's {before} goes on"
+            message = f"optimizer {after} has no effect: the checkpoint's {before} is kept"
             record.decision("no_effect", message, key="optimizer", configured=now[name], kept=saved[name])
             continue
         message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
@@ -116,7 +91,7 @@ def say_changes(differs: Sequence[str], saved: Mapping[str, Any], now: Mapping[s
 
 
 def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """What is of one and not of the other; a dataset has no short name that says anything to people."""
+    """Return what differs between two blocks; a dataset is shown as its number of rows and the head of its fingerprint."""
     value, other = conditions[name], others[name]
     if name == "dataset":
         return f"{conditions['rows']} rows, {value[:8]}"
@@ -133,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def _name_of_rows(parts: TrainingParts) -> str:
-    """A short name for the rows of the dataset: how many, and some of them, wherever their files lie."""
+    """Return a fingerprint of the rows of the dataset: how many, and some of them, wherever their files are."""
     rows = len(parts.dataset)
     before = RandomState(parts.device)
     torch.manual_seed(0)  # rows that are augmented when they are read are read alike

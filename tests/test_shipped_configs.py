@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,15 @@ def test_the_command_lists_a_config_on_each_line(capsys):
     assert len({line.index(description) for line, (_, description) in zip(lines, shipped_configs(), strict=True)}) == 1
 
 
+def test_the_command_needs_no_torch():
+    program = "import sys; sys.modules.update(dict.fromkeys(['torch', 'torchtune', 'omegaconf'])); "
+    program += "from adaptive_batch.__main__ import main; main(['configs'])"
+    listed = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    assert "demo_cpu" in listed
+
+
 def test_the_command_copies_and_says_where(tmp_path, capsys):
     assert main(["configs", "demo_cpu", str(tmp_path)]) == 0
     assert Path(capsys.readouterr().out.strip()) == tmp_path / "demo_cpu.yaml"
@@ -95,7 +106,7 @@ def test_the_command_copies_and_says_where(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["configs", "demo_cpu"], "say where to copy it: configs demo_cpu DEST"),
+        (["configs", "demo_cpu"], "give where to copy it: configs demo_cpu DEST"),
         (["configs", "demo_cpi", "."], "near it: demo_cpu"),
         ([], "required: command"),
     ],

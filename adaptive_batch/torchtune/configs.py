@@ -1,6 +1,6 @@
 """The configurations that come with the package: found by name, listed, copied.
 
-In a wheel they lie in ``adaptive_batch/configs``; in a checkout, and so in an editable install, in ``configs`` beside
+In a wheel they are in ``adaptive_batch/configs``; in a checkout, and so in an editable install, in ``configs`` next to
 the package.
 """
 
@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _folder() -> Path:
-    """Where the shipped configurations lie in this installation."""
+    """Return where the shipped configurations are in this installation."""
     in_wheel = _PACKAGE / "configs"
     return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / "configs"
 
@@ -40,7 +40,7 @@ def shipped_configs() -> list[tuple[str, str]]:
 
 
 def copy_config(name: str, destination: str | Path) -> Path:
-    """Copy a shipped configuration to where it can be edited; a file that is there is never overwritten.
+    """Copy a shipped configuration to where it can be edited; an existing file is never overwritten.
 
     Args:
         name: which configuration.

@@ -1,4 +1,4 @@
-"""What is going to be trained can be seen before anything is loaded: `plan_only=True`."""
+"""What is going to be trained can be seen before anything is loaded: `preview=True`."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def plan(small, capsys):
             (base / "model.safetensors").write_bytes(b"not weights")
             (base / "config.json").write_text((small.base / "config.json").read_text())
         capsys.readouterr()
-        settings = (f"output_dir={output}", f"checkpointer.checkpoint_dir={base}", "plan_only=True", *overrides)
+        settings = (f"output_dir={output}", f"checkpointer.checkpoint_dir={base}", "preview=True", *overrides)
         small.run_in_process(OURS, *settings)
         return capsys.readouterr().out.strip().splitlines()
 

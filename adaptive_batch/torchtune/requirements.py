@@ -1,4 +1,4 @@
-"""What a configuration must have for full fine-tuning, and what belongs to torchtune's other recipes: refused before anything loads."""
+"""Refuses, before anything loads, a configuration that lacks what full fine-tuning needs or that belongs to another recipe of torchtune's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
-from .components import load_function
+from .keys import load_function
 
-# What torchtune's distributed recipe takes where it is not told.
+# Defaults of torchtune's distributed recipe.
 _DEFAULTS = {"compile": False}
 _BLOCK = "give a block with _component_, as in torchtune's full fine-tune configs"
 _NEEDED = {
@@ -25,7 +25,7 @@ _NEEDED = {
     "dtype": "give bf16 or fp32",
     "seed": "give a whole number, or null",
     "output_dir": "give a folder of yours",
-    "resume_from_checkpoint": "give False, or True to go on from what was saved last",
+    "resume_from_checkpoint": "give False, or True to resume from what was saved last",
     "shuffle": "give True or False",
 }
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
@@ -39,7 +39,7 @@ _OF_OTHER_RECIPES = {
 
 
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
-    """Fill in what torchtune takes where it is not told, in place, and refuse a configuration that cannot be one of full fine-tuning.
+    """Fill in torchtune's defaults, in place, and refuse a configuration that is not one of full fine-tuning.
 
     Args:
         cfg: the recipe's configuration.
@@ -84,7 +84,7 @@ def _is_norm(limit: Any) -> bool:
 
 
 def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
-    """Refuse a loss that does not say which labels it passes over: it is none of next tokens.
+    """Refuse a loss without `ignore_index`: it is not one of next tokens.
 
     Raises:
         SettingError: naming it.
@@ -110,7 +110,7 @@ def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 def _full(component: str, block: DictConfig) -> str:
-    """What to type for the model that one of torchtune's builders puts adapters on; empty where it is not known."""
+    """Return what to type for the model that one of torchtune's builders puts adapters on; empty where it is not known."""
     module, _, name = component.rpartition(".")
     full = f"{module}.{re.sub('^q?lora_', '', name)}"
     try:
@@ -120,11 +120,13 @@ def _full(component: str, block: DictConfig) -> str:
     if not callable(build):
         return ""
     takes = inspect.signature(build).parameters
-    return ": " + " ".join([f"model={full}", *(f"~model.{key}" for key in block if key not in (*takes, "_component_"))])
+    return ": " + " ".join(
+        [f"model={full}", *(f"~model.{key}" for key in map(str, block) if key not in (*takes, "_component_"))]
+    )
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
-    """An error that is about the configuration as one of ours; None for any other."""
+    """Return an error that is about the configuration as one of ours; None for any other."""
     if isinstance(error, AdaptiveBatchError):
         return error
     plain = None
@@ -139,7 +141,7 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
 
 
 def _of_key(error: OmegaConfBaseException) -> SettingError:
-    """What OmegaConf cannot give: a key that is missing, or that refers to one which is."""
+    """Return the error for a key that OmegaConf cannot give: it is missing, or refers to one which is."""
     key = str(error.full_key or error.key or "config")
     if isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
         return SettingError(key, None, f"it is missing; {_NEEDED.get(key, _BLOCK)}")
@@ -147,7 +149,7 @@ def _of_key(error: OmegaConfBaseException) -> SettingError:
 
 
 def _as_written(error: OmegaConfBaseException) -> Any:
-    """The value that an error is about; None where it cannot be looked at."""
+    """Return the value that an error is about; None where it cannot be read."""
     parent, key = error.parent_node, error.key
     content = parent._content if isinstance(parent, DictConfig | ListConfig) else None
     if isinstance(content, dict) and key in content:
@@ -158,7 +160,7 @@ def _as_written(error: OmegaConfBaseException) -> Any:
 
 
 def told(error: BaseException) -> str:
-    """What an error says, on one line: all of a short one; of a long one the first line and the last, which often has the cause."""
+    """Return an error's message on one line: of a long one the first line and the last, which often has the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines if len(lines) <= 3 else (lines[0], "...", lines[-1]))
 
@@ -169,7 +171,7 @@ def check_file(path: str) -> None:
     Raises:
         SettingError: it cannot be read, is no YAML, or no block of keys.
     """
-    from yaml import YAMLError  # which comes with OmegaConf
+    from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
 
     try:
         cfg = OmegaConf.load(path)
