@@ -49,7 +49,7 @@ from adaptive_batch.torchtune import (
     check_fewer_ranks,
     check_scheduler,
     compare,
-    conditions,
+    conditions_of,
     reference_batch,
     set_up_terminal,
     use_shipped_config,
@@ -104,7 +104,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # batches go on as they were counted, whatever the number of ranks is now
         self.parts.ranks = (state or {}).get(STATE_KEY, {}).get("ranks", self.parts.ranks)
         check_fewer_ranks(self.settings, began_on=self.parts.ranks)
-        self.conditions = conditions(self.parts)
+        self.conditions = conditions_of(self.parts)
         self.differs: list[str] = []
         self.kept: dict[str, tuple[Any, Any]] = {}
         self.saved: dict[str, Any] = {}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .capacity import LimitFinder as LimitFinder
     from .checkpoint import STATE_KEY as STATE_KEY
     from .conditions import compare as compare
-    from .conditions import conditions as conditions
+    from .conditions import conditions_of as conditions_of
     from .environment import check as check
     from .estimates import estimate_devices as estimate_devices
     from .fake_parts import FakeParts as FakeParts
@@ -47,7 +47,7 @@ __getattr__ = lazy_names(
         "LimitFinder": ".capacity",
         "STATE_KEY": ".checkpoint",
         "compare": ".conditions",
-        "conditions": ".conditions",
+        "conditions_of": ".conditions",
         "check": ".environment",
         "estimate_devices": ".estimates",
         "FakeParts": ".fake_parts",
@@ -96,7 +96,7 @@ __all__ = [
     "check_scheduler",
     "compare",
     "complete",
-    "conditions",
+    "conditions_of",
     "config_path",
     "copy_config",
     "estimate_devices",

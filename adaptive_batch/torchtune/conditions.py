@@ -57,7 +57,7 @@ _OWN_WORDS = ("_component_", "lr")  # of the optimizer, which are said in their 
 _SAMPLED_ROWS = 64
 
 
-def conditions(parts: TrainingParts) -> dict[str, Any]:
+def conditions_of(parts: TrainingParts) -> dict[str, Any]:
     """What a run's results depend on beside its progress, as plain values."""
     cfg, settings = parts.cfg, parts.settings
     found: dict[str, Any] = {name: _plain(cfg.get(name, None)) for name in (*RUN, *SAID) if name != "dataset"}
