@@ -1,6 +1,21 @@
 """What several test files need."""
 
+import gc
+
 import pytest
+import support.ranks  # noqa: F401  # says what the server of forked processes imports before there is one
+
+
+def pytest_collection_finish():
+    """Trials and replays collect garbage hundreds of times, and what is imported need not be looked through every time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_earlier_files_left_is_not_looked_through():
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

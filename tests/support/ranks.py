@@ -19,6 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Ranks are forked off a server that has imported what takes long. There is one server for a process, so it has the recipe too.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "adaptive_full_finetune", "adaptive_demo", "torchtune._cli.tune"]
+)
+
 
 @dataclass
 class Ended:
@@ -55,11 +61,10 @@ def end_of_ranks(
     environment: dict[str, str] | None = None,
 ) -> list[Ended]:
     """The same where ranks may fail, hang or be killed: how each ended, by rank."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         begin = time.monotonic()
         processes = [
-            context.Process(
+            _context.Process(
                 target=_run,
                 args=(function, arguments, rank, world_size, port, folder, begins_group, environment or {}),
             )

@@ -26,15 +26,6 @@ from adaptive_batch.probe import DryRun
 PLENTY = 2**40
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _frozen():
-    """Trials collect garbage; what is imported need not be looked through every time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def rehearsal(optimizer="AdamW fused", *, in_backward=False, accumulates=False, **options):
     model = Decoder(**options)
     taking = made(model, optimizer, in_backward)
