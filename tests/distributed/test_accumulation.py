@@ -226,7 +226,7 @@ def _everything() -> dict[str, Any]:
     return facts
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda n: f"{n} ranks")
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"{n} ranks")
 def ranks(request):
     if request.param == 1:
         return [everything()]

@@ -101,6 +101,7 @@ def rank_zero_fails_before_there_is_a_group(folder: Path) -> None:
         watch.fail(error)
 
 
+@pytest.mark.slow
 def test_rank_zero_that_fails_before_there_is_a_process_group_ends_the_others(tmp_path, capfd):
     ended = end_of_ranks(rank_zero_fails_before_there_is_a_group, 2, tmp_path, timeout=60, begins_group=False)
     assert how(ended) == [(1, None)] * 2
@@ -140,6 +141,7 @@ def one_is_killed_while_the_others_do_not_notice(folder: Path) -> None:
     time.sleep(100)  # as in a collective of NCCL, where nobody hears that another has gone
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_those_of_its_machine_that_do_not_notice(tmp_path, capfd):
     ended = end_of_ranks(one_is_killed_while_the_others_do_not_notice, 3, tmp_path, timeout=60, begins_group=False)
     assert how(ended) == [(1, None), (1, None), (-signal.SIGKILL, None)]
@@ -171,6 +173,7 @@ def one_hangs_within_a_limit(folder: Path) -> None:
         time.sleep(100)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_longer_than_its_limit_ends_all(tmp_path, capfd):
     ended = end_of_ranks(one_hangs_within_a_limit, 2, tmp_path, timeout=60, begins_group=False)
     assert how(ended) == [(1, None)] * 2
@@ -192,6 +195,7 @@ def all_hang(folder: Path) -> None:
     time.sleep(100)
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_at_once_say_so_once_even_where_it_cannot_be_written_down(tmp_path, capfd):
     ended = end_of_ranks(all_hang, 2, tmp_path, timeout=60)
     assert how(ended) == [(1, None)] * 2
@@ -217,6 +221,7 @@ def ranks_end_at_different_times(folder: Path) -> list:
     return [*facts, (folder / "end.json").exists()]
 
 
+@pytest.mark.slow
 def test_ranks_that_end_well_at_different_times_end_no_other(tmp_path, capfd):
     results = run_on_ranks(ranks_end_at_different_times, 2, tmp_path, timeout=60)
     assert results == [[True, 1, True, 1, False]] * 2
@@ -265,6 +270,7 @@ def rank_zero_is_killed(folder: Path) -> None:
     time.sleep(100)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_store_has_gone_ends(tmp_path, capfd):
     ended = end_of_ranks(rank_zero_is_killed, 2, tmp_path, timeout=60, begins_group=False)
     assert how(ended) == [(-signal.SIGKILL, None), (1, None)]
@@ -303,6 +309,7 @@ def torchrun(folder: Path, program: str, *arguments: str, nodes: Sequence[str] =
         return subprocess.Popen([*command, *arguments, str(script)], env=variables, stdout=said, stderr=said)
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_restart_does_not_hear_why_the_attempt_before_ended(tmp_path):
     program = """
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -325,6 +332,7 @@ def test_under_torchrun_a_restart_does_not_hear_why_the_attempt_before_ended(tmp
     assert written(tmp_path) == End(1, "error", "this attempt is lost", {"attempt": 0})
 
 
+@pytest.mark.slow
 def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
     program = """
         from adaptive_batch import distributed
@@ -351,6 +359,7 @@ def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
     assert "<met with 0+1>" in (tmp_path / "said").read_text()
 
 
+@pytest.mark.slow
 def test_the_summary_of_torchrun_names_the_rank_that_failed_and_why(tmp_path):
     program = """
         write = watch.on_end
@@ -368,6 +377,7 @@ def test_the_summary_of_torchrun_names_the_rank_that_failed_and_why(tmp_path):
     assert written(tmp_path).message == "no such device"
 
 
+@pytest.mark.slow
 def test_workers_that_torchrun_has_left_alone_end(tmp_path):
     program = """
         (folder / f"pid{rank}").write_text(str(os.getpid()))

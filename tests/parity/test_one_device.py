@@ -87,12 +87,14 @@ def test_every_feature_is_in_some_combination():
     assert {feature for features in COMBINATIONS for feature in features} == FEATURES.keys()
 
 
+@pytest.mark.slow
 def test_the_command_line_gives_what_the_stock_recipe_gives(small):
     overrides = overrides_of(["accumulation", "dropout"])
     ours = small.run(OURS, *overrides, "use_maximum_batch_size=False", "batch_increase_function=null")
     assert ours.losses == small.run_in_process(STOCK, *overrides).losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [("accumulation",), ("cosine", "dropout")], ids=" + ".join)
 def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoint(small, features):
     overrides = overrides_of(features)

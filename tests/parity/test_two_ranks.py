@@ -9,6 +9,8 @@ import pytest
 from support.cli import FEATURES, OURS, same_weights
 from support.stock import STOCK_ON_RANKS, Task, run_tasks
 
+pytestmark = pytest.mark.slow
+
 IN_BACKWARD = ("optimizer_in_bwd=True",)
 CASES = {
     "defaults": (),

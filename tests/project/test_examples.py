@@ -15,6 +15,8 @@ from support import run_example
 from support.ranks import end_of_ranks, reserved_port
 from support.run_example import both_outputs, commanded_sizes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGE = ROOT / "docs" / "without_torchtune.md"

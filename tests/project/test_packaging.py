@@ -162,6 +162,7 @@ def test_check_says_with_torch_alone_that_the_recipes_need_more(with_torch_alone
 # installed beside torchtune
 
 
+@pytest.mark.slow
 def test_installed_from_the_wheel_the_recipe_is_found_from_any_directory(with_everything, tmp_path, small):
     where = (
         "import adaptive_full_finetune, adaptive_batch; print(adaptive_full_finetune.__file__, adaptive_batch.__file__)"

@@ -14,6 +14,8 @@ from torchtune._cli.tune import TuneCLIParser
 from adaptive_batch.torchtune import config_path
 from adaptive_batch.torchtune.keys import OURS, TORCHTUNE_KEYS
 
+pytestmark = pytest.mark.slow
+
 DOCS = (Path(__file__).parents[2] / "docs" / "many_gpus.md").read_text()
 COMMANDS = [
     line[line.index("tune run") :] for line in re.findall(r"^(?:    )?(?:srun )?tune run .*$", DOCS, re.MULTILINE)

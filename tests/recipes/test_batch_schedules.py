@@ -134,6 +134,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_what_was_planned_is_what_is_trained(small, rule):
     """Stage by stage: steps, samples, tokens, batches and, to the last bit, rates."""
@@ -291,6 +292,7 @@ def test_the_noise_scale_is_logged_without_a_rule_that_follows_it(small):
 # --- what goes wrong in mid-run -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rule_that_fails_in_mid_run_leaves_what_was_saved_whole(small):
     output = small.fresh_folder()
     failing = (f"{KEY}=support.batch_rules.raises_in_training", "metric_logger._component_=support.batch_rules.Telling")
@@ -315,6 +317,7 @@ def test_a_rule_that_would_fail_later_is_refused_before_anything_is_trained(smal
     assert not list(output.rglob("run.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
     settings = (*of_lengths(VARIED), *COSINE, *FREE, "epochs=2", "save_every_n_steps=3", "model.attn_dropout=0.2")
     for rule in (RULES["steps by tokens"], RULES["tokens a step"], RULES["a user's own, up and down"]):

@@ -71,6 +71,7 @@ def benchmark():
     sys.path.remove(str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "combination",
     [
@@ -113,6 +114,7 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     assert huge.numel() == 5 * 2**34
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
     own = (f"demo_dir={tmp_path}", "probe.device_memory=80MiB", "probe.plan_changes=False")
     plan_for = small.run_in_process("adaptive_probe", *own, "probe.plan_for=80MiB", config="demo_cpu").output_dir
@@ -143,6 +145,7 @@ def on_ranks():
     return run_on_ranks(peaks_on_ranks, 2, ON_RANKS, (1, 2, 7), 4)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[str(combination) for combination in ON_RANKS])
 def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
     combination, (peaks, result) = ON_RANKS[number], on_ranks[number]
@@ -292,6 +295,7 @@ def _with_a_small_model(cfg):
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in shipped_configs()])
 def test_every_shipped_configuration_can_be_planned(name):
     cfg = OmegaConf.load(config_path(name))
@@ -304,6 +308,7 @@ def test_every_shipped_configuration_can_be_planned(name):
     assert "max_batch_size" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOCK_SAMPLE)
 def test_torchtunes_own_configurations_can_be_planned(name):
     with no_network():
@@ -466,6 +471,7 @@ def test_what_a_plan_does_not_heed_is_said():
 # --- single changes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_change_brings_what_a_plan_of_it_says():
     plan, said = small(probe={"plan_for": ["40MiB"], "plan_changes": True})
     by_key = {change.overrides: change for change in plan.changes}

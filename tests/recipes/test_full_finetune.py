@@ -160,6 +160,7 @@ def test_the_schedule_is_not_stretched_by_growth(small):
     assert rates[-1] == pytest.approx(peak * 0.5 * (1 + math.cos(math.pi * (22 - 2) / 22)))
 
 
+@pytest.mark.slow
 def test_a_schedule_that_counts_steps_is_warned_about(small, caplog):
     with caplog.at_level("WARNING"):
         finished = small.run(
@@ -209,6 +210,7 @@ def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whol
     assert len(rest.weights(1))
 
 
+@pytest.mark.slow
 def test_a_cached_bound_is_not_believed_under_another_budget_search_or_packing(small):
     """More memory, a better search and packed rows each give another bound, found anew in the same folder."""
     output = small.fresh_folder()

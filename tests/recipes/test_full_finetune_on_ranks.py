@@ -177,6 +177,7 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
     assert audit(folder).holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_out_of_memory", ["shrink", "raise"])
 def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_known_beside_it(
     setup, on_out_of_memory
@@ -243,6 +244,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", BAD)
 def test_bad_input_ends_all_ranks_with_one_message(setup, setting):
     assert BAD[setting] in refused(setup, setting)

@@ -10,7 +10,10 @@ from support.paths import subprocess_environment
 KILLS = 3
 
 
-@pytest.mark.parametrize("ways", [("plain", "growth"), ("schedule", "tokens", "out of memory")], ids=", ".join)
+LONGER = pytest.param(("schedule", "tokens", "out of memory"), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("ways", [("plain", "growth"), LONGER], ids=", ".join)
 def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tmp_path, ways):
     command = [
         sys.executable,

@@ -21,6 +21,8 @@ from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.report import read_records
 from adaptive_batch.report.auditing import RECORD
 
+pytestmark = pytest.mark.slow
+
 PLAIN = WAYS["plain"]
 KINDS = ("preempted", "resume_point")
 

@@ -307,6 +307,7 @@ def test_where_it_is_to_be_raised_the_devices_own_error_comes_through(small, ove
         small.run_in_process(OURS, *BASE, "model.rows_fit=5", *overrides)
 
 
+@pytest.mark.slow
 def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
     lengths = [1000 - 7 * row for row in range(32)]
     large = (

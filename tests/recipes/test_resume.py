@@ -428,6 +428,7 @@ def test_with_the_optimizer_in_backward_a_schedule_does_not_go_on_where_its_step
     assert not resumed_steps(folder)
 
 
+@pytest.mark.slow
 def test_a_schedule_goes_on_as_it_was_on_a_smaller_device_and_again_from_there(small):
     whole = small.run_in_process(OURS, *FOUR_THEN_SIXTEEN)
     sizes = [step["batch_size"] for step in records(whole.output_dir, "step")]
@@ -497,6 +498,7 @@ def test_a_batch_that_was_found_and_is_not_gone_on_with_is_said(small):
     assert audit(folder).holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "at"), [(4, 8, 3), (3, 7, 4)])
 def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, before, after, at):
     """Warm-up of 3 and a cosine over two epochs of the new batch; a last, short step is dropped, as torchtune does."""

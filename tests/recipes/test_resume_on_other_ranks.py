@@ -9,6 +9,8 @@ from support.resumes_on_ranks import SGD, WAYS, Part, compare, train_alone, trai
 
 from adaptive_batch.distributed import EXIT_STATUS
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 2e-6  # of a loss in float32, relative: measured up to 3e-7
 
 

@@ -59,6 +59,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", WAYS.values(), ids=WAYS)
 def test_every_row_is_trained_once_an_epoch_and_no_step_is_over_its_tokens(small, overrides):
     finished = small.run_in_process(OURS, *BASE, "epochs=2", *overrides)
@@ -145,6 +146,7 @@ def test_all_micro_batches_of_a_step_are_alike(small, uniform):
 ONE_AT_ONCE = ("micro_batch_tokens=null", "micro_batch_size=32")  # rows of a step stay in their order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [("batch_tokens=150",), ("batch_tokens=null", "batch_size=8")], ids=" ".join)
 @pytest.mark.parametrize(
     ("order", "runs"),

@@ -84,6 +84,7 @@ def test_its_loss_is_that_of_training_on_the_same_rows_without_dropout(small):
     assert dropped.losses != plain.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 100, "auto"])
 def test_its_loss_does_not_depend_on_its_batch(small, size):
     reference = small.run_in_process(OURS, *STEPS, *VALIDATED)
@@ -92,6 +93,7 @@ def test_its_loss_does_not_depend_on_its_batch(small, size):
     assert other.losses == reference.losses
 
 
+@pytest.mark.slow
 def test_so_many_batches_are_the_first_rows_whatever_fits(small):
     def rows(*overrides):
         small.run_in_process(OURS, *WATCHED, *STEPS, *VALIDATED, "run_val_every_n_steps=4", *overrides)
@@ -103,6 +105,7 @@ def test_so_many_batches_are_the_first_rows_whatever_fits(small):
     assert sorted(rows("batch_size_val=3", "max_validation_batches=2", "model.rows_fit_evaluated=1")) == list(range(6))
 
 
+@pytest.mark.slow
 def test_auto_tries_its_own_longest_rows_and_runs_as_many_as_fit(small):
     memory = ("probe.device_memory=7MiB", "batch_size_val=auto", "run_val_every_n_steps=4")
     longer = f"dataset_val.lengths={[60] + [20] * 29}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import socket
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks are forked off a server that has imported what takes long. There is one server for a process, so it has the recipe too.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+# Ranks that end well are forked off a server that has imported what takes long; a process has one, so it has the recipe too.
+_spawn = multiprocessing.get_context("spawn")
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload(
     ["torch.distributed.fsdp", "adaptive_full_finetune", "adaptive_demo", "torchtune._cli.tune"]
 )
 
@@ -45,7 +47,7 @@ class Ended:
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
     """Call `function(*arguments)`, a module's own function, on each rank with a process group of gloo; their results by rank."""
-    ended = end_of_ranks(function, world_size, *arguments, timeout=timeout)
+    ended = end_of_ranks(function, world_size, *arguments, timeout=timeout, context=_forkserver)
     for rank, one in enumerate(ended):
         assert one.error is None, f"rank {rank}:\n{one.error}"
         assert one.exit_status == 0, f"rank {rank} ended with {one.exit_status} after {one.seconds:.0f} s"
@@ -59,12 +61,13 @@ def end_of_ranks(
     timeout: float = 120.0,
     begins_group: bool = True,
     environment: dict[str, str] | None = None,
+    context: multiprocessing.context.BaseContext = _spawn,
 ) -> list[Ended]:
     """The same where ranks may fail, hang or be killed: how each ended, by rank."""
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         begin = time.monotonic()
         processes = [
-            _context.Process(
+            context.Process(
                 target=_run,
                 args=(function, arguments, rank, world_size, port, folder, begins_group, environment or {}),
             )

@@ -330,6 +330,7 @@ def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
 KILLS = 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_killed_at_any_moment_the_last_whole_point_loads_and_is_what_was_saved(tmp_path, mode):
     vouched, killed_while_saving = 0, 0
@@ -584,6 +585,7 @@ def limits(tmp_path_factory):
         yield run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("limit_bytes", [1_000_000, 100_000, 700], ids=["tensors", "state", "metadata"])
 def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(tmp_path, limits, mode, limit_bytes):

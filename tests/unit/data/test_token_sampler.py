@@ -345,6 +345,7 @@ def test_verbose_logs_the_report(caplog):
 # Time, memory and padding.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths",
     [

@@ -206,6 +206,7 @@ def test_a_rule_that_fails_is_named():
         planned([5, 5], lambda progress: 0, long_rows="error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long_rows", ["error", "drop", "alone"])
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_a_budget_for_each_step_of_many_rows_is_planned_in_reasonable_time(long_rows, world_size):

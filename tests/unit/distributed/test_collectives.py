@@ -154,7 +154,7 @@ def run_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.start_processes(run_rank, args=(folder,), nprocs=2, start_method="forkserver")
+    torch.multiprocessing.spawn(run_rank, args=(folder,), nprocs=2)
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
 
 

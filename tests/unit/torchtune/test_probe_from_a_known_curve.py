@@ -78,6 +78,7 @@ def test_a_counted_search_is_remembered_whatever_the_budget(small: SmallSetup, o
     assert len(list(own_cache.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_another_loss_dtype_or_optimizer_is_not_taken_for_known(small: SmallSetup, own_cache: Path) -> None:
     searched(small, "probe.device_memory=8MiB")
     for change in (
@@ -90,6 +91,7 @@ def test_another_loss_dtype_or_optimizer_is_not_taken_for_known(small: SmallSetu
     assert len(list(own_cache.iterdir())) == 5
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_as_good_as_none(small: SmallSetup, own_cache: Path) -> None:
     first = searched(small, "probe.device_memory=8MiB")
     (path,) = own_cache.iterdir()
@@ -99,6 +101,7 @@ def test_a_file_that_cannot_be_read_is_as_good_as_none(small: SmallSetup, own_ca
         assert searched(small, "probe.device_memory=8MiB").trials == first.trials
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -128,6 +131,7 @@ def test_where_bytes_are_not_counted_fake_tensors_leave_three_trials_and_no_oom(
     assert caplog.text.count("planned on fake tensors") == 1
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_be_made_only_makes_the_search_longer(
     small: SmallSetup, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,6 +151,7 @@ class LooksAtValues(torch.nn.CrossEntropyLoss):
         return loss
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_loses_no_search(
     small: SmallSetup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
