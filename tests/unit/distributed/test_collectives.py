@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from adaptive_batch import distributed
+from adaptive_batch.distributed import collectives
 from adaptive_batch.errors import RankLostError, SettingError
 
 
@@ -77,7 +78,7 @@ def names_of(attempt, store, size):
     def named(rank):
         ends_at = attempt.get(rank)
         try:
-            return distributed._attempt(Dying(store, ends_at) if ends_at else store, rank, size)
+            return collectives._attempt(Dying(store, ends_at) if ends_at else store, rank, size)
         except RankEnded:
             return None
         except RankLostError:
@@ -88,7 +89,7 @@ def names_of(attempt, store, size):
 
 
 def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypatch):
-    monkeypatch.setattr(distributed, "_COME", timedelta(seconds=0.3))
+    monkeypatch.setattr(collectives, "_COME", timedelta(seconds=0.3))
     store = dist.HashStore()
     first, second = names_of({}, store, 4), names_of({}, store, 4)
     assert len({*first}) == len({*second}) == 1
@@ -101,9 +102,9 @@ def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypat
 
 
 def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
-    monkeypatch.setattr(distributed, "_COME", timedelta(seconds=0.1))
+    monkeypatch.setattr(collectives, "_COME", timedelta(seconds=0.1))
     with pytest.raises(RankLostError, match=r"1 of 2 ranks have come within 0:00:00\.1"):
-        distributed._attempt(dist.HashStore(), 0, 2)
+        collectives._attempt(dist.HashStore(), 0, 2)
 
 
 # two ranks: each starts once and writes what every function gave it; the facts below read that
