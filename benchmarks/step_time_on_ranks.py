@@ -38,8 +38,8 @@ from adaptive_batch.distributed import Watchdog
 from adaptive_batch.torchtune import all_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_ranks import end_of_ranks
-from small_stock import on_a_cpu
+from support.ranks import end_of_ranks
+from support.stock import on_a_cpu
 
 TARGET = 1.02
 TIMEOUT_SECONDS = 7200.0
