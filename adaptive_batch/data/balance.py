@@ -50,7 +50,7 @@ def balance_by_tokens(
     padding. A rank has at most as many as the whole step would have on one, divided by ranks and rounded up; no division
     needs fewer.
 
-    Other layout and units leave less to choose:
+    Other layouts and units leave less to choose:
 
     - ``lengths`` alike, or by rows where a rank can run all of its rows at once: a rank has one group, of neighbours.
     - equal ``rows``, or ``both``: as many rows to each rank, or one more to some; by tokens, of much the same lengths.

@@ -50,7 +50,7 @@ class MicroBatchLimit:
 
 @dataclass(frozen=True)
 class MicroBatchLayout:
-    """What the layout of micro-batches must keep to, for pipelines and compiled graphs.
+    """What the shapes of micro-batches must keep to, for pipelines and compiled graphs.
 
     Attributes:
         uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one length; ``both``; or None.
