@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check docs measure format
+.PHONY: demo test test-all check docs measure format
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -14,8 +14,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned model with the base
 	$(BIN)/python examples/demo
 
-test: $(INSTALLED)  ## everything that needs no GPU, in about thirteen minutes
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not readme and not browser"
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test: $(INSTALLED)  ## some of everything that needs no GPU, in about four minutes
+	$(PYTEST) -m "not slow and not gpu and not readme and not browser"
+
+test-all: $(INSTALLED)  ## everything that needs no GPU, neither a browser nor the pages' commands
+	$(PYTEST) -m "not gpu and not readme and not browser"
 
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .

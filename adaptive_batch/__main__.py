@@ -1,13 +1,13 @@
-"""The command line of the package itself: ``python -m adaptive_batch check | configs | audit | report``."""
+"""The command line of the package itself: ``python -m adaptive_batch check | configs | keys | audit | report``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.torchtune import copy_config, shipped_configs
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m adaptive_batch", description="The batch size, known instead of guessed."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_check, _add_configs, _add_audit, _add_report):
+    for add in (_add_check, _add_configs, _add_keys, _add_audit, _add_report):
         add(commands)
     given = parser.parse_args(arguments)
     run: Command = given.run
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     check = commands.add_parser(
-        "check", help="look at the versions and devices here; say what is wrong and what mends it"
+        "check", help="look at the versions and devices here; print what is wrong and the command that mends it"
     )
     check.set_defaults(run=_check)
 
@@ -57,6 +57,8 @@ def _add_configs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _configs(given: argparse.Namespace) -> int:
+    from adaptive_batch.torchtune import copy_config, shipped_configs
+
     if given.name is None:
         listed = shipped_configs()
         width = max((len(name) for name, _ in listed), default=0)
@@ -64,8 +66,26 @@ def _configs(given: argparse.Namespace) -> int:
             print(f"{name:<{width}}  {description}")
         return 0
     if given.destination is None:
-        raise SettingError("DEST", None, f"say where to copy it: configs {given.name} DEST")
+        raise SettingError("DEST", None, f"give where to copy it: configs {given.name} DEST")
     print(copy_config(given.name, given.destination))
+    return 0
+
+
+def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    keys = commands.add_parser(
+        "keys", help="print the configuration keys as tables, or rewrite those of a page of the docs"
+    )
+    keys.add_argument("page", nargs="?", metavar="PAGE", help="docs/configuration.md, whose tables are rewritten")
+    keys.set_defaults(run=_keys)
+
+
+def _keys(given: argparse.Namespace) -> int:
+    from adaptive_batch.torchtune import reference_tables, write_reference
+
+    if given.page is None:
+        print("\n\n".join(reference_tables().values()))
+    else:
+        write_reference(Path(given.page))
     return 0
 
 

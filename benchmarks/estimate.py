@@ -41,8 +41,8 @@ from adaptive_batch.probe import Trial
 from adaptive_batch.torchtune import BatchSizeFinder, config_path, estimate_devices, set_up_terminal, shipped_configs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_plans import BoundByEach, Combination, RealParts, found, peaks_on_ranks, tried
-from small_ranks import run_on_ranks
+from support.model_families import BoundByEach, Combination, RealParts, found, peaks_on_ranks, tried
+from support.ranks import run_on_ranks
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 SIZES = (*range(1, 25), 32, 48, 64)

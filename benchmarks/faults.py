@@ -3,7 +3,7 @@
     python benchmarks/faults.py [--quick] [--output DIR]
 
 By rows and by tokens, with and without activation checkpointing, once and again in the replay; in the first step of the
-optimizer and in the second (see tests/small_faults.py). What each training ends with, weights, optimizer, running
+optimizer and in the second (see tests/support/fault_injection.py). What each training ends with, weights, optimizer, running
 statistics, random numbers and every figure of its steps, is compared bit by bit with one that never ran out and was given
 the same capacity in each step.
 """
@@ -21,7 +21,7 @@ import records
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_faults import PHASES, Way, sweep
+from support.fault_injection import PHASES, Way, sweep
 
 QUICK = 29  # every so many-th operation
 

@@ -6,7 +6,7 @@ Two ranks on gloo with FSDP2. Where the others can be told, the step is replayed
 weights, optimizer, buffers, random numbers, rows and figures, is compared bit by bit with ranks that had the smaller
 capacity from the start; a trial must be said not to fit, and later trials must peak where they did before, to the byte.
 Where they cannot be told, in a collective, while counting or clipping, while recovering, or in the first micro-batch ever,
-the rank must say so and all processes must end. No rank may wait for another (see tests/small_faults_on_ranks.py).
+the rank must say so and all processes must end. No rank may wait for another (see tests/support/fault_injection_on_ranks.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import records
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_faults_on_ranks import Outcome, Way, at_first, chosen, once_more, record, survey, sweep
+from support.fault_injection_on_ranks import Outcome, Way, at_first, chosen, once_more, record, survey, sweep
 
 WAYS = [
     Way(False, measures_noise=True),

@@ -3,7 +3,7 @@
     python benchmarks/kills.py [--kills N] [--seed N] [--jobs N] [--ways WAY ...] [--output DIR]
 
 Each way is trained once from beginning to end; then runs of it are killed by SIGKILL, N in all, and resumed each time by
-the real command line (see tests/small_kills.py). Weights of every epoch, every figure of every step and of every
+the real command line (see tests/support/killed_runs.py). Weights of every epoch, every figure of every step and of every
 validation, times excepted, are compared bit by bit, steps that were done again with what they were the first time, and the audit must
 hold. Exits 1 where anything differs, or where a moment was never hit.
 """
@@ -23,16 +23,16 @@ from typing import Any
 import records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import small_kills
-from small_kills import MOMENTS, WAYS
+from support.killed_runs import MOMENTS, WAYS
+from support.paths import subprocess_environment
 
 
 def experiment(way: str, *, kills: int, seed: int) -> dict[str, Any]:
     """In a process of its own, as what it forks must not have threads."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--kills", str(kills), "--seed", str(seed), "--folder", folder]
-        command = [sys.executable, small_kills.__file__, *options, way]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "support.killed_runs", *options, way]
+        done = subprocess.run(command, env=subprocess_environment(), capture_output=True, text=True, check=False)
         if done.returncode:
             return {"way": way, "differing": [f"it failed: {done.stderr[-3000:]}"], "by_moment": {}, "kills": 0}
         found: dict[str, Any] = json.loads(done.stdout)

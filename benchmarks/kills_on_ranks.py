@@ -19,7 +19,8 @@ from typing import Any
 import records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_kills_on_ranks import (
+from support.cli import make_setup
+from support.killed_runs_on_ranks import (
     WAYS,
     experiment,
     killed_after_it_was_resumed,
@@ -27,7 +28,6 @@ from small_kills_on_ranks import (
     killed_under_torchrun,
     undisturbed,
 )
-from small_run import make_setup
 
 
 def show(found: dict[str, Any]) -> dict[str, Any]:

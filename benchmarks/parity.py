@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_run import (
+from support.cli import (
     FEATURES,
     OURS,
     STOCK,

@@ -26,8 +26,8 @@ from parity import quiet
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_run import FEATURES, OURS, STOCK, Finished, SmallSetup, make_setup, same_weights
-from small_stock import STOCK_ON_RANKS, RunsFailedError, Task, interrupted, resuming, run_tasks
+from support.cli import FEATURES, OURS, STOCK, Finished, SmallSetup, make_setup, same_weights
+from support.stock import STOCK_ON_RANKS, RunsFailedError, Task, interrupted, resuming, run_tasks
 
 Overrides = tuple[str, ...]
 
@@ -159,7 +159,7 @@ DEFECTS = (
         (
             *SMALL_STEPS,
             "shuffle=False",
-            "dataset=small_stock.partly_labelled",
+            "dataset=support.stock.partly_labelled",
             "dataset.without_labels=[9,11,13,15]",
         ),
         ("batch_size=8",),

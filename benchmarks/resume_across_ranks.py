@@ -20,8 +20,8 @@ from typing import Any
 import records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_resumes_on_ranks import WAYS, compare, train_alone, train_in_parts
-from small_run import SmallSetup, make_setup
+from support.cli import SmallSetup, make_setup
+from support.resumes_on_ranks import WAYS, compare, train_alone, train_in_parts
 
 MOST_APART = 1e-5
 

@@ -54,7 +54,7 @@ from adaptive_batch.report import RunLog
 from adaptive_batch.torchtune import config_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_ranks import run_on_ranks
+from support.ranks import run_on_ranks
 
 RANKS = (8, 64, 512, 4_096)
 ROWS = 16  # of one rank in a step

@@ -39,8 +39,8 @@ from adaptive_batch.torchtune import all_ranks
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import demo
-from small_ranks import end_of_ranks
-from small_stock import on_a_cpu
+from support.ranks import end_of_ranks
+from support.stock import on_a_cpu
 
 TARGET = 1.02
 TIMEOUT_SECONDS = 7200.0

@@ -2,7 +2,7 @@
 
     python benchmarks/traceless.py [--quick] [--device cuda] [--threads N] [--output DIR]
 
-In each, one training is probed again and again, however a probe can end (see tests/small_training.py), and everything is
+In each, one training is probed again and again, however a probe can end (see tests/support/training_cases.py), and everything is
 compared bit by bit after each; then it goes on and is compared with one that was never probed.
 """
 
@@ -18,7 +18,7 @@ import records
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from small_training import CUDA_OPTIMIZERS, OPTIMIZERS, all_cases, traces
+from support.training_cases import CUDA_OPTIMIZERS, OPTIMIZERS, all_cases, traces
 
 
 def main() -> None:

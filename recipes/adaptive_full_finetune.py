@@ -169,7 +169,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         check_scheduler(self.cfg)
         self.plan = TrainingPreview(parts, self.planner)
         self.plan.check(self.progress)
-        if settings.plan_only:
+        if settings.preview:
             plan = self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch)
             if distributed.is_rank_zero():
                 print(plan)
@@ -279,7 +279,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def train(self) -> None:
         """Every epoch: grow, step through its rows, save."""
-        if self.settings.plan_only:
+        if self.settings.preview:
             return
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")

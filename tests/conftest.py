@@ -1,11 +1,26 @@
 """What several test files need."""
 
+import gc
+
 import pytest
+import support.ranks  # noqa: F401  # says what the server of forked processes imports before there is one
+
+
+def pytest_collection_finish():
+    """Trials and replays collect garbage hundreds of times, and what is imported need not be looked through every time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_earlier_files_left_is_not_looked_through():
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """A small real setup to run recipes on; each run writes into a folder of its own."""
-    from small_run import make_setup  # imports torchtune, which most tests do without
+    from support.cli import make_setup  # imports torchtune, which most tests do without
 
     return make_setup(tmp_path_factory.mktemp("small"))

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from small_training import CUDA_OPTIMIZERS, Case, Training, deterministic, differences, traces
+from support.training_cases import CUDA_OPTIMIZERS, Case, Training, deterministic, differences, traces
 from torch import nn
 
 from adaptive_batch.checkpoint import CheckpointManager, latest_complete

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from .bound import BatchSizeFinder as BatchSizeFinder
     from .capacity import LimitFinder as LimitFinder
     from .checkpoint import STATE_KEY as STATE_KEY
-    from .conditions import compare as compare
-    from .conditions import run_conditions as run_conditions
-    from .environment import check as check
+    from .checks import without_effect as without_effect
+    from .checks import without_effect_on_probe as without_effect_on_probe
+    from .configs import config_path as config_path
+    from .configs import copy_config as copy_config
+    from .configs import shipped_configs as shipped_configs
+    from .doctor import check as check
     from .estimates import estimate_devices as estimate_devices
     from .fake_parts import FakeParts as FakeParts
     from .log import TrainingLog as TrainingLog
     from .log import base_rate as base_rate
     from .model import FullModel as FullModel
     from .model import ModelBuilder as ModelBuilder
-    from .needs import complete as complete
-    from .no_effect import without_effect as without_effect
-    from .no_effect import without_effect_on_probe as without_effect_on_probe
     from .parts import TrainingParts as TrainingParts
     from .parts import set_up_terminal as set_up_terminal
     from .parts import use_shipped_config as use_shipped_config
@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from .rate import RateController as RateController
     from .rate import check_scheduler as check_scheduler
     from .rate import reference_batch as reference_batch
+    from .requirements import complete as complete
     from .resume import Checkpoints as Checkpoints
+    from .resume_policy import compare as compare
+    from .resume_policy import run_conditions as run_conditions
     from .settings import Settings as Settings
-    from .shipped import config_path as config_path
-    from .shipped import copy_config as copy_config
-    from .shipped import shipped_configs as shipped_configs
+    from .settings import reference_tables as reference_tables
+    from .settings import write_reference as write_reference
     from .validation import Validation as Validation
 
 __getattr__ = lazy_names(
@@ -45,16 +47,16 @@ __getattr__ = lazy_names(
         "BatchSizeFinder": ".bound",
         "LimitFinder": ".capacity",
         "STATE_KEY": ".checkpoint",
-        "compare": ".conditions",
-        "run_conditions": ".conditions",
-        "check": ".environment",
+        "compare": ".resume_policy",
+        "run_conditions": ".resume_policy",
+        "check": ".doctor",
         "estimate_devices": ".estimates",
         "FakeParts": ".fake_parts",
         "TrainingLog": ".log",
         "base_rate": ".log",
-        "complete": ".needs",
-        "without_effect": ".no_effect",
-        "without_effect_on_probe": ".no_effect",
+        "complete": ".requirements",
+        "without_effect": ".checks",
+        "without_effect_on_probe": ".checks",
         "TrainingParts": ".parts",
         "FullModel": ".model",
         "ModelBuilder": ".model",
@@ -68,9 +70,11 @@ __getattr__ = lazy_names(
         "reference_batch": ".rate",
         "Checkpoints": ".resume",
         "Settings": ".settings",
-        "config_path": ".shipped",
-        "copy_config": ".shipped",
-        "shipped_configs": ".shipped",
+        "reference_tables": ".settings",
+        "write_reference": ".settings",
+        "config_path": ".configs",
+        "copy_config": ".configs",
+        "shipped_configs": ".configs",
         "Validation": ".validation",
     },
 )
@@ -100,10 +104,12 @@ __all__ = [
     "copy_config",
     "estimate_devices",
     "reference_batch",
+    "reference_tables",
     "run_conditions",
     "set_up_terminal",
     "shipped_configs",
     "use_shipped_config",
     "without_effect",
     "without_effect_on_probe",
+    "write_reference",
 ]

@@ -44,12 +44,12 @@ from adaptive_batch.estimate import (
 from adaptive_batch.memory import MemoryCurve
 
 from .bound import BatchSizeFinder
-from .components import load_function
+from .checks import without_effect_on_estimate
 from .estimate_changes import candidates, share_of_layers, with_overrides
 from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed
-from .needs import complete
-from .no_effect import without_effect_on_estimate
+from .keys import load_function
 from .ranks import check_parallel
+from .requirements import complete
 from .settings import Settings
 
 _LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least

@@ -19,8 +19,8 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
 from adaptive_batch.memory import MemoryCurve
 
-from .needs import TO_PLAN, told
 from .parts import TrainingParts
+from .requirements import TO_PLAN, told
 from .settings import Settings
 from .sharded import Weights, apply_checkpointing, build_sharded, compute_rotary_buffers
 

@@ -1,132 +1,256 @@
-"""The names of configuration keys, and how a value is read or refused."""
+"""What a configuration key is, and how its value is read.
+
+A key is one field of a frozen dataclass (:mod:`.settings`): the field has its name, type and default, and the :class:`Key` that
+it carries has the rest. What needs to know about keys derives it from these fields: names that are refused, settings that have no
+effect (:mod:`.checks`), changes on resuming (:mod:`.resume_policy`), the tables of docs/configuration.md.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from importlib import import_module
+from typing import Any, Literal, TypeVar, overload
 
-from adaptive_batch._util import check_bool, check_whole
+from adaptive_batch._util import check_whole, nearest
 from adaptive_batch.errors import SettingError
 
-OURS = (
-    "use_maximum_batch_size",
-    "batch_increase_function",
-    "batch_size_schedule",
-    "grow_beyond_maximum",
-    "plan_only",
-    "micro_batch_size",
-    "micro_batch_tokens",
-    "batch_tokens",
-    "sample_order",
-    "sample_window",
-    "min_rows_per_batch",
-    "max_rows_per_batch",
-    "long_rows",
-    "uniform_micro_batches",
-    "pad_to_multiple_of",
-    "drop_last",
-    "lr_scaling",
-    "reference_batch_size",
-    "lr_clock",
-    "log_gradient_noise_scale",
-    "on_out_of_memory",
-    "dataset_val",
-    "batch_size_val",
-    "run_val_every_n_steps",
-    "max_validation_batches",
-    "save_every_n_steps",
-    "keep_last_n_checkpoints",
-    "resume_allow_changes",
-    "sync_gradients_every_micro_batch",
-    "probe",
-    "estimate",
-)
+Resume = Literal["free", "report", "epoch", "refuse"]
+T = TypeVar("T")
+D = TypeVar("D")
 
-# Keys of torchtune's full fine-tune configs. One that looks like ours is still torchtune's.
-TORCHTUNE_KEYS = frozenset(
-    [
-        "ac_mode",
-        "ac_option",
-        "batch_size",
-        "checkpointer",
-        "clip_grad_norm",
-        "collate_fn",
-        "compile",
-        "cudnn_deterministic_mode",
-        "custom_sharded_layers",
-        "dataset",
-        "device",
-        "dtype",
-        "enable_activation_checkpointing",
-        "enable_activation_offloading",
-        "enable_async_checkpointing",
-        "epochs",
-        "fsdp_cpu_offload",
-        "fsdp_reshard_after_forward",
-        "gradient_accumulation_steps",
-        "log_every_n_steps",
-        "log_peak_memory_stats",
-        "loss",
-        "lr_scheduler",
-        "max_steps_per_epoch",
-        "metric_logger",
-        "model",
-        "optimizer",
-        "optimizer_in_bwd",
-        "output_dir",
-        "profiler",
-        "resume_from_checkpoint",
-        "seed",
-        "shuffle",
-        "tensor_parallel_dim",
-        "tensor_parallel_plan",
-        "tokenizer",
-    ]
-)
+# Keys of torchtune's full fine-tune configs by what a change of them does on resuming. One that looks like ours is still torchtune's.
+_THEIRS: Mapping[Resume, str] = {
+    "refuse": "dataset model lr_scheduler",
+    "epoch": "shuffle",
+    "report": "gradient_accumulation_steps dtype loss clip_grad_norm enable_activation_checkpointing "
+    "enable_activation_offloading compile",
+    "free": "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode custom_sharded_layers device "
+    "enable_async_checkpointing epochs fsdp_cpu_offload fsdp_reshard_after_forward log_every_n_steps log_peak_memory_stats "
+    "max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler resume_from_checkpoint seed "
+    "tensor_parallel_dim tensor_parallel_plan tokenizer",
+}
+TORCHTUNE_KEYS: Mapping[str, Resume] = {name: policy for policy, names in _THEIRS.items() for name in names.split()}
+# Spellings of earlier plans for these keys, which are too far from the new ones for a guess.
+RENAMED = {
+    "plan_only": "preview",
+    "probe.plan_for": "estimate.devices",
+    "probe.plan_world_size": "estimate.world_size",
+    "probe.plan_changes": "estimate.changes",
+}
 
 
-def check_key_names(config: Mapping[str, Any]) -> None:
-    """Refuse a top-level key that is nearly one of ours.
+@dataclass(frozen=True)
+class Key:
+    """What a configuration key is besides its name, type and default.
+
+    Attributes:
+        read: called with the key's name and the value it was given; returns what the setting is, or raises SettingError.
+        doc: its meaning, for the table in docs/configuration.md; empty for a key of torchtune's that the table leaves out.
+        shown: the default as the table shows it, where that is not the field's.
+        needs: keys of which one must be set for this one to have an effect; ``key=value`` asks for that value.
+        resume: what a value other than the checkpoint's does: ``refuse`` is an error unless `resume_allow_changes` lists the key;
+            ``epoch`` is one within an epoch, since it changes which rows come when, and is logged between epochs; ``report`` is logged.
+        fills_steps: with `batch_tokens` it decides which rows a step holds, so that a change is also treated as ``epoch``.
+    """
+
+    read: Callable[[str, Any], Any]
+    doc: str
+    shown: str = ""
+    needs: tuple[str, ...] = ()
+    resume: Resume = "free"
+    fills_steps: bool = False
+
+
+@overload
+def key(read: Callable[[str, Any], T], doc: str = "") -> T: ...
+@overload
+def key(
+    read: Callable[[str, Any], T],
+    doc: str = "",
+    *,
+    default: D,
+    shown: str = "",
+    needs: tuple[str, ...] = (),
+    resume: Resume = "free",
+    fills_steps: bool = False,
+) -> T | D: ...
+def key(read: Callable[[str, Any], Any], doc: str = "", *, default: Any = MISSING, **more: Any) -> Any:
+    """Return the dataclass field of a key, which must be given where it has no default; for the arguments see :class:`Key`."""
+    return field(default=default, metadata={"key": Key(read, doc, **more)})
+
+
+def keys_of(block: type) -> dict[str, Key]:
+    """Return the keys of a dataclass of settings, by name."""
+    return {each.name: each.metadata["key"] for each in fields(block)}
+
+
+def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Read and check what is given of the keys of a dataclass; null is as good as absent.
+
+    Raises:
+        SettingError: a value cannot be used, or a key without a default is missing.
+    """
+    return {
+        each.name: each.metadata["key"].read(prefix + each.name, config.get(each.name))
+        for each in fields(block)
+        if each.default is MISSING or config.get(each.name) is not None
+    }
+
+
+def check_names(names: Iterable[Any], config: Mapping[str, Any]) -> None:
+    """Refuse a top-level key that is nearly one of `names`, which are ours; a user's own key is left alone.
 
     Raises:
         SettingError: with the key that was probably meant.
     """
-    for key in config:
-        if key in OURS or key in TORCHTUNE_KEYS:
+    ours = list(names)
+    for name in config:
+        if name in ours or name in TORCHTUNE_KEYS:
             continue
+        if name in RENAMED:
+            raise SettingError(name, config[name], f"there is no such key; {RENAMED[name]} is meant")
         # 0.77 sees lr_scaling in lr_scale, and leaves train_batch_size (0.75 of micro_batch_size) to its owner
-        if meant := difflib.get_close_matches(str(key), OURS, n=1, cutoff=0.77):
-            raise SettingError(str(key), config[key], f"there is no such key; {meant[0]} is probably meant")
+        if meant := difflib.get_close_matches(str(name), ours, n=1, cutoff=0.77):
+            raise SettingError(str(name), config[name], f"there is no such key; {meant[0]} is probably meant")
 
 
-def switch(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """The value of a key that is True or False."""
-    value = config.get(key)
-    return default if value is None else check_bool(key, value)
+def block(keys: type[T]) -> Callable[[str, Any], T]:
+    """Return the reader of a key whose value is a block of keys, which a dataclass has."""
+
+    def read(name: str, value: Any) -> T:
+        known = list(keys_of(keys))
+        if not isinstance(value, Mapping):
+            raise SettingError(name, value, f"give a block of keys, such as {name}.{known[0]}=...")
+        for each in value:
+            full = f"{name}.{each}"
+            if full in RENAMED:
+                remedy = f"{RENAMED[full]} is meant: tune run adaptive_estimate --config NAME estimate.devices=..."
+                raise SettingError(full, value[each], f"there is no such key; {remedy}")
+            if each not in known:
+                raise SettingError(full, value[each], f"there is no such key; {nearest(str(each), known)}")
+        return keys(**read_keys(keys, value, prefix=f"{name}."))
+
+    return read
 
 
-def choice(config: Mapping[str, Any], key: str, options: Sequence[str], *, default: str) -> str:
-    """The value of a key that is one of some words."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if value not in options:
-        raise SettingError(key, value, f"give one of {', '.join(options)}")
-    return str(value)
+def table(block: type, *, prefix: str = "") -> str:
+    """Return the keys of a dataclass as a table in Markdown."""
+    rows = [
+        f"| `{prefix}{each.name}` | {_default(each)} | {each.metadata['key'].doc} |"
+        for each in fields(block)
+        if each.metadata["key"].doc
+    ]
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 
 
-def whole(config: Mapping[str, Any], key: str) -> int | None:
-    """The value of a key that is a whole number, 1 or more."""
-    value = config.get(key)
-    return None if value is None else check_whole(key, value)
+def _default(each: Field[Any]) -> str:
+    shown: str = each.metadata["key"].shown
+    return shown or ("null" if each.default is None else f"`{each.default}`")
 
 
-def auto_or_whole(config: Mapping[str, Any], key: str) -> int | str | None:
-    """The value of a key that is ``auto`` or a whole number, 1 or more."""
-    value = config.get(key)
-    if value is None:
-        return None
+# --- how a value is read ------------------------------------------------------------------------------------------------
+
+
+def one_of(*options: str) -> Callable[[str, Any], str]:
+    """Return the reader of a key whose value is one of some words."""
+
+    def read(name: str, value: Any) -> str:
+        if value not in options:
+            raise SettingError(name, value, f"give one of {', '.join(options)}")
+        return str(value)
+
+    return read
+
+
+def auto_or_whole(name: str, value: Any) -> int | str:
+    """Read ``auto`` or a whole number, 1 or more."""
     if value == "auto":
         return "auto"
-    return check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
+    return check_whole(name, value, remedy="give auto, or a whole number, 1 or more")
+
+
+def names_of_keys(name: str, value: Any) -> tuple[str, ...]:
+    """Read one name, or a list of them."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
+        raise SettingError(name, value, "give the names of keys, such as [dataset]")
+    return tuple(names)
+
+
+def checked(check: Callable[[str, Any], object]) -> Callable[[str, Any], Any]:
+    """Return the reader of a key whose value is taken as it is once `check` lets it pass."""
+
+    def read(name: str, value: Any) -> Any:
+        check(name, value)
+        return value
+
+    return read
+
+
+def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
+    """Return the reader of a key that names a function, by a dotted path or by a block whose `_component_` builds one.
+
+    Args:
+        check: called with the function and ``key=``; raises SettingError where it cannot be called as it will be.
+    """
+
+    def read(name: str, value: Any) -> Any:
+        found = _load(value, key=name)
+        check(found, key=name)
+        return found
+
+    return read
+
+
+def load_function(path: str, *, key: str) -> Any:
+    """Import what a dotted path names.
+
+    Raises:
+        SettingError: naming `key`, the path and what is missing.
+    """
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise SettingError(key, path, "give the dotted path of a function, such as my_module.my_function")
+    for split in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:split])
+        try:
+            found: Any = import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name and (module == error.name or module.startswith(error.name + ".")):
+                continue
+            raise SettingError(key, path, f"importing {module} failed: {error}") from error
+        except Exception as error:
+            raise SettingError(key, path, f"importing {module} failed: {type(error).__name__}: {error}") from error
+        for part in parts[split:]:
+            if not hasattr(found, part):
+                names = [name for name in dir(found) if not name.startswith("_")]
+                raise SettingError(key, path, f"{module} has no {part}; {nearest(part, names)}")
+            found = getattr(found, part)
+        return found
+    raise SettingError(
+        key,
+        path,
+        f"no module {parts[0]} can be imported; run from the folder that holds it, or put that folder on PYTHONPATH",
+    )
+
+
+def _load(value: object, *, key: str) -> Any:
+    if isinstance(value, str):
+        return load_function(value, key=key)
+    if isinstance(value, Mapping) and isinstance(value.get("_component_"), str):
+        build = load_function(value["_component_"], key=f"{key}._component_")
+        arguments = {str(k): v for k, v in value.items() if k != "_component_"}
+        try:
+            return build(**arguments)
+        except SettingError:
+            raise
+        except Exception as error:
+            raise SettingError(
+                f"{key}._component_",
+                value["_component_"],
+                f"it is called with {arguments} to build the function, and failed: {error}; "
+                f"for a function itself write {key}: {value['_component_']}",
+            ) from error
+    raise SettingError(key, value, "give the dotted path of a function, or a block with _component_ that builds one")

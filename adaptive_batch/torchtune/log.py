@@ -16,10 +16,10 @@ from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, StepResult
 
 from .capacity import LimitFinder
-from .conditions import say_changes
 from .parts import TrainingParts
 from .ranks import describe_ranks
 from .resume import Checkpoints
+from .resume_policy import say_changes
 
 log = utils.get_logger("INFO")
 

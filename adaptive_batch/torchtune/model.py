@@ -13,7 +13,7 @@ from torchtune.config._errors import InstantiationError
 from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
 
-from .needs import check_all_is_trained, told
+from .requirements import check_all_is_trained, told
 from .sharded import Weights, apply_checkpointing, build_sharded, load_sharded
 
 

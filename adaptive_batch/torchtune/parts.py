@@ -30,12 +30,13 @@ from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFi
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
 from adaptive_batch.training import LimitChange, MicroBatchRunner, lengthened
 
-from .components import load_function
+from .checks import TOKEN_KEYS
+from .configs import config_path, shipped_configs
+from .keys import load_function
 from .model import FullModel, ModelBuilder
-from .needs import TO_TRAIN, check_file, check_loss, complete, plainly, told
-from .settings import TOKEN_KEYS, Settings
+from .requirements import TO_TRAIN, check_file, check_loss, complete, plainly, told
+from .settings import Settings
 from .sharded import Weights, check_names
-from .shipped import config_path, shipped_configs
 
 log = logging.getLogger("adaptive_batch")
 
@@ -158,7 +159,11 @@ class TrainingParts:
         """
         cfg = self.cfg
         self.check_all_is_trained()
-        self.tokenizer = config.instantiate(cfg.tokenizer)
+        try:
+            self.tokenizer = config.instantiate(cfg.tokenizer)
+        except FileNotFoundError as error:
+            remedy = "there is no such file; give the tokenizer's files (those of demo_cpu are made by `make demo`)"
+            raise SettingError("tokenizer", error.filename, remedy) from error
         self.loss_fn = config.instantiate(cfg.loss)
         self.dataset, self.packed = self._dataset("dataset")
         self.dataset_val, self._packed_val = self._dataset("dataset_val") if self.settings.validation else (None, False)

@@ -18,7 +18,7 @@ from adaptive_batch.distributed import EXIT_STATUS, Watchdog
 from adaptive_batch.errors import RankLostError, SettingError
 from adaptive_batch.training import differences
 
-from .needs import plainly
+from .requirements import plainly
 from .settings import Settings
 
 # Optimizers whose kernels want the parameters on the device.

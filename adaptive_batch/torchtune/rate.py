@@ -24,7 +24,7 @@ from adaptive_batch.schedules import (
     write_rate,
 )
 
-from .components import load_function
+from .keys import load_function
 from .parts import TrainingParts
 
 

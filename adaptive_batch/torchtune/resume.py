@@ -74,7 +74,7 @@ class Checkpoints:
         self._manager = CheckpointManager(
             Path(cfg.output_dir),
             keep_last=settings.keep_last_n_checkpoints,
-            asynchronous=settings.saves_asynchronously,
+            asynchronous=settings.enable_async_checkpointing,
             process_group=self._group,
         )
         self.on_failure: Callable[[CheckpointError], object] = _warn

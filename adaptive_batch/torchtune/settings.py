@@ -1,99 +1,419 @@
-"""The configuration keys as frozen dataclasses, and every check that needs no device."""
+"""Every configuration key that we read, each in one place: its name, type, default, check, what resuming does, its documentation.
+
+The tables in docs/configuration.md are written from here by ``python -m adaptive_batch keys docs/configuration.md``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from adaptive_batch._util import check_whole
-from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM, largest_divisor
+from adaptive_batch._util import check_bool, check_share, check_whole
+from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import RULES, Clock, Progress, Reference, needs_noise_scale, parse_reference
+from adaptive_batch.estimate import parse_devices
+from adaptive_batch.memory import check_device_memory, parse_size
+from adaptive_batch.schedules import (
+    RULES,
+    Clock,
+    Progress,
+    Reference,
+    check_increment,
+    check_schedule,
+    needs_noise_scale,
+    parse_reference,
+)
 
-from .components import load_increment, load_schedule
-from .estimate_settings import EstimateSettings
-from .keys import auto_or_whole, check_key_names, choice, switch, whole
-from .probe_settings import ProbeSettings
-from .validation_settings import ValidationSettings
+from .checks import check_before_reading, check_together
+from .keys import (
+    TORCHTUNE_KEYS,
+    Resume,
+    auto_or_whole,
+    block,
+    check_names,
+    checked,
+    function,
+    key,
+    keys_of,
+    names_of_keys,
+    one_of,
+    read_keys,
+    table,
+)
 
-TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
+SEARCHES = ("predict", "binary", "halve")
+
+
+def _length(name: str, value: Any) -> int | str:
+    if not isinstance(value, str):
+        return check_whole(name, value)
+    if value not in ("longest", "max_seq_len"):
+        raise SettingError(name, value, "give longest, max_seq_len or a number of tokens")
+    return value
+
+
+def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise SettingError(name, value, "give a list of lengths, such as [512, 1024, 2048]")
+    if twice := next((length for number, length in enumerate(value) if length in value[:number]), None):
+        raise SettingError(name, value, f"{twice} is there twice; leave one out")
+    return tuple(_length(name, length) for length in value)
+
+
+def _devices(name: str, value: Any) -> Any:
+    parse_devices(value, key=name)
+    return value
+
+
+def _context(name: str, value: Any) -> int:
+    if value == 0 and not isinstance(value, bool):
+        return 0
+    try:
+        return parse_size("" if isinstance(value, float) else value, total_bytes=0)  # a share would be of nothing
+    except ValueError:
+        raise SettingError(name, value, 'give a size such as "600MiB", or a whole number of bytes') from None
+
+
+def _reference(name: str, value: Any) -> Reference:
+    try:
+        return parse_reference(value)
+    except ValueError as error:
+        raise SettingError(name, value, str(error)) from None
+
+
+def _number_of_batches(name: str, value: Any) -> int | None:
+    return None if value == -1 else check_whole(name, value)  # torchtune's later recipes write all so
+
+
+def _clock(name: str, value: Any) -> Clock:
+    return Clock.from_config(value)
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """The `probe` block."""
+
+    search: str = key(
+        one_of(*SEARCHES),
+        "`predict`: chooses each next size so that it fits by what the peaks have shown. `binary`: bisection of 1 to `maximum`. "
+        "`halve`: `maximum`, then half of it, until one fits",
+        default="predict",
+    )
+    device_memory: int | float | str | None = key(
+        checked(check_device_memory),
+        "what training may use: null = what is free now plus what this process holds; a size such as `12GiB`; or a share of the "
+        "device such as `0.9`",
+        default=None,
+    )
+    headroom: float = key(
+        checked(check_share), "share of that which is left free, at least 0 and below 1", default=0.05
+    )
+    sequence_length: int | str = key(
+        _length,
+        "`longest`: the longest real rows of the dataset; `max_seq_len`: rows as long as the tokenizer cuts them; or a number of "
+        "tokens. With less than the longest, longer rows may not fit, which is logged",
+        default="longest",
+    )
+    sequence_lengths: tuple[int | str, ...] = key(
+        _lengths,
+        "for `adaptive_probe`: a list, each length once; one search for each, and none for `probe.sequence_length`",
+        default=(),
+        shown="none",
+    )
+    round_to_power_of_two: bool = key(
+        check_bool, "train with the power of two at or below the bound; it is tried too", default=True
+    )
+    maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
+    trial_timeout: int = key(
+        check_whole,
+        "several ranks: seconds after which a trial that does not end ends the run on all of them",
+        default=600,
+    )
+    assumed_maximum: int | None = key(
+        check_whole, "for `preview`, which tries nothing: rows that fit", default=None, needs=("preview",)
+    )
+    cache: bool = key(
+        check_bool,
+        "a bound in `{output_dir}/adaptive_batch/probe.json` that depends on the same things is tried once, and believed if it "
+        "fits; a search starts from a curve of the same step that was planned or counted before",
+        default=True,
+    )
+
+
+@dataclass(frozen=True)
+class EstimateSettings:
+    """The `estimate` block, for ``adaptive_estimate``."""
+
+    devices: object = key(
+        _devices,
+        "for `adaptive_estimate`, which needs it: devices that are not here: a size such as `80GiB`, a name such as `H100`, or a "
+        "list of them. See [estimate.md](estimate.md)",
+        default=None,
+    )
+    sequence_lengths: tuple[int | str, ...] = key(
+        _lengths, "a list of lengths, each as `probe.sequence_length`; null: that one alone", default=(), shown="null"
+    )
+    world_size: int = key(check_whole, "ranks that share the model", default=1)
+    changes: bool = key(check_bool, "also estimate what single changes of the configuration would bring", default=True)
+    headroom: float | None = key(
+        checked(check_share), "share of the memory that is left free; null: `probe.headroom`", default=None
+    )
+    context: int | None = key(
+        _context,
+        "memory of the CUDA context, outside the allocator, in bytes or as a size such as `600MiB`; null: 0.70 GiB, and nothing if "
+        "`device` is `cpu`",
+        default=None,
+    )
+
+    def lengths_of(self, probe: ProbeSettings) -> tuple[str, tuple[int | str, ...]]:
+        """Return the key that gives the lengths, and the lengths."""
+        if self.sequence_lengths:
+            return "estimate.sequence_lengths", self.sequence_lengths
+        return "probe.sequence_length", (probe.sequence_length,)
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """Validation during training, as several keys give it together.
+
+    Attributes:
+        every_n_steps: validate after each so many optimizer steps.
+        batch_size: rows of a validation batch.
+        fits_itself: run as many rows at once as fit (``batch_size_val: auto``).
+        max_batches: validate on the first so many batches; None for all.
+    """
+
+    every_n_steps: int
+    batch_size: int
+    fits_itself: bool
+    max_batches: int | None
+
+    def rows_of(self, rows: int, *, ranks: int = 1) -> int:
+        """Return how many of the `rows` of a dataset are validated on: its first; `ranks` run a batch each at a time."""
+        return rows if self.max_batches is None else min(rows, self.max_batches * self.batch_size * ranks)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the batch depends on.
+    """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning."""
 
-    Attributes:
-        batch_size: rows of one micro-batch, as configured; rows of a step where it is `gradient_accumulation_steps` of these.
-        gradient_accumulation_steps: `batch_size` times this is a step.
-        epochs: how often the dataset is gone through.
-        max_steps_per_epoch: optimizer steps after which an epoch ends; None for none.
-        use_maximum_batch_size: set `batch_size` to what the probe finds.
-        batch_increase_function: rows to add at the start of each epoch; None for none.
-        batch_size_schedule: rows of a step on one device (tokens, with `batch_tokens`) as a function of progress; None for none.
-        grow_beyond_maximum: a batch that grows may pass what fits at once.
-        plan_only: show the plan and stop before weights load.
-        micro_batch_size: rows at once: a number, ``auto``, or None for `batch_size`.
-        micro_batch_tokens: padded tokens at once: a number, ``auto``, or None.
-        batch_tokens: real tokens of a step, in place of a number of rows; None for rows.
-        sample_order: ``dataloader``, ``random`` or ``seqlen``.
-        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
-        min_rows_per_batch, max_rows_per_batch: of a step by tokens.
-        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
-        uniform_micro_batches: what all micro-batches of a step have in common: ``rows``, ``lengths``, ``both`` or None.
-        pad_to_multiple_of: padded lengths are rounded up to a multiple of it; 1 does nothing.
-        drop_last: whether the last, short step of an epoch is dropped; follows `adaptive` where the key is absent.
-        lr_scaling: ``none``, ``linear`` or ``sqrt``.
-        reference_batch_size: the global batch that the configured rate belongs to; None for the configured one.
-        lr_clock: what the learning rate's schedule counts.
-        log_gradient_noise_scale: measure it and log it.
-        on_out_of_memory: ``shrink`` or ``raise``.
-        optimizer_in_bwd: step each parameter inside the backward pass.
-        sync_gradients_every_micro_batch: with several ranks, reduce gradients after each micro-batch, and not the last alone.
-        validation: None for none.
-        save_every_n_steps: optimizer steps from one resume point to the next; None for none.
-        keep_last_n_checkpoints: resume points that are kept; None for all.
-        saves_asynchronously: write resume points while training goes on.
-        resume_allow_changes: keys that may differ from the checkpoint's.
-        probe: the `probe` block.
-        estimate: the `estimate` block.
-    """
-
-    batch_size: int
-    gradient_accumulation_steps: int
-    epochs: int
-    max_steps_per_epoch: int | None
-    use_maximum_batch_size: bool
-    batch_increase_function: Callable[[int, int], int] | None
-    batch_size_schedule: Callable[[Progress], int] | None
-    grow_beyond_maximum: bool
-    plan_only: bool
-    micro_batch_size: int | str | None
-    micro_batch_tokens: int | str | None
-    batch_tokens: int | None
-    sample_order: str
-    sample_window: int | None
-    min_rows_per_batch: int
-    max_rows_per_batch: int | None
-    long_rows: str
-    uniform_micro_batches: str | None
-    pad_to_multiple_of: int
-    drop_last: bool
-    lr_scaling: str
-    reference_batch_size: Reference | None
-    lr_clock: Clock
-    log_gradient_noise_scale: bool
-    on_out_of_memory: str
-    optimizer_in_bwd: bool
-    sync_gradients_every_micro_batch: bool
-    validation: ValidationSettings | None
-    save_every_n_steps: int | None
-    keep_last_n_checkpoints: int | None
-    saves_asynchronously: bool
-    resume_allow_changes: tuple[str, ...]
-    probe: ProbeSettings
-    estimate: EstimateSettings
+    batch_size: int = key(check_whole)
+    gradient_accumulation_steps: int = key(check_whole)
+    epochs: int = key(check_whole)
+    max_steps_per_epoch: int | None = key(check_whole, default=None)
+    optimizer_in_bwd: bool = key(check_bool, default=False)
+    use_maximum_batch_size: bool = key(
+        check_bool,
+        "`True`: search, then set `batch_size` to the bound (see `probe.round_to_power_of_two`), at most the rows of an epoch; "
+        "`gradient_accumulation_steps` stays",
+        default=False,
+        resume="report",
+    )
+    batch_increase_function: Callable[[int, int], int] | None = key(
+        function(check_increment),
+        "dotted path of `f(epoch, batch_size) -> int`, or a block with `_component_` that builds one: rows to add to `batch_size` "
+        "at the start of each epoch. What goes beyond the bound is cut to it and logged. See [below](#growth-functions)",
+        default=None,
+        resume="refuse",
+    )
+    batch_size_schedule: Callable[[Progress], int] | None = key(
+        function(check_schedule),
+        "dotted path of `rule(progress) -> int`, or a block with `_component_` that builds one: rows of a step on one device during "
+        "training; with `batch_tokens`, real tokens. It needs `gradient_accumulation_steps: 1` and no `batch_increase_function`. "
+        "See [below](#schedules-of-the-batch)",
+        default=None,
+        resume="refuse",
+        fills_steps=True,
+    )
+    grow_beyond_maximum: bool = key(
+        check_bool,
+        "`True`: the batch that either of these asks for may pass the bound; the step then runs as more micro-batches. `False`: it "
+        "is cut to the bound, which is logged",
+        default=False,
+        resume="report",
+        needs=("batch_increase_function", "batch_size_schedule"),
+    )
+    preview: bool = key(
+        check_bool,
+        "`True`: print what training will do and stop before weights load. The bound is that of an earlier search in `output_dir`, "
+        "or `probe.assumed_maximum`",
+        default=False,
+    )
+    micro_batch_size: int | str | None = key(
+        auto_or_whole,
+        "rows at once: null = `batch_size`; `auto` = as many as fit, the bound unrounded; or a number. The rows of a step run as "
+        "as few micro-batches as that allows; a `batch_size` above the bound is then no error",
+        default=None,
+        resume="report",
+    )
+    micro_batch_tokens: int | str | None = key(
+        auto_or_whole,
+        "padded tokens at once: `auto` = the bound times the probed length; or a number, at least the longest row. The rows of a "
+        "step are grouped by length, so that there are as few micro-batches as can be and, of these, the least padding. Not "
+        "together with `micro_batch_size`, and not for rows with images, which tokens do not measure",
+        default=None,
+        resume="report",
+    )
+    batch_tokens: int | None = key(
+        check_whole,
+        "a step holds as many rows as fit into so many real tokens, instead of `batch_size` rows. Sets `micro_batch_tokens: auto` "
+        "unless either micro key is set. Not together with a key that changes `batch_size`",
+        default=None,
+        resume="epoch",
+    )
+    sample_order: str = key(
+        one_of(*ORDERS),
+        "`dataloader`: torchtune's order; `random`: shuffled again each epoch; `seqlen`: short to long",
+        default="dataloader",
+        resume="epoch",
+    )
+    sample_window: int | None = key(
+        check_whole,
+        "with `seqlen`: shuffle first and sort only within each so many rows, so that epochs differ in more than rows of equal length",
+        default=None,
+        resume="epoch",
+        needs=("sample_order=seqlen",),
+    )
+    min_rows_per_batch: int = key(
+        check_whole,
+        "least rows of a step by `batch_tokens`. A step that would have too few waits: rows that do not fit come later, and later "
+        "ones that do are taken first. Only rows for which the whole epoch has no partner are in smaller steps",
+        default=1,
+        resume="epoch",
+        needs=("batch_tokens",),
+    )
+    max_rows_per_batch: int | None = key(
+        check_whole, "most rows of a step by `batch_tokens`", default=None, resume="epoch", needs=("batch_tokens",)
+    )
+    long_rows: str = key(
+        one_of(*LONG_ROWS),
+        "a row above `batch_tokens`: `error`; `drop` (listed in `run.jsonl`); `alone`: a step of its own",
+        default="error",
+        resume="epoch",
+        needs=("batch_tokens",),
+    )
+    uniform_micro_batches: str | None = key(
+        one_of(*UNIFORM),
+        "all micro-batches of a step alike, for pipelines and compiled graphs: `rows`: as many rows; `lengths`: padded to one "
+        "length; `both`",
+        default=None,
+        resume="report",
+        fills_steps=True,
+    )
+    pad_to_multiple_of: int = key(
+        check_whole,
+        "padded lengths are rounded up, never beyond what the model takes, so that there are fewer shapes to compile",
+        default=1,
+        shown="null",
+        resume="report",
+    )
+    on_out_of_memory: str = key(
+        one_of("shrink", "raise"),
+        "`shrink`: the step is replayed with half of what was run at once; `raise`. With the optimizer in backward the default is "
+        "`raise`, and `shrink` is refused: a step that failed has changed weights already",
+        default="shrink",
+    )
+    sync_gradients_every_micro_batch: bool = key(
+        check_bool,
+        "several ranks: `True` reduces gradients after each micro-batch; `False` keeps them unsharded until the last of a step: "
+        "less traffic, and as much more memory as all gradients less a rank's part of them. The probe measures the one that is set",
+        default=True,
+    )
+    lr_scaling: str = key(
+        one_of(*RULES),
+        "`linear` or `sqrt`: the rate is multiplied by (batch / reference) or its square root, by the global batch that is really "
+        "stepped",
+        default="none",
+    )
+    reference_batch_size: Reference | None = key(
+        _reference,
+        "the global batch that the configured `lr` belongs to: a number of rows, or tokens as in `8192tok`. Default: the "
+        "configured `batch_size` x `gradient_accumulation_steps` x ranks, before any probe",
+        default=None,
+        shown="configured",
+        resume="report",
+        needs=("lr_scaling=linear", "lr_scaling=sqrt"),
+    )
+    dataset_val: Any = key(
+        checked(lambda name, value: None),  # checked together with run_val_every_n_steps
+        "a dataset block, or a list of them, to validate on",
+        default=None,
+        needs=("run_val_every_n_steps",),
+    )
+    run_val_every_n_steps: int | None = key(
+        check_whole, "validate after each so many optimizer steps; logs `val_loss`", default=None
+    )
+    batch_size_val: int | str | None = key(
+        auto_or_whole,
+        "rows at once in validation, and what `max_validation_batches` counts; `auto`: as many as fit, found for validation alone, "
+        "counted in `batch_size` rows. Running out of memory in validation lowers this, never training's, whatever "
+        "`on_out_of_memory` is",
+        default=None,
+        shown="`batch_size`",
+        needs=("run_val_every_n_steps",),
+    )
+    max_validation_batches: int | None = key(
+        _number_of_batches,
+        "validate on the first so many batches; null or -1: on all",
+        default=None,
+        needs=("run_val_every_n_steps",),
+    )
+    drop_last: bool = key(
+        check_bool,
+        "whether the last, short step of an epoch is dropped (`True`) or trained (`False`)",
+        default=True,
+        shown="see below",
+        resume="report",
+    )
+    lr_clock: Clock = key(
+        _clock,
+        "what warm-up and decay of `lr_scheduler` count: `samples`, `tokens` or `steps`; or one for each, as in "
+        "`{warmup: steps, decay: tokens}`. See below",
+        default=Clock(),
+        shown="`samples`",
+        resume="refuse",
+        needs=("lr_scheduler",),
+    )
+    log_gradient_noise_scale: bool = key(
+        check_bool,
+        "`True`: measure the gradient noise scale from the micro-batches of each step and log it. Takes steps of two "
+        "micro-batches or more",
+        default=False,
+    )
+    save_every_n_steps: int | None = key(check_whole, "optimizer steps from one resume point to the next", default=None)
+    keep_last_n_checkpoints: int | None = key(
+        check_whole,
+        "resume points that are kept; older ones go when a newer one is whole. null: all. Epoch checkpoints stay",
+        default=None,
+        needs=("save_every_n_steps",),
+    )
+    enable_async_checkpointing: bool = key(
+        check_bool,
+        "`True`: a resume point is copied to the host, and written while training continues",
+        default=False,
+        needs=("save_every_n_steps",),
+    )
+    resume_allow_changes: tuple[str, ...] = key(
+        names_of_keys,
+        "names of keys that may differ from the checkpoint's, as in `[dataset]`. See below",
+        default=(),
+        shown="none",
+        needs=("resume_from_checkpoint",),
+    )
+    probe: ProbeSettings = key(
+        block(ProbeSettings),
+        "how the bound is searched for",
+        default=ProbeSettings(),
+        shown="block",
+    )
+    estimate: EstimateSettings = key(
+        block(EstimateSettings),
+        "devices that are not here, and what is estimated for them",
+        default=EstimateSettings(),
+        shown="block",
+    )
 
     @property
     def step_rows(self) -> int:
@@ -107,7 +427,7 @@ class Settings:
 
     @property
     def grows(self) -> bool:
-        """Whether a rule says how the batch changes during training."""
+        """Whether a rule changes the batch during training."""
         return self.batch_increase_function is not None or self.batch_size_schedule is not None
 
     @property
@@ -118,7 +438,7 @@ class Settings:
 
     @property
     def restores_random_state(self) -> bool:
-        """Whether a resumed run goes on with the random numbers of the saved one; torchtune's recipe seeds anew."""
+        """Whether a resumed run continues with the random numbers of the saved one; torchtune's recipe seeds again."""
         return self.adaptive or self.save_every_n_steps is not None
 
     @property
@@ -144,6 +464,15 @@ class Settings:
             or any((self.micro_batch_size, self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
         )
 
+    @property
+    def validation(self) -> ValidationSettings | None:
+        """The keys of validation; None where there is none."""
+        if self.run_val_every_n_steps is None:
+            return None
+        size = self.batch_size_val
+        rows = size if isinstance(size, int) else self.batch_size
+        return ValidationSettings(self.run_val_every_n_steps, rows, size == "auto", self.max_validation_batches)
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
         """Read and check a whole recipe configuration, as plain dicts and lists.
@@ -151,180 +480,56 @@ class Settings:
         Raises:
             SettingError: a key that is nearly one of ours, or a value that cannot be used.
         """
-        if config.get("batch_increase_function") is not None and config.get("batch_size_schedule") is not None:
-            raise SettingError(
-                "batch_size_schedule",
-                config["batch_size_schedule"],
-                "batch_increase_function is set too; both say how the batch grows, so remove one",
-            )
-        check_key_names(config)
-        schedule = config.get("batch_size_schedule")
-        if schedule is not None:
-            schedule = load_schedule(schedule, key="batch_size_schedule")
-        for key in ("batch_size", "gradient_accumulation_steps", "epochs"):
-            check_whole(key, config.get(key))
-        function = config.get("batch_increase_function")
-        if function is not None:
-            function = load_increment(function, key="batch_increase_function")
-        in_backward = switch(config, "optimizer_in_bwd", default=False)
-        micro_rows, micro_tokens = (auto_or_whole(config, f"micro_batch_{unit}") for unit in ("size", "tokens"))
-        by_tokens = whole(config, "batch_tokens")
-        if by_tokens and micro_rows is None and micro_tokens is None:
-            micro_tokens = "auto"  # what a batch by tokens means says nothing of what fits
-        settings = cls(
-            batch_size=config["batch_size"],
-            gradient_accumulation_steps=config["gradient_accumulation_steps"],
-            epochs=config["epochs"],
-            max_steps_per_epoch=whole(config, "max_steps_per_epoch"),
-            use_maximum_batch_size=switch(config, "use_maximum_batch_size", default=False),
-            batch_increase_function=function,
-            batch_size_schedule=schedule,
-            grow_beyond_maximum=switch(config, "grow_beyond_maximum", default=False),
-            plan_only=switch(config, "plan_only", default=False),
-            micro_batch_size=micro_rows,
-            micro_batch_tokens=micro_tokens,
-            batch_tokens=by_tokens,
-            sample_order=choice(config, "sample_order", ORDERS, default="dataloader"),
-            sample_window=whole(config, "sample_window"),
-            min_rows_per_batch=whole(config, "min_rows_per_batch") or 1,
-            max_rows_per_batch=whole(config, "max_rows_per_batch"),
-            long_rows=choice(config, "long_rows", LONG_ROWS, default="error"),
-            uniform_micro_batches=choice(config, "uniform_micro_batches", UNIFORM, default="") or None,
-            pad_to_multiple_of=whole(config, "pad_to_multiple_of") or 1,
-            drop_last=True,
-            lr_scaling=choice(config, "lr_scaling", RULES, default="none"),
-            reference_batch_size=_reference(config.get("reference_batch_size")),
-            lr_clock=Clock.from_config(config.get("lr_clock")),
-            log_gradient_noise_scale=switch(config, "log_gradient_noise_scale", default=False),
-            on_out_of_memory=choice(
-                config, "on_out_of_memory", ("shrink", "raise"), default="raise" if in_backward else "shrink"
-            ),
-            optimizer_in_bwd=in_backward,
-            sync_gradients_every_micro_batch=switch(config, "sync_gradients_every_micro_batch", default=True),
-            validation=ValidationSettings.from_config(config),
-            save_every_n_steps=whole(config, "save_every_n_steps"),
-            keep_last_n_checkpoints=whole(config, "keep_last_n_checkpoints"),
-            saves_asynchronously=switch(config, "enable_async_checkpointing", default=False),
-            resume_allow_changes=_names_of_keys(config, "resume_allow_changes"),
-            probe=ProbeSettings.from_config(config.get("probe")),
-            estimate=EstimateSettings.from_config(config.get("estimate")),
-        )
-        settings._check_batches(config)
-        settings._check_schedule(config)
-        settings._check_optimizer_in_backward(config)
-        if "left_pad_sequence" in str(config.get("collate_fn") or ""):
-            raise SettingError(
-                "collate_fn",
-                config["collate_fn"],
-                "left padding is for inference; torchtune.data.padded_collate_sft would do",
-            )
-        drop_last = switch(config, "drop_last", default=not settings.adaptive)
-        return replace(settings, drop_last=drop_last)
-
-    def _check_batches(self, config: Mapping[str, Any]) -> None:
-        if self.micro_batch_size is not None and self.micro_batch_tokens is not None:
-            raise SettingError(
-                "micro_batch_tokens",
-                self.micro_batch_tokens,
-                f"micro_batch_size={self.micro_batch_size} is set too; both say what is run at once, so remove one",
-            )
-        if self.batch_tokens and self.batch_changes:
-            key = "use_maximum_batch_size" if self.use_maximum_batch_size else "batch_increase_function"
-            raise SettingError(
-                "batch_tokens",
-                self.batch_tokens,
-                f"a step holds tokens, and {key} sets its rows; remove one (what fits is found with batch_tokens alone, too)",
-            )
-        if self.max_rows_per_batch is not None and self.min_rows_per_batch > self.max_rows_per_batch:
-            raise SettingError(
-                "min_rows_per_batch",
-                self.min_rows_per_batch,
-                f"max_rows_per_batch is {self.max_rows_per_batch}; give that or less",
-            )
-        size = self.micro_batch_size
-        changes = self.batch_changes or self.grows or bool(self.batch_tokens)
-        rows_alike = self.uniform_micro_batches in ("rows", "both") and not changes
-        splits = isinstance(size, int) and 1 < size < self.step_rows
-        if rows_alike and splits and largest_divisor(self.step_rows, at_most=int(size or 1)) == 1:
-            raise SettingError(
-                "uniform_micro_batches",
-                self.uniform_micro_batches,
-                f"the {self.step_rows} rows of a step divide into equal micro-batches of up to {size} only one by one; "
-                "change batch_size or micro_batch_size so that one divides the other",
-            )
-
-    def _check_schedule(self, config: Mapping[str, Any]) -> None:
-        rule = self.batch_size_schedule
-        if rule is not None and self.gradient_accumulation_steps > 1:
-            raise SettingError(
-                "gradient_accumulation_steps",
-                self.gradient_accumulation_steps,
-                "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1",
-            )
-        if rule is not None and self.batch_tokens and needs_noise_scale(rule):
-            raise SettingError(
-                "batch_tokens",
-                self.batch_tokens,
-                "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule",
-            )
-        if self.lr_clock.warmup != self.lr_clock.decay and config.get("lr_scheduler") is not None:
-            steps = config["lr_scheduler"].get("num_warmup_steps")
-            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-                raise SettingError(
-                    "lr_clock",
-                    config["lr_clock"],
-                    "a warm-up of its own unit needs a scheduler with num_warmup_steps, such as "
-                    "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
-                )
-
-    def _check_optimizer_in_backward(self, config: Mapping[str, Any]) -> None:
-        if not self.optimizer_in_bwd:
-            return
-        nothing_accumulates = "with the optimizer in backward each micro-batch is stepped as it comes, so a step is one"
-        off = "or set optimizer_in_bwd=False"
-        if self.gradient_accumulation_steps > 1:
-            raise SettingError(
-                "gradient_accumulation_steps",
-                self.gradient_accumulation_steps,
-                f"{nothing_accumulates}; set it to 1, {off}",
-            )
-        if config.get("clip_grad_norm") is not None:
-            raise SettingError(
-                "clip_grad_norm",
-                config["clip_grad_norm"],
-                f"with the optimizer in backward there is never a whole gradient; set it to null, {off}",
-            )
-        if self.on_out_of_memory == "shrink":
-            raise SettingError(
-                "on_out_of_memory",
-                "shrink",
-                "with the optimizer in backward a step that failed has changed some weights already, and cannot be replayed; "
-                f"give raise, {off}",
-            )
-        if self.measures_noise:
-            key = "log_gradient_noise_scale" if self.log_gradient_noise_scale else "batch_size_schedule"
-            remedy = "with the optimizer in backward there is no gradient left to measure; remove it"
-            raise SettingError(key, config[key], f"{remedy}, {off}")
-        for key in (*TOKEN_KEYS, "uniform_micro_batches", "grow_beyond_maximum"):
-            if config.get(key):
-                raise SettingError(key, config[key], f"{nothing_accumulates}; remove it, {off}")
-        size = self.micro_batch_size
-        if isinstance(size, int) and (size < self.batch_size or self.batch_changes or self.grows):
-            raise SettingError("micro_batch_size", size, f"{nothing_accumulates}; remove it, {off}")
+        check_before_reading(config)
+        check_names(OURS, config)
+        values = read_keys(cls, config)
+        if values.get("batch_tokens") and not values.keys() & {"micro_batch_size", "micro_batch_tokens"}:
+            values["micro_batch_tokens"] = "auto"  # the tokens of a step do not tell what fits at once
+        if values.get("optimizer_in_bwd"):
+            values.setdefault("on_out_of_memory", "raise")
+        settings = cls(**values)
+        if "drop_last" not in values:
+            settings = replace(settings, drop_last=not settings.adaptive)
+        check_together(settings, config)
+        return settings
 
 
-def _reference(value: object) -> Reference | None:
-    if value is None:
-        return None
-    try:
-        return parse_reference(value)
-    except ValueError as error:
-        raise SettingError("reference_batch_size", value, str(error)) from None
+OURS = tuple(name for name in keys_of(Settings) if name not in TORCHTUNE_KEYS)
+RESUME: Mapping[str, Resume] = {**{name: each.resume for name, each in keys_of(Settings).items()}, **TORCHTUNE_KEYS}
+# Keys that, with `batch_tokens`, decide which rows a step holds.
+FILLS_STEPS = tuple(name for name, each in keys_of(Settings).items() if each.fills_steps)
 
 
-def _names_of_keys(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    value = config.get(key)
-    names = [value] if isinstance(value, str) else ([] if value is None else value)
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise SettingError(key, value, "give the names of keys, such as [dataset]")
-    return tuple(names)
+def reference_tables() -> dict[str, str]:
+    """Return the tables of docs/configuration.md, each by the name that its two markers there have."""
+
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in names)
+
+    refused, rows = (listed(name for name in RESUME if RESUME[name] == policy) for policy in ("refuse", "epoch"))
+    by_tokens = listed(name for name in FILLS_STEPS if RESUME[name] != "refuse")
+    return {
+        "keys": table(Settings),
+        "probe": table(ProbeSettings, prefix="probe."),
+        "estimate": table(EstimateSettings, prefix="estimate."),
+        "resume": "\n".join(
+            [
+                "| another than the checkpoint's | |",
+                "|---|---|",
+                f"| {refused} | refused with both values, unless `resume_allow_changes` lists the key |",
+                f"| within an epoch also {rows}; with `batch_tokens` {by_tokens} | the same |",
+                "| optimizer, `optimizer_in_bwd` | refused |",
+                "| everything else that results depend on, epochs and batch size among it | logged |",
+                "| settings of the optimizer, `seed`, `max_steps_per_epoch` | the checkpoint's are kept, which is logged |",
+            ]
+        ),
+    }
+
+
+def write_reference(page: Path) -> None:
+    """Rewrite the tables of a page of the documentation; each is between ``<!-- NAME: ... -->`` and ``<!-- end -->``."""
+    text = page.read_text(encoding="utf-8")
+    for name, rows in reference_tables().items():
+        begin = text.index("-->", text.index(f"<!-- {name}: ")) + len("-->")
+        text = f"{text[:begin]}\n\n{rows}\n\n{text[text.index('<!-- end -->', begin) :]}"
+    page.write_text(text, encoding="utf-8")

@@ -1,0 +1,71 @@
+"""The configurations that come with the package: found by name, listed, copied.
+
+In a wheel they are in ``adaptive_batch/configs``; in a checkout, and so in an editable install, in ``configs`` next to
+the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from pathlib import Path
+
+from adaptive_batch.errors import SettingError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def _folder() -> Path:
+    """Return where the shipped configurations are in this installation."""
+    in_wheel = _PACKAGE / "configs"
+    return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / "configs"
+
+
+def config_path(name: str) -> Path | None:
+    """Return the file of a shipped configuration, or None where there is none of that name.
+
+    Args:
+        name: the file's name without ``.yaml``, as ``demo_cpu``.
+    """
+    return {path.stem: path for path in _folder().glob("*.yaml")}.get(name)
+
+
+def shipped_configs() -> list[tuple[str, str]]:
+    """Return (name, one line that says what it is) of every shipped configuration, sorted by name."""
+    configs = []
+    for path in sorted(_folder().glob("*.yaml")):
+        first_line = path.read_text(encoding="utf-8").partition("\n")[0]
+        configs.append((path.stem, first_line.removeprefix("#").strip()))
+    return configs
+
+
+def copy_config(name: str, destination: str | Path) -> Path:
+    """Copy a shipped configuration to where it can be edited; an existing file is never overwritten.
+
+    Args:
+        name: which configuration.
+        destination: a folder that is there, or the path of the new file.
+
+    Returns:
+        The path of the copy.
+
+    Raises:
+        SettingError: there is no configuration of that name, or the destination is there already, or its folder is not.
+    """
+    source = config_path(name)
+    if source is None:
+        names = [known for known, _ in shipped_configs()]
+        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5) or names
+        raise SettingError("NAME", name, f"no such configuration is shipped; near it: {', '.join(near)}")
+    target = Path(destination)
+    if target.is_dir():
+        target = target / source.name
+    try:
+        # Mode "x" looks and makes in one act: two copies at once cannot overwrite each other.
+        with source.open("rb") as original, target.open("xb") as copy:
+            shutil.copyfileobj(original, copy)
+    except FileExistsError:
+        raise SettingError("DEST", str(target), "is there already, and is not overwritten; give another name") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise SettingError("DEST", str(target), f"there is no folder {target.parent}; make it first") from None
+    return target

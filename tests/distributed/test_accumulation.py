@@ -1,0 +1,266 @@
+"""A step over several ranks leaves the gradients that one device has of all rows, whichever rank has which rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_on_ranks
+from support.sharded_model import (
+    Decoder,
+    accumulator,
+    by_hand,
+    collate,
+    divided,
+    make_rows,
+    norm_of,
+    relative_error,
+    twin,
+    whole_gradients,
+    whole_parameters,
+)
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.training import Evaluator
+
+CLOSE = 1e-10
+CAPACITIES = {"rows": MicroBatchLimit(2), "tokens": MicroBatchLimit(18, "tokens")}
+LENGTHS = (9, 7, 9, 4, 6, 9, 8, 2, 5, 3)
+
+# For two ranks and for four: the rows of each rank, and which of them have no label at all.
+DEALS: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[int, ...]]] = {
+    "even": (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)), ()),
+    "uneven": (((0, 1, 2, 3, 4, 5, 6), (7, 8)), ((0, 1, 2, 3, 4), (5, 6, 7), (8,), (9,)), ()),
+    "the last rank has no rows": (((0, 1, 2, 3, 4), ()), ((0, 1, 2), (3,), (4, 5), ()), ()),
+    "the first rank has no rows": (((), (0, 1, 2)), ((), (), (), (0, 1, 2)), ()),
+    "some rows have no label": (((0, 1, 2, 3), (4, 5, 6)), ((0, 1), (2, 3), (4, 5), (6,)), (1, 4)),
+    "a micro-batch has no label": (((0, 1, 2, 3, 4), (5, 6, 7)), ((0, 1, 2), (3, 4), (5,), (6,)), (0, 1, 2, 3)),
+    "one rank has no label": (((0, 1, 2), (3, 4)), ((0, 1), (2,), (3, 4), (5,)), (3, 4)),
+    "no row has a label": (((0, 1, 2), (3,)), ((0,), (1, 2), (3,), ()), tuple(range(10))),
+    "a single token": (((7, 9), (0,)), ((7,), (9,), (0,), ()), (7,)),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of running a step."""
+
+    syncs_every_micro_batch: bool
+    unit: str
+    reshards: bool
+    checkpointing: bool
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key}={value}" for key, value in vars(self).items())
+
+
+ALL_WAYS = [Way(*way) for way in itertools.product((True, False), CAPACITIES, (True, False), (True, False))]
+
+
+def ways(number: int) -> list[Way]:
+    """Four of them, the same for every fourth number: each pair of values, and all ways for four numbers in a row."""
+    reshards, checkpoints = divmod(number % 4, 2)
+    return [
+        Way(sync, unit, bool(reshards ^ sync ^ (unit == "rows")), bool(checkpoints ^ (unit == "rows")))
+        for sync in (True, False)
+        for unit in CAPACITIES
+    ]
+
+
+def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """The rows of each rank, and all of them."""
+    of_two, of_four, unlabelled = DEALS[deal]
+    rows = make_rows(LENGTHS, unlabelled=unlabelled)
+    numbers: Sequence[Sequence[int]] = {1: [sum(of_two, ())], 2: of_two, 4: of_four}[world_size]
+    return [[rows[number] for number in mine] for mine in numbers], [rows[n] for mine in numbers for n in mine]
+
+
+def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
+    """How far a step, clipped and stepped, is from the same by hand, in relative terms; what must be equal is 0 or 1."""
+    world_size, rank = distributed.world_size(), distributed.rank()
+    dealt, rows = _dealt(deal, world_size)
+    model = Decoder(checkpointing=way.checkpointing)
+    reference = twin(model)
+    divided(model, reshard_after_forward=way.reshards)
+    how: dict[str, Any] = {"capacity": CAPACITIES[way.unit], "syncs_every_micro_batch": way.syncs_every_micro_batch}
+    free = accumulator(model, **how)
+    most = max(1, *(free.num_micro_batches(mine) for mine in dealt))
+    expected, loss, label_tokens = by_hand(reference, rows)
+    norm = norm_of(expected)
+    found: dict[str, Any] = {}
+    for name, limit in (("gradients", None), ("clipped", 0.3 * norm + 1e-9)):
+        run = free if limit is None else accumulator(model, max_grad_norm=limit, sharding=free.sharding, **how)
+        result = run.run(dealt[rank], num_micro_batches=None if asks or world_size == 1 else most)
+        scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        found[name] = relative_error(whole_gradients(model), {k: v * scale for k, v in expected.items()})
+        if limit is not None:
+            found[f"{name}: norm"] = abs(float(result.grad_norm) - norm) / max(norm, 1e-300) if label_tokens else 0.0
+        found[f"{name}: loss"] = abs(result.loss - loss) / max(loss, 1e-300)
+        found[f"{name}: counts"] = (int(result.label_tokens), result.rows, result.tokens) != (
+            label_tokens,
+            len(rows),
+            sum(len(row["tokens"]) for row in rows),
+        )
+        found[f"{name}: micro-batches"] = world_size > 1 and result.micro_batches != (most if label_tokens else 0)
+        if name != "clipped":
+            model.zero_grad(set_to_none=True)
+    if label_tokens:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        optimizer.step()
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+        reference.zero_grad(set_to_none=True)
+        for name, parameter in reference.named_parameters():
+            parameter.grad = expected[name] * scale if name in expected else None
+        optimizer.step()
+        found["weights after a step"] = relative_error(whole_parameters(model), whole_parameters(reference))
+    else:
+        found["gradients of no label"] = any(parameter.grad is not None for parameter in model.parameters())
+    return found
+
+
+def steps_in_a_row(way: Way) -> float:
+    """Three deals after each other with one accumulator, as training has them: how far the weights are from those by hand."""
+    world_size, rank = distributed.world_size(), distributed.rank()
+    model = Decoder(checkpointing=way.checkpointing)
+    reference = twin(model)
+    divided(model, reshard_after_forward=way.reshards)
+    run = accumulator(
+        model, capacity=CAPACITIES[way.unit], syncs_every_micro_batch=way.syncs_every_micro_batch, max_grad_norm=0.5
+    )
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, reference)]
+    for deal in ("uneven", "the first rank has no rows", "some rows have no label", "no row has a label", "even"):
+        dealt, rows = _dealt(deal, world_size)
+        if not int(run.run(dealt[rank]).label_tokens):
+            continue
+        expected, *_ = by_hand(reference, rows)
+        scale = min(1.0, 0.5 / (norm_of(expected) + 1e-6))
+        reference.zero_grad(set_to_none=True)
+        for name, parameter in reference.named_parameters():
+            parameter.grad = expected[name] * scale if name in expected else None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return relative_error(whole_parameters(model), whole_parameters(reference))
+
+
+def noise_of(way: Way, deal: str) -> dict[str, Any]:
+    """What a step says of its noise, and the same by hand."""
+    world_size, rank = distributed.world_size(), distributed.rank()
+    dealt, rows = _dealt(deal, world_size)
+    model = Decoder()
+    reference = twin(model)
+    divided(model, reshard_after_forward=way.reshards)
+    run = accumulator(
+        model,
+        capacity=CAPACITIES[way.unit],
+        syncs_every_micro_batch=way.syncs_every_micro_batch,
+        max_grad_norm=0.1,
+        measures_noise=True,
+    )
+    sample = run.run(dealt[rank]).noise
+    first = [row for mine in dealt for row in mine[: CAPACITIES["rows"].amount]]
+    small, _, small_tokens = by_hand(reference, first)
+    small = {name: gradient.clone() for name, gradient in small.items()}
+    big, _, big_tokens = by_hand(reference, rows)
+    return {
+        "sample": sample and tuple(float(value) for value in vars(sample).values()),
+        "by hand": (small_tokens / big_tokens * len(rows), norm_of(small) ** 2, len(rows), norm_of(big) ** 2),
+    }
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def fillers_that_do_not_fit() -> list[str]:
+    """What all ranks raise where the last, which has no rows, runs out of memory in training and in evaluation."""
+    world_size, rank = distributed.world_size(), distributed.rank()
+    dealt, _ = _dealt("the last rank has no rows", world_size)
+    model = divided(Decoder())
+    run = accumulator(model, capacity=MicroBatchLimit(2))
+    evaluator = Evaluator(model, run, collate=collate, capacity=MicroBatchLimit(2), filler=lambda: make_rows([5])[0])
+    run.run(dealt[rank])
+    evaluator.run(dealt[rank])
+    model.burden = {"forward": out_of_memory} if rank == world_size - 1 else {}
+    said = []
+    for act in (lambda: run.run(dealt[rank]), lambda: evaluator.run(dealt[rank])):
+        try:
+            act()
+        except DoesNotFitError as error:
+            said.append(str(error))
+    return said
+
+
+def everything() -> dict[str, Any]:
+    """All facts of one rank. What gradients are multiplied by has torch's default type."""
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    try:
+        return _everything()
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_num_threads(threads)
+
+
+def _everything() -> dict[str, Any]:
+    world_size = distributed.world_size()
+    facts: dict[str, Any] = {"steps": {}, "in a row": {}, "noise": {}}
+    for number, deal in enumerate(DEALS):
+        for way in ways(number)[number % 4 :: 4] if world_size == 4 else ways(number):
+            facts["steps"][str(way), deal] = errors_of(way, deal, asks=bool(number % 2))
+    for way in ways(0)[: 1 if world_size == 4 else 4]:
+        facts["in a row"][str(way)] = steps_in_a_row(way)
+    for sync in (True, False):
+        for deal in ("uneven",) if world_size == 4 else ("uneven", "some rows have no label"):
+            facts["noise"][sync, deal] = noise_of(Way(sync, "rows", True, False), deal)
+    if world_size > 1:
+        facts["fillers"] = fillers_that_do_not_fit()
+    facts["noise by tokens"] = noise_of(Way(True, "tokens", True, False), "uneven")["sample"]
+    return facts
+
+
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"{n} ranks")
+def ranks(request):
+    if request.param == 1:
+        return [everything()]
+    return run_on_ranks(everything, request.param, timeout=300)
+
+
+def test_gradients_loss_and_norms_are_those_of_one_device(ranks):
+    wrong = {
+        (rank, *case): off
+        for rank, facts in enumerate(ranks)
+        for case, errors in facts["steps"].items()
+        if (off := {name: error for name, error in errors.items() if not error <= CLOSE})
+    }
+    assert wrong == {}
+    assert {len(facts["steps"]) for facts in ranks} == {len(DEALS) * (1 if len(ranks) == 4 else 4)}
+
+
+def test_steps_after_each_other_leave_the_weights_of_one_device(ranks):
+    assert [error for facts in ranks for error in facts["in a row"].values() if not error <= CLOSE] == []
+
+
+def test_the_noise_is_that_of_the_first_micro_batches_of_all_ranks(ranks):
+    for facts in ranks:
+        for case, noise in facts["noise"].items():
+            assert noise["sample"] == pytest.approx(noise["by hand"], rel=1e-9), case
+
+
+def test_rows_that_are_grouped_by_length_say_nothing_of_noise(ranks):
+    assert [facts["noise by tokens"] for facts in ranks] == [None] * len(ranks)
+
+
+def test_a_rank_without_rows_that_runs_out_of_memory_says_that_one_row_does_not_fit(ranks):
+    where = f"ran out of memory on rank {len(ranks) - 1}, alone in its micro-batch"
+    for facts in ranks[: len(ranks) if len(ranks) > 1 else 0]:  # one rank always has rows
+        training, evaluation = facts["fillers"]
+        assert training.startswith(f"one row of 3 tokens {where}")
+        assert evaluation.startswith(f"one row of 5 tokens {where}")

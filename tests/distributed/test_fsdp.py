@@ -1,0 +1,308 @@
+"""What FSDP2 does in a micro-batch, and that a rank which fails in one neither leaves the others waiting nor leaves a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.ranks import run_on_ranks
+from support.sharded_model import (
+    Decoder,
+    accumulator,
+    bits,
+    by_hand,
+    collate,
+    divided,
+    make_rows,
+    relative_error,
+    twin,
+    whole_gradients,
+)
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.training import MicroBatchRunner
+
+ROWS = make_rows((9, 7, 8, 6))
+PHASES = ("forward", "backward")
+
+
+class Broken(Exception):
+    """What a rank fails with."""
+
+
+def fail() -> None:
+    raise Broken
+
+
+def run_of(model: Decoder, **options: Any) -> MicroBatchRunner:
+    return accumulator(model, capacity=MicroBatchLimit(2), **options)
+
+
+def my_rows() -> list[dict[str, Any]]:
+    return ROWS[2 * distributed.rank() :][:2]
+
+
+def fails_in(run: MicroBatchRunner, model: Decoder, phase: str, *, is_last: bool = True) -> None:
+    """A micro-batch that fails half-way through the layers."""
+    model.burden = {phase: fail}
+    with pytest.raises(Broken):
+        run.rehearse(my_rows(), is_last=is_last)
+    model.burden = {}
+
+
+def local_gradients(model: Decoder) -> Any:
+    return bits({name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+# --- on two ranks -----------------------------------------------------------------------------------------------------
+
+
+def when_it_can_finish() -> dict[str, Any]:
+    model = divided(Decoder())
+    run = run_of(model, syncs_every_micro_batch=False)
+    sharding = run.sharding
+    found: dict[str, Any] = {"before anything": sharding.can_finish}
+    kinds = [[sharding.knows(is_last=is_last) for is_last in (False, True)]]
+    for phase in PHASES:
+        fails_in(run, model, phase)
+        found[f"first ever, {phase}"] = sharding.can_finish
+        sharding.reset()
+    run.rehearse(my_rows())
+    found["after one that went well"] = sharding.can_finish
+    kinds.append([sharding.knows(is_last=is_last) for is_last in (False, True)])
+    for phase in PHASES:
+        fails_in(run, model, phase)
+        found[f"known, {phase}"] = sharding.can_finish
+        sharding.reset()
+        sharding.finish()
+        found[f"finished, {phase}"] = sharding.can_finish
+        fails_in(run, model, phase, is_last=False)
+        found[f"another kind, {phase}"] = sharding.can_finish
+        sharding.reset()
+    run.rehearse(my_rows(), is_last=False)
+    kinds.append([sharding.knows(is_last=is_last) for is_last in (False, True)])
+    fails_in(run, model, "backward", is_last=False)
+    found["that kind, known"] = sharding.can_finish
+    sharding.reset()
+    group = next(iter(sharding._param_groups()))
+    group._all_gather_comm._comm, comm = FailingCollective(group._all_gather_comm._comm), group._all_gather_comm._comm
+    with pytest.raises(Broken):
+        run.rehearse(my_rows())
+    found["within a collective"] = sharding.can_finish
+    group._all_gather_comm._comm = comm
+    sharding.reset()
+    whole = divided(Decoder())
+    forbidden = accumulator(whole, capacity=MicroBatchLimit(2), sharding=Sharding(whole, finishes=False))
+    forbidden.rehearse(my_rows())
+    fails_in(forbidden, whole, "forward")
+    found["it must not"] = forbidden.sharding.can_finish
+    return {"can": found, "knows": kinds}
+
+
+class FailingCollective:
+    """In place of FSDP's own."""
+
+    def __init__(self, comm: Any) -> None:
+        self.allocate = comm.allocate
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        fail()
+
+
+def after_one_rank_failed(phase: str, *, reshard: bool, checkpointing: bool) -> dict[str, Any]:
+    """Rank one fails and finishes; then both run a step whose gradients are known."""
+    model = Decoder(checkpointing=checkpointing)
+    expected, *_ = by_hand(twin(model), ROWS)
+    divided(model, reshard_after_forward=reshard)
+    run = run_of(model)
+    run.run(my_rows())
+    undisturbed = local_gradients(model)
+    model.zero_grad(set_to_none=True)
+    calls = [len(calls) for calls in run.sharding._known.values()]
+    if distributed.rank() == 1:
+        fails_in(run, model, phase)
+        run.sharding.reset()
+        run.sharding.finish()
+    else:
+        run.rehearse(my_rows())
+    run.sharding.reset()
+    model.zero_grad(set_to_none=True)
+    run.run(my_rows())
+    same_bits = local_gradients(model) == undisturbed
+    return {
+        "error": relative_error(whole_gradients(model), expected),
+        "same bits": same_bits,
+        "calls": calls == [len(calls) for calls in run.sharding._known.values()],
+    }
+
+
+def standing_in() -> dict[str, Any]:
+    """Rank one stands in for whole micro-batches of each kind, and then both run a step."""
+    model = Decoder()
+    expected, *_ = by_hand(twin(model), ROWS)
+    divided(model)
+    run = run_of(model, syncs_every_micro_batch=False)
+    sharding = run.sharding
+    run.rehearse(my_rows(), is_last=False)
+    run.rehearse(my_rows())
+    run.evaluate(collate(my_rows()))
+    model.zero_grad(set_to_none=True)
+    if distributed.rank() == 1:
+        sharding.stand_in(is_last=False)
+        kept = sum(1 for _ in sharding.kept_gradients())
+        sharding.stand_in()
+        sharding.stand_in_for_evaluation()
+    else:
+        run.rehearse(my_rows(), is_last=False)
+        kept = sum(1 for _ in sharding.kept_gradients())
+        run.rehearse(my_rows())
+        run.evaluate(collate(my_rows()))
+    gradients = sum(parameter.grad is not None for parameter in model.parameters())
+    sharding.reset()
+    model.zero_grad(set_to_none=True)
+    run.run(my_rows())
+    return {"kept": kept, "gradients": gradients, "error": relative_error(whole_gradients(model), expected)}
+
+
+def what_is_kept() -> dict[str, Any]:
+    """The gradients between micro-batches that are not reduced."""
+    model = Decoder()
+    mine, _, labels = by_hand(twin(model), my_rows()[:1])
+    divided(model)
+    run = run_of(model, syncs_every_micro_batch=False)
+    trained = sum(gradient.numel() for gradient in mine.values())
+    with run.sharding.micro_batch(is_last=False):
+        run.forward_backward(collate(my_rows()[:1]))
+    kept = list(run.sharding.kept_gradients())
+    squares = sum(float(gradient.square().sum()) for gradient in kept)
+    expected = sum(float((gradient * labels).square().sum()) for gradient in mine.values())
+    found = {
+        "numel": (sum(gradient.numel() for gradient in kept), trained),
+        "squares": abs(squares - expected) / expected,
+        "reduced": sum(parameter.grad is not None for parameter in model.parameters()),
+    }
+    del kept
+    with run.sharding.micro_batch():
+        run.forward_backward(collate(my_rows()[1:]))
+    found["after the last"] = sum(1 for _ in run.sharding.kept_gradients())
+    with run.sharding.micro_batch(is_last=False):
+        run.forward_backward(collate(my_rows()[:1]))
+    run.sharding.reset()
+    found["after a reset"] = sum(1 for _ in run.sharding.kept_gradients())
+    return found
+
+
+class OldRoot:
+    """A root of a torch whose FSDPModule has no `reset_iter_state`."""
+
+    def __init__(self, root: Any) -> None:
+        self.set_requires_gradient_sync = root.set_requires_gradient_sync
+
+
+def after_resets(phase: str, *, reshard: bool, old: bool, is_last: bool) -> bool:
+    """Both ranks fail, reset and run a step: whether its gradients are those of ranks that never failed, bit by bit."""
+    model = divided(Decoder(), reshard_after_forward=reshard)
+    run = run_of(model, syncs_every_micro_batch=False)
+    rows = [*my_rows(), *my_rows(), *my_rows()]
+    run.run(rows)
+    undisturbed = local_gradients(model)
+    if old:
+        run.sharding._root = OldRoot(model)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        run.rehearse(my_rows(), is_last=False)
+        fails_in(run, model, phase, is_last=is_last)
+        run.sharding.reset()
+    model.zero_grad(set_to_none=True)
+    sharded = all(type(parameter.data).__name__ == "DTensor" for parameter in model.parameters())
+    run.run(rows)
+    return sharded and local_gradients(model) == undisturbed
+
+
+def everything() -> dict[str, Any]:
+    flags = (True, False)
+    return {
+        "can finish": when_it_can_finish(),
+        "one failed": {
+            (phase, reshard, checkpointing): after_one_rank_failed(phase, reshard=reshard, checkpointing=checkpointing)
+            for phase in PHASES
+            for reshard, checkpointing in ((True, True), (True, False), (False, False))
+        },
+        "standing in": standing_in(),
+        "kept": what_is_kept(),
+        "resets": {
+            (phase, reshard, old, is_last): after_resets(phase, reshard=reshard, old=old, is_last=is_last)
+            for phase in PHASES
+            for reshard in flags
+            for old in flags
+            for is_last in flags
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_on_ranks(everything, 2, timeout=240)
+
+
+def test_a_micro_batch_can_be_finished_once_one_of_its_kind_has_been_run(ranks):
+    for facts in ranks:
+        can = facts["can finish"]["can"]
+        assert {name for name, value in can.items() if value} == {
+            "known, forward",
+            "known, backward",
+            "that kind, known",
+        }
+        assert len(can) == 13
+        assert facts["can finish"]["knows"] == [[False, False], [False, True], [True, True]]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_fails_and_finishes_leaves_no_trace(ranks, phase):
+    for facts in ranks:
+        for case, found in facts["one failed"].items():
+            if case[0] == phase:
+                assert found["error"] <= 1e-7, case
+                assert found["same bits"], case
+                assert found["calls"], case
+
+
+def test_a_rank_that_stands_in_computes_nothing_and_keeps_the_others_going(ranks):
+    first, second = (facts["standing in"] for facts in ranks)
+    assert (first["kept"], first["gradients"]) == (13, 13)  # one for each trained parameter
+    assert (second["kept"], second["gradients"]) == (0, 0)
+    assert max(first["error"], second["error"]) <= 1e-7
+
+
+def test_gradients_that_are_not_reduced_are_kept_whole_until_the_last_micro_batch(ranks):
+    for facts in ranks:
+        kept = facts["kept"]
+        assert kept["numel"][0] == kept["numel"][1]
+        assert kept["squares"] <= 1e-12
+        assert (kept["reduced"], kept["after the last"], kept["after a reset"]) == (0, 0, 0)
+
+
+def test_after_a_reset_a_step_is_the_same_to_the_bit_with_either_way_to_reset(ranks):
+    for facts in ranks:
+        assert [case for case, same in facts["resets"].items() if not same] == []
+        assert len(facts["resets"]) == 16
+
+
+# --- on one ------------------------------------------------------------------------------------------------------------
+
+
+def test_on_one_rank_it_does_nothing():
+    model = Decoder()
+    sharding = Sharding(model, syncs_every_micro_batch=False)
+    acts: list[Callable[[], object]] = [sharding.finish, sharding.stand_in, sharding.stand_in_for_evaluation]
+    for act in [*acts, sharding.reset]:
+        act()
+    assert not sharding.is_sharded
+    assert sharding.can_finish
+    assert list(sharding.kept_gradients()) == []
+    weight = model.embed.weight
+    assert sharding.whole(weight) is weight
+    assert sharding.of_this_rank(weight) is weight

@@ -1,0 +1,577 @@
+"""Resume points of several ranks: one writes with the others, and any number of ranks reads what any number has written."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import resource
+import shutil
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchao.optim
+from support.ranks import run_on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from adaptive_batch.checkpoint import (
+    CheckpointManager,
+    checkpoint,
+    latest_complete,
+    load_named_optimizer_state,
+    named_optimizer_state,
+)
+from adaptive_batch.errors import CheckpointError
+
+
+class Small(nn.Module):
+    """Two layers that are sharded alone and a root; sizes that no number of ranks divides, one bias shorter than four ranks."""
+
+    def __init__(self, width=7):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, width), nn.Linear(width, 3)])
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x * self.scale)
+
+
+class Wide(nn.Sequential):
+    """On two ranks torchao's 8-bit states are made of the second part of the first weight, and of both parts of the second."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(64, 129), nn.Linear(129, 64), nn.Linear(64, 128))
+
+
+class ByColumn(torch.optim.Optimizer):
+    """Keeps a number for each column, so that its state has another shape than the parameter that it is combined with."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["by_column"] = parameter.new_full((parameter.shape[-1],), 0.125)
+                    state["step"] = torch.tensor(0.0)
+                state["by_column"].mul_(1.5)
+                state["step"] += 1
+                parameter.sub_(state["by_column"] * group["lr"])
+
+
+def host_group():
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def made(kind, group, *, in_backward=False, seed=0, optimizer=torch.optim.AdamW, groups=2, mesh=None, empty=False):
+    """A model, sharded where there is a group, its optimizers, and the names of its parameters."""
+    torch.manual_seed(seed)
+    with torch.device("meta" if empty else "cpu"):
+        model = kind()
+    if group is not None:
+        for layer in [*getattr(model, "layers", []), model]:
+            fully_shard(layer, mesh=mesh)
+    if empty:
+        model.to_empty(device="cpu")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if in_backward:
+        return model, [optimizer([parameter], lr=0.05) for parameter in names], names
+    parameters = list(names)
+    if groups == 1:
+        return model, [optimizer(parameters, lr=0.05)], names
+    return model, [optimizer([{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:]}], lr=0.05)], names
+
+
+def train(model, optimizers, steps=2):
+    generator = torch.Generator().manual_seed(0)
+    size = next(iter(model.parameters())).shape[1]
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(steps):
+            model(torch.randn(4, size, generator=generator)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def whole(value):
+    """Every tensor as one process has it."""
+    if isinstance(value, dict):
+        return {key: whole(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [whole(child) for child in value]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def parts(value):
+    """What this rank holds, low-bit states taken apart."""
+    if isinstance(value, dict):
+        return {key: parts(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [parts(child) for child in value]
+    if isinstance(value, DTensor):
+        return ["of a DTensor", parts(value.to_local())]
+    if hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return [type(value).__name__, tuple(value.shape), *(parts(getattr(value, name)) for name in names)]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def state_of(model, optimizers, names):
+    return {"model": model.state_dict(), "optimizer": named_optimizer_state(optimizers, names)}
+
+
+def assert_equal(found, expected, path="state"):
+    assert type(found) is type(expected), path
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
+        assert torch.equal(found, expected), path
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), path
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), path
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{path}.{number}")
+    else:
+        assert found == expected, path
+
+
+def loaded(folder, group, kind=Small, **options):
+    """A model whose tensors are empty and new optimizers, with what the newest point of a folder holds."""
+    model, optimizers, names = made(kind, group, empty=True, **options)
+    point, _ = latest_complete(folder)
+    point.load_into({"model": model.state_dict()}, process_group=group)
+    load_named_optimizer_state(point.load_optimizer(optimizers, names, process_group=group), optimizers, names)
+    return model, optimizers, names
+
+
+def saved(folder, group, kind=Small, *, asynchronous=False, **options):
+    """Train and save; what was saved, whole."""
+    trained = made(kind, group, **options)
+    train(*trained[:2])
+    expected = whole(state_of(*trained)) if kind is not Wide else parts(state_of(*trained))
+    with CheckpointManager(folder, process_group=group, asynchronous=asynchronous) as points:
+        points.save(2, state_of(*trained), {"from": 0 if group is None else group.rank()})
+        if asynchronous:
+            train(*trained[:2], steps=1)  # goes on in what is being saved, with collectives of its own
+    return expected
+
+
+def message_of(call):
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+# --- what the ranks do: run once, read below ---------------------------------------------------------------------------
+
+
+def two_ranks(folder):
+    """Save in every way, and load what one process has saved."""
+    group = host_group()
+    facts = {
+        "two": saved(folder / "two", group),
+        "two async": saved(folder / "two async", group, asynchronous=True),
+        "two in backward": saved(folder / "two in backward", group, in_backward=True),
+        "eight bits": saved(folder / "eight bits", group, Wide, optimizer=torchao.optim.AdamW8bit),
+        "one, loaded": whole(state_of(*loaded(folder / "one", group))),
+        "one numbered, loaded": whole(state_of(*loaded(folder / "one numbered", group))),
+        "eight bits, loaded": parts(
+            state_of(*loaded(folder / "eight bits", group, Wide, optimizer=torchao.optim.AdamW8bit))
+        ),
+    }
+    model, optimizers, names = loaded(folder / "two in backward", group, in_backward=True)
+    facts["in backward, loaded"] = whole(state_of(model, optimizers, names))
+    facts["eight bits of one"] = message_of(
+        lambda: loaded(folder / "eight bits of one", group, Wide, optimizer=torchao.optim.AdamW8bit)
+    )
+    facts["another model"] = message_of(lambda: loaded(folder / "one", group, Wide))
+    checkpoint._SEEN_SECONDS = 0.2
+    facts["not shared"] = message_of(lambda: saved(folder / f"on machine {group.rank()}", group))
+    facts["failures"] = failures(folder / "failures", group)
+    facts["goes on"] = goes_on(folder / "two", group)
+    return facts
+
+
+def goes_on(folder, group):
+    """Two steps and two more, at once and with a point between; and whether any rank read more than its part."""
+    model, optimizers, names = made(Small, group)
+    train(model, optimizers)
+    train(model, optimizers)
+    resumed = loaded(folder, group)
+    state = latest_complete(folder)[0].load_optimizer(*resumed[1:], process_group=group)
+    kinds = {key: type(tensor).__name__ for entries in state["state"].values() for key, tensor in entries.items()}
+    train(*resumed[:2])
+    return whole(state_of(model, optimizers, names)), whole(state_of(*resumed)), kinds
+
+
+def failures(folder, group):
+    """A disk that is full on one rank, a state that cannot be saved on rank zero, and a save that works after both."""
+    tree = {"w": sharded_tensor(200_000)}
+    points = CheckpointManager(folder, process_group=group, keep_last=1)
+    points.save(1, {"w": sharded_tensor(10)}, {"step": 1})
+    found = {}
+    for rank in (0, 1):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if group.rank() == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        begin = time.monotonic()
+        found[f"full on {rank}"] = message_of(lambda: points.save(2, tree, {"step": 2}))
+        found[f"seconds {rank}"] = time.monotonic() - begin
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        dist.barrier(group)
+        found[f"left by {rank}"] = sorted(path.name for path in folder.iterdir())
+    try:
+        points.save(2, tree, {"unfit": {1}} if group.rank() == 0 else None)
+    except TypeError as error:
+        found["unfit"] = str(error)
+    in_background = CheckpointManager(folder, process_group=group, asynchronous=True)
+    if group.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    in_background.save(3, tree, {})
+    found["told"] = message_of(in_background.wait)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    points.save(4, tree, {"step": 4})
+    dist.barrier(group)
+    found["at last"] = sorted(path.name for path in folder.iterdir())
+    return found
+
+
+def sharded(model):
+    fully_shard(model)
+    return model
+
+
+def sharded_tensor(rows):
+    return sharded(nn.Linear(1, rows, bias=False)).weight.detach()
+
+
+def four_ranks(folder):
+    group = host_group()
+    tied, tied_again = (sharded(Tied()) for _ in range(2))
+    with CheckpointManager(folder / "tied", process_group=group) as points:
+        points.save(1, {"model": tied.state_dict()}, None)
+    latest_complete(folder / "tied")[0].load_into({"model": tied_again.state_dict()}, process_group=group)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {
+        "tied": whole(tied.state_dict()),
+        "tied, loaded": whole(tied_again.state_dict()),
+        "replicated": saved(folder / "replicated", group, mesh=mesh),
+        "replicated, loaded": whole(state_of(*loaded(folder / "replicated", group, mesh=mesh))),
+        "two by two": two_by_two(folder, group),
+        "factored": factored(folder, group),
+        "four": saved(folder / "four", group),
+        "one, loaded": whole(state_of(*loaded(folder / "one", group))),
+        "two, loaded": whole(state_of(*loaded(folder / "two", group))),
+        "in backward, loaded": whole(state_of(*loaded(folder / "two in backward", group, in_backward=True))),
+        "eight bits": message_of(lambda: loaded(folder / "eight bits", group, Wide, optimizer=torchao.optim.AdamW8bit)),
+    }
+
+
+class Tied(nn.Module):
+    """One weight in two places, of fewer rows than ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 5)
+        self.output = nn.Linear(5, 3, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+class Parallel(Small):
+    """With tensor parallelism over two ranks, in both ways."""
+
+    def __init__(self):
+        super().__init__(width=6)
+
+
+def two_by_two(folder, group):
+    """Two ways of data parallelism by two of tensor parallelism; loads what one process saved, and what it has saved itself."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = Parallel()
+        plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        for layer in [*model.layers, model]:
+            fully_shard(layer, mesh=mesh["dp"])
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return model, [torch.optim.AdamW(names, lr=0.05)], names
+
+    def load(point):
+        model, optimizers, names = make(99)
+        point.load_into({"model": model.state_dict()}, process_group=group)
+        load_named_optimizer_state(point.load_optimizer(optimizers, names, process_group=group), optimizers, names)
+        return model, optimizers, names
+
+    of_one = load(latest_complete(folder / "parallel one")[0])
+    facts = {"one, loaded": whole(state_of(*of_one))}
+    tree, _ = latest_complete(folder / "parallel one")[0].load()
+    load_named_optimizer_state(tree["optimizer"], *(again := make(98))[1:])  # each rank takes its part of the whole
+    facts["one, taken"] = whole(named_optimizer_state(*again[1:]))
+    train(*of_one[:2], steps=1)
+    facts["saved"] = whole(state_of(*of_one))
+    with CheckpointManager(folder / "two by two", process_group=group) as points:
+        points.save(3, state_of(*of_one), None)
+    facts["loaded"] = whole(state_of(*load(latest_complete(folder / "two by two")[0])))
+    return facts
+
+
+def factored(folder, group):
+    """A state of other shapes than its parameter, which a sharded parameter is combined with."""
+    trained = loaded(folder / "factored one", group, optimizer=ByColumn)
+    facts = {"one, loaded": whole(state_of(*trained))}
+    train(*trained[:2], steps=1)  # plain and sharded tensors do not mix
+    facts["saved"] = whole(state_of(*trained))
+    with CheckpointManager(folder / "factored four", process_group=group) as points:
+        points.save(3, state_of(*trained), None)
+    return facts
+
+
+def two_ranks_again(folder):
+    group = host_group()
+    return {"four, loaded": whole(state_of(*loaded(folder / "four", group)))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("points")
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    facts = {
+        "one": saved(folder / "one", None),
+        "parallel": saved(folder / "parallel one", None, Parallel, groups=1),
+        "factored": saved(folder / "factored one", None, optimizer=ByColumn),
+        "eight bits": saved(folder / "eight bits of one", None, Wide, optimizer=torchao.optim.AdamW8bit),
+    }
+    model, optimizers, _ = made(Small, None)
+    train(model, optimizers)
+    with CheckpointManager(folder / "one numbered") as points:
+        points.save(2, {"model": model.state_dict(), "optimizer": optimizers[0].state_dict()}, None)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def two(folder, one):
+    return run_on_ranks(two_ranks, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def four(folder, two):
+    return run_on_ranks(four_ranks, 4, folder)
+
+
+# --- another number of ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one, loaded", "one numbered, loaded"])
+def test_a_point_of_one_process_goes_on_on_two_ranks(one, two, name):
+    for facts in two:
+        assert_equal(facts[name], one["one"])
+
+
+def test_a_point_of_one_process_or_of_two_ranks_goes_on_on_four(one, two, four):
+    for facts in four:
+        assert_equal(facts["one, loaded"], one["one"])
+        assert_equal(facts["two, loaded"], two[0]["two"])
+
+
+def test_a_point_of_four_ranks_goes_on_on_two(folder, four):
+    for facts in run_on_ranks(two_ranks_again, 2, folder):
+        assert_equal(facts["four, loaded"], four[0]["four"])
+
+
+@pytest.mark.parametrize("name", ["two", "two async", "four"])
+def test_a_point_of_several_ranks_goes_on_in_one_process(folder, two, four, name):
+    expected = {**two[0], **four[0]}[name]
+    assert_equal(whole(state_of(*loaded(folder / name, None))), expected)
+    tree, small = latest_complete(folder / name)[0].load()
+    assert_equal(tree, expected)
+    assert small == {"from": 0}
+
+
+def test_with_the_optimizer_in_backward_too(folder, two, four):
+    expected = two[0]["two in backward"]
+    assert len(expected["optimizer"]["param_groups"]) == 6
+    for facts in [*two, *four]:
+        assert_equal(facts["in backward, loaded"], expected)
+    assert_equal(whole(state_of(*loaded(folder / "two in backward", None, in_backward=True))), expected)
+
+
+def test_with_tensor_parallelism_too(folder, one, four):
+    for facts in four:
+        found = facts["two by two"]
+        assert_equal(found["one, loaded"], one["parallel"])
+        assert_equal(found["one, taken"], one["parallel"]["optimizer"])
+        assert_equal(found["loaded"], found["saved"])
+    assert_equal(
+        whole(state_of(*loaded(folder / "two by two", None, Parallel, groups=1))), four[0]["two by two"]["saved"]
+    )
+
+
+def test_with_replicas_of_the_shards_too(folder, four):
+    for facts in four:
+        assert_equal(facts["replicated, loaded"], four[0]["replicated"])
+    assert_equal(latest_complete(folder / "replicated")[0].load()[0], four[0]["replicated"])
+
+
+def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, four):
+    for facts in four:
+        assert_equal(facts["tied, loaded"], facts["tied"])
+    (model, _) = latest_complete(folder / "tied")[0].load()
+    assert model["model"]["embedding.weight"] is model["model"]["output.weight"]
+    metadata = dist.checkpoint.FileSystemReader(folder / "tied" / "step_1").read_metadata()
+    assert list(metadata.state_dict_metadata) == ["model.embedding.weight"]
+
+
+def test_states_of_other_shapes_than_their_parameters_are_on_every_rank(folder, one, four):
+    for facts in four:
+        assert_equal(facts["factored"]["one, loaded"], one["factored"])
+    found = loaded(folder / "factored four", None, optimizer=ByColumn)
+    assert_equal(whole(state_of(*found)), four[0]["factored"]["saved"])
+
+
+def test_training_goes_on_to_the_same_bits_and_each_rank_read_its_own_part_only(two):
+    for facts in two:
+        at_once, resumed, kinds = facts["goes on"]
+        assert_equal(resumed, at_once)
+        assert kinds == {"step": "Tensor", "exp_avg": "DTensor", "exp_avg_sq": "DTensor"}
+
+
+def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(folder, two):
+    point, _ = latest_complete(folder / "two")
+    assert sorted(point.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
+    assert point.world_size == 2
+    assert {name: (point.path / name).stat().st_size for name in point.files} == {
+        name: file.bytes for name, file in point.files.items()
+    }
+
+
+def test_a_point_can_be_told_to_other_ranks(folder, two):
+    point, _ = latest_complete(folder / "two")
+    assert pickle.loads(pickle.dumps(point)) == point
+
+
+# --- what is not whole -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: path.unlink(), "__1_0.distcp is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"__1_0.distcp has [\d,]+ bytes, [\d,]+ were saved"),
+        (
+            lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+            "__1_0.distcp has another checksum",
+        ),
+    ],
+)
+def test_a_point_without_the_part_of_a_rank_is_passed_over_and_the_file_is_named(tmp_path, folder, two, damage, reason):
+    shutil.copytree(folder / "two", tmp_path / "out")
+    shutil.copytree(folder / "one" / "step_2", tmp_path / "out" / "step_1")
+    damage(tmp_path / "out" / "step_2" / "__1_0.distcp")
+    point, (passed_over,) = latest_complete(tmp_path / "out")
+    assert point.world_size == 1
+    assert passed_over.path.name == "step_2"
+    assert re.match(reason, passed_over.reason), passed_over.reason
+
+
+def test_a_part_that_vanished_after_it_was_vouched_for_is_named(tmp_path, folder, two):
+    shutil.copytree(folder / "two", tmp_path / "out")
+    point, _ = latest_complete(tmp_path / "out")
+    (point.path / "__1_0.distcp").unlink()
+    model, _, _ = made(Small, None)
+    with pytest.raises(CheckpointError, match=r"step_2 cannot be read \(.*No such file.*__1_0.distcp"):
+        point.load_into({"model": model.state_dict()})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all_and_leaves_the_last_point(two, rank):
+    for facts in two:
+        found = facts["failures"]
+        assert (
+            f"step_2 failed (rank {rank}: [Errno 27] File too large): it needs 800,000 bytes and"
+            in found[f"full on {rank}"]
+        )
+        assert "what was saved before is untouched" in found[f"full on {rank}"]
+        assert found[f"left by {rank}"] == ["step_1"]
+        assert found[f"seconds {rank}"] < 30
+
+
+def test_a_state_that_cannot_be_saved_is_named_on_all_ranks(two):
+    for facts in two:
+        assert facts["failures"]["unfit"] == ("rank 0: unfit is a set, which a checkpoint cannot hold")
+
+
+def test_a_save_in_the_background_that_fails_on_one_rank_is_told_on_all_and_the_next_is_whole(two):
+    for facts in two:
+        assert "step_3 failed (rank 1: [Errno 27] File too large)" in facts["failures"]["told"]
+        assert facts["failures"]["at last"] == ["step_4"]
+
+
+def test_a_point_that_rank_zero_does_not_see_whole_is_not_saved(folder, two):
+    for facts in two:
+        assert "rank zero does not see all that was saved" in facts["not shared"]
+        assert "__1_0.distcp is missing" in facts["not shared"]
+        assert "output_dir must be on a file system that all ranks share" in facts["not shared"]
+    assert latest_complete(folder / "on machine 0")[0] is None
+
+
+def test_a_point_of_another_model_is_refused_on_all_ranks(two):
+    for facts in two:
+        assert "model.0.weight was not saved; it belongs to another model" in facts["another model"]
+
+
+# --- low-bit states ----------------------------------------------------------------------------------------------------
+
+
+def test_low_bit_states_come_back_on_as_many_ranks_as_saved_them(two):
+    for facts in two:
+        assert_equal(facts["eight bits, loaded"], facts["eight bits"])
+    first, second = (facts["eight bits"]["optimizer"]["state"]["0.weight"]["exp_avg"][1] for facts in two)
+    assert isinstance(first, torch.Tensor)  # 65 rows of 64: no whole blocks
+    assert second[0] == "OptimState8bit"
+
+
+def test_low_bit_states_come_back_in_one_process(folder, one):
+    found = loaded(folder / "eight bits of one", None, Wide, optimizer=torchao.optim.AdamW8bit)
+    assert_equal(parts(state_of(*found)), one["eight bits"])
+
+
+def test_low_bit_states_are_not_divided_among_another_number_of_ranks(folder, two, four):
+    saved_by_two = (
+        "is a low-bit state that 2 ranks saved in parts, which {} cannot divide again: resume with 2, or begin with"
+    )
+    for facts in four:
+        assert saved_by_two.format(4) in facts["eight bits"]
+    for facts in two:
+        assert (
+            "state.2.weight.exp_avg is a OptimState8bit, which cannot be divided among 2 ranks: resume with as many ranks"
+            in facts["eight bits of one"]
+        )
+    with pytest.raises(CheckpointError, match=saved_by_two.format(1)):
+        loaded(folder / "eight bits", None, Wide, optimizer=torchao.optim.AdamW8bit)
+    with pytest.raises(CheckpointError, match=saved_by_two.format(1)):
+        latest_complete(folder / "eight bits")[0].load()
+    model, _, _ = made(Wide, None, seed=1)
+    latest_complete(folder / "eight bits")[0].load_into({"model": model.state_dict()})  # the weights are
+    assert_equal(parts(model.state_dict())["2.bias"].shape, torch.Size([128]))

@@ -1,0 +1,42 @@
+"""Memory that runs out on one rank, or on both, at places all over a step and a trial. All places: benchmarks/faults_on_ranks.py."""
+
+from __future__ import annotations
+
+import pytest
+from support.fault_injection_on_ranks import Place, Way, chosen, once_more, survey, sweep
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return survey(Way(False, measures_noise=True))
+
+
+def test_a_step_has_places_of_every_kind(seen):
+    told = {phase for phase, can_be_told in seen if can_be_told}
+    assert told == {"forward", "backward", "between"}
+    assert {phase for phase, _ in seen} == {"before", *told, "collective", "counting", "clipping"}
+
+
+def test_a_step_is_replayed_to_the_bit_or_all_ranks_end(seen):
+    way = Way(False, measures_noise=True)
+    replayed, lost = chosen(seen, every=max(1, len(seen) // 10), lost_of_each_phase=1)
+    collective = next(
+        place for place, (phase, _) in zip(lost, _lost_phases(seen), strict=True) if phase == "collective"
+    )
+    outcomes = list(sweep(way, [*replayed, collective, *once_more(replayed, after=[8])]))
+    assert [outcome for outcome in outcomes if outcome.differing or outcome.ended not in ("replayed", "lost")] == []
+    assert [outcome.ended for outcome in outcomes] == ["replayed"] * len(replayed) + ["lost", "lost"]
+    assert all(outcome.seconds < 10 for outcome in outcomes if outcome.seconds is not None)
+
+
+def _lost_phases(seen):
+    phases = ("between", "collective", "counting", "clipping")
+    return [(phase, False) for phase in phases if (phase, False) in seen]
+
+
+def test_a_trial_in_which_one_rank_fails_does_not_fit_and_leaves_nothing():
+    places = [Place((800, 0)), Place((0, 900)), Place((700, 700)), Place((120, 0))]  # the last before the trial itself
+    outcomes = list(sweep(Way(False, trials=True), places))
+    assert [(outcome.ended, outcome.differing) for outcome in outcomes] == [("replayed", [])] * 3 + [("lost", [])]

@@ -1,0 +1,257 @@
+"""The probe's trials on two ranks: the rank with least room decides, none hangs, none leaves a trace, and peaks are right."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_on_ranks
+from support.sharded_model import (
+    Decoder,
+    Row,
+    accumulator,
+    collate,
+    divided,
+    make_rows,
+    training_state,
+)
+from torch.profiler import ProfilerActivity, profile
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.memory import optimizer_state_tensors, storage_bytes
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import BinarySearch, DryRun, run_search
+from adaptive_batch.training import MicroBatchRunner
+
+pytestmark = pytest.mark.slow
+
+CPU, PLENTY, MOST = torch.device("cpu"), 2**40, 6
+TIMES = 8  # each peak is counted: on a machine with much to do several in a row may be too high
+PHASES = ("forward", "backward")
+
+
+def rows(number: int, length: int = 12) -> list[Row]:
+    return make_rows((length,) * number)
+
+
+def peak(trial: DryRun, size: int) -> int | None:
+    """Of some rows, to the byte: a thread of gloo's may hold a buffer a little longer than the collective takes."""
+    peaks = [trial(size).peak_bytes for _ in range(TIMES)]
+    return None if None in peaks else min(one for one in peaks if one is not None)
+
+
+class Trained:
+    """A model that draws random numbers, after a step, gradients of a micro-batch there."""
+
+    def __init__(self, *, sync: bool, reshards: bool = True, checkpointing: bool = False) -> None:
+        self.sync = sync
+        model = Decoder(draws=True, checkpointing=checkpointing, dtype=torch.float32)
+        torch.manual_seed(distributed.rank())
+        self.model = divided(model, reshard_after_forward=reshards)
+        self.accumulator: MicroBatchRunner = accumulator(
+            self.model, capacity=MicroBatchLimit(2), syncs_every_micro_batch=sync, max_grad_norm=1.0
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.accumulator.run(rows(3))
+        self.optimizer.step()
+
+    def rehearsal(self, budget_bytes: int = PLENTY) -> DryRun:
+        return DryRun(
+            model=self.model,
+            optimizer=self.optimizer,
+            forward_backward=lambda size: self.accumulator.rehearse(rows(size)),
+            step=lambda: (self.accumulator.clip(), self.optimizer.step()),
+            accumulates=True,
+            memory=CountedMemory(CPU),
+            budget_bytes=budget_bytes,
+            sharding=self.accumulator.sharding,
+            keep_gradients=None if self.sync else lambda: self.accumulator.rehearse(rows(1), is_last=False),
+        )
+
+    def state(self) -> dict[str, Any]:
+        return training_state(self.model, self.optimizer)
+
+
+def searched(sync: bool) -> dict[str, Any]:
+    """What fits alone, and what all find where one rank may use less."""
+    trained = Trained(sync=sync)
+    before = trained.state()
+    with trained.rehearsal() as trial:
+        peaks = {size: peak(trial, size) for size in range(1, MOST + 1)}
+    found: dict[str, Any] = {"peaks": peaks, "searches": {}}
+    for smaller in (0, 1):
+        room = [PLENTY, PLENTY]
+        room[smaller] = (distributed.all_gather(peaks)[smaller][3] + distributed.all_gather(peaks)[smaller][4]) // 2
+        with trained.rehearsal(room[distributed.rank()]) as trial:
+            result = run_search(trial, search=BinarySearch(maximum=MOST))
+            again = peak(trial, 3)
+        found["searches"][smaller] = (
+            result.max_batch_size,
+            [(one.batch_size, one.fits, one.peak_bytes) for one in result.trials],
+            again,
+        )
+    after = trained.state()
+    found["traces"] = [name for name, value in before.items() if value != after[name]]
+    return found
+
+
+def burdened(sync: bool, phase: str, whom: tuple[int, ...]) -> dict[str, Any]:
+    """Some ranks pass their budget half-way through the layers, between trials that fit."""
+    trained = Trained(sync=sync, checkpointing=phase == "forward")
+    before = trained.state()
+    happened = []
+
+    def allocate() -> None:
+        happened.append(phase)
+        torch.empty(2**30, dtype=torch.uint8)
+
+    with trained.rehearsal(2**29) as trial:
+        first = [peak(trial, size) for size in (2, 3)]
+        fits = []
+        for _ in range(2):
+            trained.model.burden = {phase: allocate} if distributed.rank() in whom else {}
+            fits.append(trial(3).fits)
+            trained.model.burden = {}
+        then = [peak(trial, size) for size in (2, 3)]
+        evaluated = [trial.evaluation(lambda size: evaluate(trained, size), 3) for _ in range(TIMES)]
+        trained.model.burden = {"forward": allocate} if distributed.rank() in whom else {}
+        evaluation_fits = trial.evaluation(lambda size: evaluate(trained, size), 3).fits
+        trained.model.burden = {}
+        again = [trial.evaluation(lambda size: evaluate(trained, size), 3) for _ in range(TIMES)]
+        last = [peak(trial, size) for size in (2, 3)]
+    after = trained.state()
+    return {
+        "fits": fits,
+        "happened": len(happened),
+        "peaks": [first, then, last],
+        "evaluations": (
+            all(one.fits for one in evaluated),
+            evaluation_fits,
+            all(one.fits for one in again),
+            min(one.peak_bytes or 0 for one in evaluated) == min(one.peak_bytes or 0 for one in again),
+        ),
+        "traces": [name for name, value in before.items() if value != after[name]],
+    }
+
+
+def evaluate(trained: Trained, size: int) -> None:
+    trained.accumulator.evaluate(collate(rows(size)), rehearsing=True)
+
+
+def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]:
+    """The peak of a micro-batch by counting, and by the allocator's own reports."""
+    torch.manual_seed(0)
+    model = divided(Decoder(width=64, dtype=torch.float32, checkpointing=checkpointing), reshard_after_forward=reshards)
+    run = accumulator(model, capacity=MicroBatchLimit(2), syncs_every_micro_batch=sync)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.run(rows(3))
+    optimizer.step()
+
+    def resident() -> list[torch.Tensor]:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        kept = list(run.sharding.kept_gradients())
+        return [*model.parameters(), *model.buffers(), *gradients, *kept, *optimizer_state_tensors([optimizer])]
+
+    def prepare() -> None:
+        model.zero_grad(set_to_none=True)
+        run.sharding.reset()
+        if sync:
+            run.rehearse(rows(1))
+        else:
+            run.rehearse(rows(1), is_last=False)
+        gc.collect()
+
+    def counted() -> int:
+        prepare()
+        with CountedMemory(CPU).measure(resident(), budget_bytes=PLENTY) as usage:
+            run.rehearse(rows(16, 24))
+        assert usage.peak_bytes is not None
+        return usage.peak_bytes
+
+    def allocated() -> int:
+        prepare()
+        live = peak = storage_bytes(resident())
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run.rehearse(rows(16, 24))
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            live += event.nbytes()
+            peak = max(peak, live)
+        return peak
+
+    return min(counted() for _ in range(TIMES // 2)), min(allocated() for _ in range(TIMES // 2))
+
+
+def everything() -> dict[str, Any]:
+    gc.collect()
+    gc.freeze()  # a release collects garbage, and what is imported need not be looked through every time
+    flags = (True, False)
+    return {
+        "searched": {sync: searched(sync) for sync in flags},
+        "burdened": {
+            (sync, phase, whom): burdened(sync, phase, whom)
+            for sync in flags
+            for phase, whom in (("forward", (1,)), ("backward", (0,)), ("backward", (0, 1)))
+        },
+        "measured": {
+            (reshards, checkpointing, sync): measured(reshards, checkpointing, sync)
+            for reshards in flags
+            for checkpointing, sync in ((False, True), (True, False), (False, False))
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_on_ranks(everything, 2, timeout=300)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_rank_that_may_use_least_decides(ranks, sync):
+    of_ranks = [facts["searched"][sync] for facts in ranks]
+    peaks = [found["peaks"] for found in of_ranks]
+    for mine in peaks:
+        assert sorted(mine.values()) == list(mine.values())
+        assert mine[3] < mine[4]
+    for smaller in (0, 1):
+        assert [found["searches"][smaller][0] for found in of_ranks] == [3, 3]
+        tried = [found["searches"][smaller][1] for found in of_ranks]
+        assert tried[0] == tried[1]
+        assert {size for size, fits, _ in tried[0] if fits} | {4} <= {size for size, *_ in tried[0]}
+        for size, fits, largest in tried[0]:
+            assert fits == (size <= 3)
+            # A thread of gloo's may hold a buffer of some kilobytes a little longer than its collective takes.
+            alone = max(mine[size] for mine in peaks)
+            assert not fits or alone <= largest <= 1.1 * alone
+
+
+def test_trials_after_one_that_did_not_fit_peak_as_they_did_alone(ranks):
+    for facts in ranks:
+        for found in facts["searched"].values():
+            assert [again for _, _, again in found["searches"].values()] == [found["peaks"][3]] * 2
+        for case, found in facts["burdened"].items():
+            first, then, last = found["peaks"]
+            assert first == then == last, case
+
+
+def test_what_passes_the_budget_of_one_rank_fits_on_none(ranks):
+    for rank, facts in enumerate(ranks):
+        for case, found in facts["burdened"].items():
+            assert found["fits"] == [False, False], case
+            assert found["evaluations"] == (True, False, True, True), case
+            assert bool(found["happened"]) == (rank in case[2]), case
+
+
+def test_trials_leave_no_trace_on_any_rank(ranks):
+    for facts in ranks:
+        assert [found["traces"] for found in facts["searched"].values()] == [[], []]
+        assert {case: found["traces"] for case, found in facts["burdened"].items() if found["traces"]} == {}
+
+
+def test_counted_peaks_are_those_of_the_allocator(ranks):
+    for facts in ranks:
+        for case, (counted, allocated) in facts["measured"].items():
+            assert counted == pytest.approx(allocated, rel=0.06), case

@@ -1,0 +1,89 @@
+"""Every command and every Python block of the README and the other pages works as it is written, from a folder of the user's own.
+
+The pages are gone through in their order in one folder, the README first, as a reader would. What is not run here, and why, is in
+tests/project/test_pages.py.
+"""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from itertools import zip_longest
+from pathlib import Path
+
+import demo
+import pytest
+from support.pages import PAGES, ROOT, blocks, is_read_only
+
+BLOCKS = blocks()
+BY_CI = ("make ", "pip ")
+
+pytestmark = pytest.mark.readme
+
+
+def parts():
+    """Of each page in its order: its commands, with what they print where the page says so; and its Python as one program."""
+    found = []
+    for page in PAGES:
+        here = [block for block in BLOCKS if block.page == page]
+        python = [block for block in here if block.language == "python"]
+        for block, following in zip_longest(here, here[1:]):
+            if block.language == "bash":
+                commands = [c for c in block.commands if not c.startswith(BY_CI) and not is_read_only(c)]
+                for command in commands:
+                    says = following if following and following.is_output and command == commands[-1] else None
+                    found.append(pytest.param(command, says, id=f"{block.name}-{command[:60]}"))
+            if python and block is python[-1]:
+                found.append(pytest.param(f"python {program_of(page)}", None, id=f"{page}-python"))
+    return found
+
+
+def program_of(page):
+    """The file of a page's Python."""
+    return re.sub(r"\W", "_", page) + ".py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with what `make demo` leaves there, and the Python that the pages show: under the name that a block carries, and
+    as one program for each page."""
+    folder = tmp_path_factory.mktemp("user")
+    demo.prepare(folder / demo.DIRECTORY)
+    for block in BLOCKS:
+        if block.language == "python":
+            if block.file:
+                (folder / block.file).write_text(block.text)
+            with (folder / program_of(block.page)).open("a") as program:
+                program.write(block.text)
+    return folder
+
+
+@pytest.mark.parametrize(("command", "says"), parts())
+def test_a_command_works_and_prints_what_its_page_says(folder, command, says):
+    program, *arguments = shlex.split(command.replace("OUTPUT_DIR", "adaptive_batch_demo/tuned"))
+    found = {"tune": [str(Path(sys.executable).parent / "tune")], "python": [sys.executable]}[program]
+    fresh = {
+        **os.environ,
+        "ADAPTIVE_BATCH_CACHE": str(folder / "cache"),
+    }  # as on a machine that has searched nothing yet
+    done = subprocess.run(
+        [*found, *arguments], cwd=folder, env=fresh, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    if says is not None:
+        printed = [without_times(line) for line in done.stdout.splitlines()]
+        assert [line for line in says.text.splitlines() if without_times(line) not in printed] == []
+
+
+def without_times(line):
+    """A line of output without the two columns of a trial that tell how long it took."""
+    return re.sub(r" +\d+\.\d\d +[\d,]+\.\d$", "", line).strip()
+
+
+def test_the_readmes_figure_is_drawn_from_a_run_by_the_command_that_contributing_gives(folder):
+    assert "python docs/tools/readme_figure.py" in (ROOT / "CONTRIBUTING.md").read_text()
+    draw = runpy.run_path(str(ROOT / "docs" / "tools" / "readme_figure.py"))["main"]
+    draw(folder / "adaptive_batch_demo" / "tuned", folder / "demo.png")
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")

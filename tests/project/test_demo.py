@@ -1,0 +1,277 @@
+import json
+import os
+import runpy
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import demo
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchtune import config
+
+from adaptive_batch.torchtune import config_path
+
+DEMO = Path(demo.__file__).parent
+NUM_ROWS = 400  # of about 4,300: what is made is the same, sooner
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("demo")
+    demo.prepare(directory, num_rows=NUM_ROWS)
+    return directory
+
+
+def contents(directory):
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def held_out_texts(directory):
+    rows = demo.read_rows(directory / "data" / "held_out.jsonl")
+    return [text for row in rows for text in row.values()]
+
+
+def tokenizer_of(directory, **changed):
+    """The tokenizer as the shipped configuration builds it."""
+    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg.demo_dir = str(directory)
+    return config.instantiate(cfg.tokenizer, **changed)
+
+
+# the data
+
+
+def test_a_row_is_a_public_signature_and_its_docstring():
+    source = '''
+"""About the module."""
+class Box(list):
+    """A box of things."""
+    def put(self, thing: int = 3, *, where="top"):
+        """Put a thing
+            into the box."""
+    def _hidden(self):
+        """Not public."""
+    def bare(self): ...
+async def wait(*things): "Wait for things."
+'''
+    assert list(demo.docstring_rows("boxes", source)) == [
+        {"signature": "module boxes", "docstring": "About the module."},
+        {"signature": "class boxes.Box(list)", "docstring": "A box of things."},
+        {
+            "signature": "def boxes.Box.put(self, thing: int=3, *, where='top')",
+            "docstring": "Put a thing\ninto the box.",
+        },
+        {"signature": "def boxes.wait(*things)", "docstring": "Wait for things."},
+    ]
+
+
+def test_source_that_does_not_parse_gives_no_row():
+    assert list(demo.docstring_rows("broken", "def (")) == []
+
+
+def test_the_standard_library_gives_thousands_of_rows_of_very_uneven_length_and_nothing_of_it_is_imported():
+    program = (
+        f"import sys; sys.path.insert(0, {str(DEMO.parent)!r}); import demo; before = set(sys.modules); rows = demo.instruction_rows()\n"
+        "lengths = sorted(len(row['docstring']) for row in rows)\n"
+        "print(len(rows), lengths[len(lengths) // 2], lengths[-1], *set(sys.modules) - before)"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    num_rows, median, longest, *imported = finished.stdout.split()
+    assert int(num_rows) > 3000
+    assert int(longest) > 10 * int(median)
+    assert {"this", "antigravity", "turtle", "tkinter"} & set(imported) == set()
+
+
+def test_no_held_out_docstring_is_trained_on(made):
+    train = demo.read_rows(made / "data" / "train.jsonl")
+    held_out = demo.read_rows(made / "data" / "held_out.jsonl")
+    assert (len(train), len(held_out)) == (NUM_ROWS - 64, 64)
+    assert {row["docstring"] for row in train} & {row["docstring"] for row in held_out} == set()
+
+
+# the files
+
+
+def test_the_same_python_makes_the_same_bytes(made, tmp_path):
+    demo.prepare(tmp_path, num_rows=NUM_ROWS)
+    assert contents(tmp_path) == contents(made)
+
+
+def test_what_is_there_is_not_made_again(made):
+    times = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
+    demo.prepare(made, num_rows=NUM_ROWS)
+    assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == times
+
+
+def test_an_interrupted_make_leaves_nothing_behind(tmp_path):
+    def half(folder):
+        (folder / "train.jsonl").write_text("{}")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo.make_once(tmp_path / "data", ("train.jsonl",), half)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_comes_second_keeps_what_the_first_has_made(tmp_path):
+    def overtaken(folder):
+        (folder / "file").write_text("second")
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "file").write_text("first")
+
+    demo.make_once(tmp_path / "data", ("file",), overtaken)
+    assert contents(tmp_path) == {"data/file": b"first"}
+
+
+def test_a_folder_that_lacks_a_file_is_named_and_not_used(made, tmp_path):
+    (tmp_path / "data").symlink_to(made / "data")
+    (tmp_path / "base").mkdir()
+    with pytest.raises(RuntimeError, match=r"base lacks model\.safetensors, .*: remove the folder"):
+        demo.prepare(tmp_path)
+
+
+def test_a_base_of_other_sizes_is_named_and_not_used(made, tmp_path):
+    (tmp_path / "data").symlink_to(made / "data")
+    (tmp_path / "base").mkdir()
+    for path in (made / "base").iterdir():
+        (tmp_path / "base" / path.name).write_bytes(path.read_bytes())
+    other = json.loads((tmp_path / "base" / "config.json").read_text()) | {"hidden_size": 64}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(other))
+    with pytest.raises(RuntimeError, match="made for another version of the demo: remove it"):
+        demo.prepare(tmp_path)
+
+
+# the tokenizer
+
+
+def test_a_text_comes_back_from_its_tokens(made):
+    tokenizer = tokenizer_of(made)
+    for text in [*held_out_texts(made), "Ünïcödé, 漢字 and \N{ROCKET}\ttabs  \r\n\n end ", "don't 12345"]:
+        tokens = tokenizer.encode(text, add_bos=False, add_eos=False)
+        assert tokenizer.decode(tokens) == unicodedata.normalize("NFC", text)
+        assert max(tokens) < demo.MODEL["vocab_size"]
+
+
+def test_torchtune_and_transformers_give_the_same_tokens(made):
+    from transformers import AutoTokenizer
+
+    ours = tokenizer_of(made)
+    theirs = AutoTokenizer.from_pretrained(made / "base")
+    for text in [*held_out_texts(made), "Ünïcödé 漢字 \N{ROCKET} don't\r\n\n  x", "<|im_start|>user\nhi<|im_end|>"]:
+        assert theirs(text)["input_ids"] == ours.encode(text, add_bos=False, add_eos=False)
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
+    assert len(theirs) <= demo.MODEL["vocab_size"]
+
+
+def test_transformers_chat_template_is_the_dialogue_that_is_trained(made):
+    from torchtune.data import Message
+    from transformers import AutoTokenizer
+
+    ours = tokenizer_of(made)
+    theirs = AutoTokenizer.from_pretrained(made / "base")
+    prompt = {"role": "user", "content": "def f(x)"}
+    templated = theirs.apply_chat_template([prompt], add_generation_prompt=True, tokenize=False)
+    messages = [Message(role="user", content="def f(x)"), Message(role="assistant", content="")]
+    assert theirs(templated)["input_ids"] == ours.tokenize_messages(messages, add_eos=False)[0]
+
+
+def test_rows_are_cut_to_max_seq_len(made):
+    from torchtune.data import Message
+
+    tokenizer = tokenizer_of(made, max_seq_len=16)
+    messages = [Message(role="user", content="def f(x)"), Message(role="assistant", content="word " * 100)]
+    assert len(tokenizer.tokenize_messages(messages)[0]) == 16
+
+
+# the base checkpoint
+
+
+def test_the_configs_model_is_the_one_that_is_made():
+    cfg = OmegaConf.load(config_path("demo_cpu"))
+    assert OmegaConf.to_container(cfg.model) == {"_component_": "torchtune.models.qwen2.qwen2", **demo.MODEL}
+    assert cfg.tokenizer.max_seq_len == demo.MODEL["max_seq_len"]
+    assert cfg.demo_dir == demo.DIRECTORY
+
+
+@torch.inference_mode()
+def test_torchtune_and_transformers_give_the_same_logits(made, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg.demo_dir = str(made)
+    cfg.output_dir = str(tmp_path)
+    model = config.instantiate(cfg.model).eval()
+    model.load_state_dict(config.instantiate(cfg.checkpointer).load_checkpoint()["model"])
+    theirs = AutoModelForCausalLM.from_pretrained(made / "base").eval()
+    tokens = torch.randint(0, cfg.model.vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
+    logits, their_logits = model(tokens), theirs(tokens).logits
+    assert (logits - their_logits).abs().max() < 1e-4
+    assert torch.equal(logits.argmax(-1), their_logits.argmax(-1))
+    assert torch.equal(demo.load(made / "base")(tokens), logits)
+
+
+def test_a_tuned_epoch_is_the_same_model_in_transformers_and_torchtune(made, small, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from checkpoint import compare
+
+    overrides = (f"demo_dir={made}", f"metric_logger.log_dir={tmp_path}", "epochs=1", "max_steps_per_epoch=2")
+    finished = small.run_in_process("adaptive_full_finetune", *overrides, config="demo_cpu")
+    found = compare(finished.output_dir / "epoch_0", held_out_texts(made)[:8], aside=tmp_path / "aside")
+    assert found["largest_difference"] < 1e-4
+    assert found["same_choices"] == found["positions"] > 100
+
+
+@torch.inference_mode()
+def test_the_base_knows_nothing_yet(made):
+    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg.demo_dir = str(made)
+    tokenizer = config.instantiate(cfg.tokenizer)
+    dataset = config.instantiate(cfg.dataset, tokenizer)
+    rows = [dataset[index] for index in range(40)]
+    for row in rows:
+        assert row["labels"][0] == -100
+        assert any(label != -100 for label in row["labels"])
+    loss = demo.held_out_loss(demo.load(made / "base"), rows, pad_id=tokenizer.pad_id)
+    uniform = torch.tensor(float(cfg.model.vocab_size)).log().item()
+    assert loss == pytest.approx(uniform, abs=0.1)
+
+
+def test_a_sample_is_the_same_each_time(made):
+    model, tokenizer = demo.load(made / "base"), tokenizer_of(made)
+    with torch.inference_mode():
+        texts = {demo.sample(model, tokenizer, "def f(x)", max_new_tokens=8) for _ in range(2)}
+    assert len(texts) == 1
+
+
+# growth and the command
+
+
+def test_a_demo_that_was_not_made_is_one_line(small, tmp_path):
+    finished = small.run("adaptive_full_finetune", f"demo_dir={tmp_path}", config="demo_cpu", expect=1)
+    assert f"tokenizer='{tmp_path}/base/tokenizer.json': there is no such file" in finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_growth_starts_in_epoch_1_and_asks_for_more_in_epoch_2():
+    assert [demo.grow(epoch, 20) for epoch in range(4)] == [0, 4, 10, 10]
+
+
+def test_the_epochs_of_the_latest_run_are_shown_and_no_earlier_ones(tmp_path, capsys):
+    step = {"kind": "step", "epoch": 0, "batch_size": 4, "loss": 9.0}
+    later = [{**step, "loss": 3.0}, {**step, "loss": 2.0}, {**step, "epoch": 1, "batch_size": 8, "loss": 1.0}]
+    records = [{"kind": "start"}, step, {"kind": "start"}, {"kind": "bound"}, *later]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    runpy.run_path(str(DEMO))["print_epochs"](tmp_path / "run.jsonl")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[1:] == [["0", "4", "2", "2.500"], ["1", "8", "1", "1.000"]]
+
+
+def test_a_directory_that_tune_could_not_pass_on_is_refused(tmp_path):
+    command = [sys.executable, str(DEMO), "--directory", "a=b"]
+    finished = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 2
+    assert "must not contain '='" in finished.stderr
+    assert list(Path(tmp_path).iterdir()) == []

@@ -1,0 +1,90 @@
+"""The site is built from the pages, every link and anchor of it is checked, and it fetches nothing."""
+
+import logging
+import re
+import shutil
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+from support.pages import PAGES, ROOT
+
+SOURCES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml", "docs", "benchmarks/results", "examples")
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """What the site is made of, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("project")
+    for source in SOURCES:
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, folder / source)
+        elif (ROOT / source).is_file():
+            shutil.copy(ROOT / source, folder / source)
+    return folder
+
+
+@pytest.fixture
+def site(copied, tmp_path, monkeypatch):
+    """The site, built after some text was added to a page; None where a link is wrong."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+
+    def site(page=None, text=""):
+        before = page and (copied / page).read_text()
+        if page:
+            (copied / page).write_text(f"{before}\n{text}\n")
+        try:
+            build(load_config(str(copied / "mkdocs.yml"), site_dir=str(tmp_path)))
+        except Abort:
+            return None
+        finally:
+            if page:
+                (copied / page).write_text(before)
+        return tmp_path
+
+    return site
+
+
+def test_every_page_is_on_the_site_in_its_navigation_and_fetches_nothing(site):
+    folder = site()
+    assert folder is not None, "mkdocs build --strict says which link is wrong"
+    names = {path.removeprefix("docs/").replace("README", "index").replace(".md", ".html") for path in PAGES}
+    first = (folder / "index.html").read_text()
+    for name in names:
+        html = (folder / name).read_text()
+        assert f'href="{name}"' in first
+        assert re.findall(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"', html) == []
+        for picture in re.findall(r'<img[^>]* src="([^"]*)"', html):
+            assert (folder / picture).is_file()
+    assert not (folder / "tools").exists()
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "said"),
+    [
+        ("README.md", "[x](docs/nowhere.md)", "nowhere.md"),
+        ("README.md", "[x](docs/configuration.md#no-such-anchor)", "no-such-anchor"),
+        ("CONTRIBUTING.md", "[x](tests/nowhere.py)", "nowhere.py"),
+        ("CHANGELOG.md", "[x](#no-such-anchor)", "no-such-anchor"),
+        ("docs/many_gpus.md", "![x](../benchmarks/results/nowhere.png)", "nowhere.png"),
+        ("docs/many_gpus.md", "[x](configuration.md#no-such-anchor)", "no-such-anchor"),
+        ("docs/many_gpus.md", "[x](../README.md#no-such-anchor)", "no-such-anchor"),
+    ],
+)
+def test_a_link_that_leads_nowhere_fails_the_build(site, caplog, page, text, said):
+    with caplog.at_level(logging.WARNING, logger="mkdocs"):
+        assert site(page, text) is None
+    assert said in caplog.text
+
+
+def test_links_between_readme_and_pages_work_in_both_directions(site):
+    assert site("README.md", "[x](docs/configuration.md#the-plan) [z](CHANGELOG.md#unreleased)") is not None
+    assert site("docs/many_gpus.md", "[x](../README.md#install) [y](../CHANGELOG.md) [z](../mkdocs.yml)") is not None
+
+
+def test_the_readmes_figure_is_small_and_a_picture():
+    (name,) = re.findall(r"!\[[^]]+\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    picture = (ROOT / name).read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < 200_000

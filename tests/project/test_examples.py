@@ -1,0 +1,120 @@
+"""The examples train as they would without adaptive_batch, with a few lines more; and the page about them runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support import run_example
+from support.ranks import end_of_ranks, reserved_port
+from support.run_example import both_outputs, commanded_sizes
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGE = ROOT / "docs" / "without_torchtune.md"
+RANKS = {"fsdp2": 2}
+MOST_LINES = 15
+
+
+def run(*command: object, folder: Path = ROOT) -> str:
+    """What a Python program prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *map(str, command)],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def glue(text: str) -> list[str]:
+    """The lines between the two marks of each part, blank ones left out."""
+    parts = re.findall(r"^ *# --- adaptive_batch\n(.*?)^ *# ---$", text, re.MULTILINE | re.DOTALL)
+    return [line for part in parts for line in part.splitlines() if line.strip()]
+
+
+def numbers(output: str, name: str) -> list[float]:
+    return [float(number) for number in re.search(rf"^{name}: (.*)$", output, re.MULTILINE)[1].split()]
+
+
+@pytest.fixture(scope="module", params=EXAMPLES, ids=lambda path: path.stem)
+def outputs(request) -> SimpleNamespace:
+    example = request.param
+    if ranks := RANKS.get(example.stem):
+        with reserved_port() as port:
+            ended = end_of_ranks(on_rank, ranks, example, port, begins_group=False)
+        assert [one.error for one in ended] == [None] * ranks
+        adaptive, plain = ended[0].result
+    else:
+        adaptive, plain = run(Path(run_example.__file__), example).split("=====\n")
+    return SimpleNamespace(example=example, adaptive=adaptive, plain=plain)
+
+
+def on_rank(example: Path, other_port: int) -> tuple[str, str]:
+    warnings.simplefilter("ignore")
+    return both_outputs(example, other_port=other_port)
+
+
+def test_there_is_an_example_for_each_kind_of_loop():
+    assert {path.stem for path in EXAMPLES} == {"fsdp2", "hugging_face", "lightning_module", "plain_pytorch"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_has_a_few_lines_that_are_about_adaptive_batch(path):
+    """And no other line of it names the package or its loop, but to print what was found."""
+    text = path.read_text()
+    lines = glue(text)
+    assert 4 < len(lines) <= MOST_LINES
+    assert all(len(line) <= 120 for line in lines)
+    code = re.sub(r'""".*?"""', "", text, flags=re.DOTALL)
+    rest = [line for line in code.splitlines() if line not in lines and "# ---" not in line]
+    outside = [line for line in rest if re.search(r"adaptive_batch|AdaptiveLoop|\bloop\.(?!batch_size)", line)]
+    assert outside == []
+
+
+def test_an_example_finds_its_bound_and_grows(outputs):
+    sizes = numbers(outputs.adaptive, "batch sizes")
+    (bound,) = numbers(outputs.adaptive, "max_batch_size")
+    assert bound >= 8
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) == 3
+    if outputs.example.stem == "lightning_module":
+        assert sizes[-1] == bound  # what was asked for is cut
+    else:
+        assert sizes[-1] > bound
+        assert sizes == [float(size) for size in commanded_sizes(outputs.example)]
+    if "most micro-batches" in outputs.adaptive:
+        assert numbers(outputs.adaptive, "most micro-batches of a step") == [-(-sizes[-1] // bound)]
+
+
+def test_an_example_ends_with_the_loss_of_the_same_training_without_adaptive_batch(outputs):
+    (adaptive,), (plain,) = numbers(outputs.adaptive, "final loss"), numbers(outputs.plain, "final loss")
+    assert 1.0 < plain < 4.0  # it began at the logarithm of 256, 5.5
+    assert adaptive == pytest.approx(plain, rel=2e-6)
+    if "optimizer steps" in outputs.plain:
+        assert numbers(outputs.adaptive, "optimizer steps") == numbers(outputs.plain, "optimizer steps")
+
+
+def test_what_the_page_says_in_code_runs(tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 4
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks))
+    run(program, folder=tmp_path)
+
+
+def test_the_page_says_how_many_lines_each_example_has():
+    said = dict(re.findall(r"^\| \[`examples/(\w+)\.py`\].*\| (\d+) \|$", PAGE.read_text(), re.MULTILINE))
+    assert said == {path.stem: str(len(glue(path.read_text()))) for path in EXAMPLES}

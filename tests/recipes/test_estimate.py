@@ -1,0 +1,624 @@
+"""adaptive_estimate: what a plan on fake tensors says is what trials count, and it needs neither weights, files nor a network.
+
+All combinations, every shipped and stock configuration, and what planning takes: benchmarks/estimate.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import demo
+import pytest
+import torch
+import torchtune
+from omegaconf import OmegaConf
+from support.model_families import MODELS, Combination, RealParts, peaks_on_ranks, tried
+from support.ranks import run_on_ranks
+from torch._subclasses.fake_tensor import FakeTensor
+from torchtune import config
+from torchtune.data import padded_collate_packed
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.estimate import FakeDevice, cuda_workspace, read_estimate
+from adaptive_batch.torchtune import FakeParts, Settings, config_path, estimate_devices, shipped_configs
+
+SMALL = Combination("qwen2", 32)
+STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+STOCK_SAMPLE = (
+    "code_llama2/7B_full_low_memory.yaml",
+    "gemma2/2B_full.yaml",
+    "llama3/8B_full_single_device.yaml",
+    "llama3_1/8B_full.yaml",
+    "mistral/7B_full_low_memory.yaml",
+    "phi3/mini_full.yaml",
+    "qwen2_5/0.5B_full_single_device.yaml",
+)
+TENSOR_PARALLEL = {
+    "tensor_parallel_dim": 2,
+    "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+}
+
+
+def planned(cfg, **keys):
+    """The plan of a configuration with these keys over it, and what it says."""
+    merged = OmegaConf.merge(cfg, {"estimate": {"devices": ["80GiB"], "changes": False}}, keys)
+    said = []
+    return estimate_devices(merged, show=said.append), "\n".join(said)
+
+
+def small(**keys):
+    return planned(SMALL.to_estimate(), **keys)
+
+
+# --- what is said is what is counted ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """benchmarks/estimate.py, as a module."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    sys.path.insert(0, str(folder))
+    spec = importlib.util.spec_from_file_location("benchmark_of_plans", folder / "estimate.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "combination",
+    [
+        Combination("llama3_2", 32, "AdamW foreach", "chunked", "every 2nd layer", "bf16"),
+        Combination("qwen2, tied", 48, "SGD momentum", in_backward=True),
+        Combination("gemma2", 32, "AdamW", "plain", "checkpointing", accumulation=2, clips=True),
+    ],
+    ids=str,
+)
+def test_peaks_and_bounds_are_those_of_trials(benchmark, combination):
+    (row,) = benchmark.measure_peaks([combination], benchmark.QUICK_SIZES)
+    assert row["worst"] == row["worst_resident"] == row["worst_optimizer"] == 0.0
+    assert row["budgets_equal"] == row["budgets"] > 2
+    assert row["edges_equal"] == row["edges"]
+    assert row["probes_equal"] == len(row["probes"]) > 0
+
+
+def test_packed_rows_are_within_a_thousandth():
+    combination = Combination("llama3_2", 64, packed=True)
+    plan, real = combination.planned(), tried(RealParts(combination).built(), (1, 2, 7))
+    for trial in real.trials:
+        estimate = plan.one_row_bytes if trial.batch_size == 1 else plan.curve.peak_bytes(trial.batch_size)
+        assert estimate == pytest.approx(trial.peak_bytes, rel=1e-3)
+
+
+def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
+    cfg = Combination("llama3_2", 64, packed=True).config()
+    parts = FakeParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
+    parts.build_data()
+    rows = [parts.made_up_row(24)] * 3
+    ours, theirs = parts.collate(rows), padded_collate_packed(rows)
+    assert {key: (tensor.shape, tensor.dtype) for key, tensor in ours.items()} == {
+        key: (tensor.shape, tensor.dtype) for key, tensor in theirs.items()
+    }
+    huge = parts.collate([parts.made_up_row(2**17)] * 5)["mask"]  # 80 GiB
+    assert isinstance(huge, FakeTensor)
+    assert not any("flex" in sentence for sentence in parts.left_out)
+    on_cuda, _ = planned(cfg, device="cuda", estimate={"sequence_lengths": [64]})
+    assert any(sentence.startswith("flex attention: packed rows") for sentence in on_cuda.left_out)
+    assert huge.numel() == 5 * 2**34
+
+
+@pytest.mark.slow
+def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
+    demo.prepare(tmp_path)
+    own = (f"demo_dir={tmp_path}", "probe.device_memory=80MiB")
+    devices = small.run_in_process(
+        "adaptive_estimate", *own, "estimate.devices=80MiB", "estimate.changes=False", config="demo_cpu"
+    ).output_dir
+    probe = small.run_in_process("adaptive_probe", *own, config="demo_cpu").output_dir
+    plan = json.loads((devices / "adaptive_batch" / "estimate.json").read_text())
+    found = json.loads((probe / "adaptive_batch" / "probe.json").read_text())
+    (device,) = plan["devices"]
+    (answer,) = device["lengths"]
+    assert 2 < found["max_batch_size"] < 64
+    assert answer["max_batch_size"] == found["max_batch_size"]
+    assert answer["sequence_length"] == found["sequence_length"]
+    assert device["budget_bytes"] == found["budget_bytes"]
+    (peak,) = {t["peak_bytes"] for t in found["trials"] if t["batch_size"] == found["max_batch_size"]}
+    assert answer["allocated_bytes"] == peak
+    assert not list((devices / "adaptive_batch").glob("probe*"))
+
+
+ON_RANKS = (
+    Combination("qwen2", 32, accumulation=2, ranks=2, reshards=False),
+    Combination("qwen2", 32, accumulation=2, ranks=2, reshards=False, syncs=False),
+    Combination("qwen2", 32, "AdamW", "chunked", "checkpointing", ranks=2),
+    Combination("llama3", 32, "AdamW", apart=("tok_embeddings", "output"), ranks=2),
+)
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    return run_on_ranks(peaks_on_ranks, 2, ON_RANKS, (1, 2, 7), 4)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[str(combination) for combination in ON_RANKS])
+def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
+    combination, (peaks, result) = ON_RANKS[number], on_ranks[number]
+    plan = combination.planned()
+    assert plan.resident.total == result.resident_bytes
+    assert plan.optimizer_peak_bytes == result.trials[0].optimizer_peak_bytes
+    for rows, peak in peaks.items():
+        estimate = plan.one_row_bytes if rows == 1 else plan.curve.peak_bytes(rows)
+        assert estimate == pytest.approx(peak, rel=0.05 if combination.reshards else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "keys", "says"),
+    [
+        (
+            "llama3",
+            4,
+            TENSOR_PARALLEL | {"tensor_parallel_dim": 4},
+            "tensor_parallel_dim=4: it must divide the model's 4 heads and 2 key heads; give one of 1, 2",
+        ),
+        (
+            "qwen2, tied",
+            2,
+            TENSOR_PARALLEL,
+            "tensor_parallel_dim=2: the model's output layer is tied to tok_embeddings",
+        ),
+        (
+            "qwen2, tied",
+            2,
+            {"custom_sharded_layers": ["tok_embeddings"]},
+            "custom_sharded_layers=['tok_embeddings']: the output layer is tied to tok_embeddings",
+        ),
+    ],
+    ids=["heads", "tied and divided", "tied and apart"],
+)
+def test_a_model_that_cannot_be_divided_so_is_refused_with_the_key(model, ranks, keys, says):
+    cfg = Combination(model, 32, "AdamW").to_estimate(sequence_lengths=[32], world_size=ranks)
+    with pytest.raises(SettingError, match="^" + re.escape(says)):
+        planned(cfg, **keys)
+
+
+def test_a_tied_embedding_can_be_apart_where_it_stays_gathered():
+    cfg = Combination("qwen2, tied", 32, "AdamW").to_estimate(sequence_lengths=[32], world_size=2)
+    length = planned(cfg, custom_sharded_layers=["tok_embeddings"], fsdp_reshard_after_forward=False)[0].lengths[0]
+    assert length.check.counted_bytes == length.check.expected_bytes
+
+
+def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
+    alone = Combination("llama3", 64, "AdamW").planned()
+    cfg = Combination("llama3", 64, "AdamW").to_estimate(sequence_lengths=[64], world_size=2)
+    divided = planned(cfg, **TENSOR_PARALLEL)[0].lengths[0]
+    assert divided.check.counted_bytes == divided.check.expected_bytes
+    assert 0.5 <= divided.resident.parameters / alone.resident.parameters < 0.7
+    # Clipping and stepping hold what stays, the gradients and little more: nothing of the size of the whole model.
+    assert divided.optimizer_peak_bytes < 1.5 * (divided.resident.total + divided.resident.parameters)
+
+
+# --- what it needs ------------------------------------------------------------------------------------------------------
+
+_reached: list[str] = []
+_is_watching = False
+
+
+def _audit(event, arguments):
+    if _is_watching and event in ("socket.connect", "socket.getaddrinfo"):
+        _reached.append(f"{event} {arguments[1:]}")
+
+
+sys.addaudithook(_audit)
+
+
+@contextmanager
+def no_network():
+    """Fails where anything inside looks for another machine."""
+    global _is_watching
+    _is_watching = True
+    _reached.clear()
+    try:
+        yield
+    finally:
+        _is_watching = False
+    assert not _reached
+
+
+def test_neither_tokenizer_data_weights_nor_a_network_is_needed_where_lengths_are_given(tmp_path):
+    cfg = SMALL.to_estimate(sequence_lengths=[32, 64])
+    assert "nowhere" in cfg.tokenizer.path
+    with no_network():
+        plan, _ = planned(cfg, output_dir=str(tmp_path / "not_there"))
+    assert [length.sequence_length for length in plan.lengths] == [32, 64]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
+    lengths = json.loads(_plan_file(small, "estimate.devices=1GiB").read_text())["lengths"]
+    rows = config.instantiate((cfg := OmegaConf.load(small.config)).dataset, config.instantiate(cfg.tokenizer))
+    assert [length["sequence_length"] for length in lengths] == [max(len(row["tokens"]) for row in rows)]
+
+
+def _plan_file(small, *overrides):
+    finished = small.run_in_process("adaptive_estimate", "estimate.changes=False", *overrides)
+    return finished.output_dir / "adaptive_batch" / "estimate.json"
+
+
+@pytest.mark.parametrize(
+    "absent",
+    [{"tokenizer": {"path": "nowhere/vocab.json"}}, {"dataset": {"source": "tatsu-lab/alpaca", "data_files": None}}],
+    ids=["tokenizer", "dataset on a hub"],
+)
+def test_where_the_data_are_not_at_hand_that_is_said_and_no_network_is_tried(small, absent):
+    cfg = OmegaConf.merge(OmegaConf.load(small.config), absent)
+    with (
+        no_network(),
+        pytest.raises(SettingError, match=r"probe\.sequence_length='longest': .* not at hand .*give lengths"),
+    ):
+        planned(cfg)
+
+
+def test_where_a_collate_function_wants_rows_that_are_not_at_hand_it_is_named_with_the_cause():
+    with pytest.raises(SettingError) as refused:
+        small(collate_fn="torchtune.data.padded_collate_sft", tokenizer={"_component_": "nowhere.tokenizer"})
+    said = str(refused.value)
+    assert said.startswith("collate_fn='torchtune.data.padded_collate_sft': it is called on rows of the dataset, ")
+    assert "No module named 'nowhere'" in said
+    assert said.endswith("Are you sure that module 'nowhere' is installed?); remove it to estimate rows of text alone")
+
+
+def test_max_seq_len_that_the_tokenizer_does_not_have_is_named():
+    says = r"probe\.sequence_length='max_seq_len': tokenizer\.max_seq_len is not set; set it, or give a number"
+    with pytest.raises(SettingError, match=says):
+        planned(SMALL.config(sequence_length="max_seq_len"))
+    with pytest.raises(
+        SettingError, match=r"estimate\.sequence_lengths=\[32, 'max_seq_len'\]: tokenizer\.max_seq_len is not"
+    ):
+        planned(SMALL.to_estimate(sequence_lengths=[32, "max_seq_len"]))
+
+
+def _with_a_small_model(cfg):
+    """The configuration with a model of the same family whose dimensions are small."""
+    family = str(cfg.model._component_).split(".")[2]
+    families = {
+        component["_component_"].split(".")[2]: component for component in MODELS.values() if len(component) > 1
+    }
+    alike = {"qwen2_5": "qwen2", "code_llama2": "llama2", "phi4": "phi3", "llama3_3": "llama3_1"}
+    changed = OmegaConf.create(OmegaConf.to_container(cfg))
+    changed.model = families[alike.get(family, family)]
+    return changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, _ in shipped_configs()])
+def test_every_shipped_configuration_can_be_planned(name):
+    cfg = OmegaConf.load(config_path(name))
+    world_size = 8 if "8gpu" in name else 1
+    with no_network():
+        plan, said = planned(_with_a_small_model(cfg), estimate={"sequence_lengths": [64], "world_size": world_size})
+    (length,) = plan.lengths
+    assert length.check.counted_bytes == length.check.expected_bytes
+    assert plan.bound(length, plan.devices[0]) > 100
+    assert "max_batch_size" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOCK_SAMPLE)
+def test_torchtunes_own_configurations_can_be_planned(name):
+    with no_network():
+        plan, _ = planned(_with_a_small_model(OmegaConf.load(STOCK / name)), estimate={"sequence_lengths": [64]})
+    (length,) = plan.lengths
+    assert length.check.counted_bytes == length.check.expected_bytes
+
+
+def test_a_model_of_real_size_is_planned_in_little_memory():
+    before = _resident_bytes()
+    plan, _ = planned(Combination("qwen2_5_0_5b", 256, dtype="bf16").to_estimate(sequence_lengths=[256]))
+    (length,) = plan.lengths
+    assert length.resident.parameters == 2 * 494_032_768
+    assert _resident_bytes() - before < 2**29
+
+
+def _resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [
+        ("H1000", "no such device is known; near it: "),
+        ("80 pounds", "give a size with its unit"),
+        (0.9, "there is no device to take a share of"),
+        ([], "a device such as H100, or a list of them"),
+    ],
+    ids=["unknown", "no size", "a share", "none"],
+)
+def test_what_is_no_device_is_refused_before_anything_is_built(device, why):
+    with pytest.raises(SettingError, match=re.escape(why)):
+        small(estimate={"devices": device})
+
+
+def test_ranks_that_tensor_parallelism_does_not_divide_are_refused():
+    with pytest.raises(SettingError, match=r"tensor_parallel_dim=2: .*3"):
+        small(estimate={"world_size": 3}, **TENSOR_PARALLEL)
+
+
+def test_a_model_that_looks_at_values_is_named_with_the_operation():
+    cfg = SMALL.to_estimate(sequence_lengths=[32])
+    cfg.model._component_ = "support.model_families.looks_at_values"
+    with pytest.raises(
+        SettingError, match=r"model='support\.model_families\.looks_at_values': .*aten\._local_scalar_dense"
+    ):
+        planned(cfg)
+    assert small()[0].lengths  # and the next one is planned as ever
+
+
+def test_a_length_that_the_model_does_not_take_is_refused():
+    with pytest.raises(SettingError, match=r"estimate\.sequence_lengths=300: the model takes 256 tokens at most"):
+        planned(SMALL.to_estimate(sequence_lengths=[300]))
+
+
+def test_one_of_several_processes_does_not_plan(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SettingError, match=r"give ranks by estimate\.world_size"):
+        small()
+
+
+def test_parameters_that_lie_on_the_host_are_refused():
+    with pytest.raises(SettingError, match="fsdp_cpu_offload=True"):
+        small(fsdp_cpu_offload=True, estimate={"world_size": 2})
+
+
+def test_no_process_group_is_left_behind():
+    small(estimate={"world_size": 4})
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(SettingError):
+        small(fsdp_cpu_offload=True, estimate={"world_size": 4})
+    assert not torch.distributed.is_initialized()
+
+
+# --- what is left out is said -------------------------------------------------------------------------------------------
+
+
+def test_compiling_and_offloading_are_said_to_be_counted_otherwise():
+    plan, said = small(compile=True, enable_activation_checkpointing=True, enable_activation_offloading=True)
+    for key in ("compile", "enable_activation_offloading"):
+        assert any(sentence.startswith(f"{key}: ") for sentence in plan.left_out)
+        assert f"left out: {key}: " in said
+    eager, _ = small(enable_activation_checkpointing=True)
+    assert eager.lengths[0].curve == plan.lengths[0].curve
+    assert not any(sentence.startswith(("compile", "enable_")) for sentence in eager.left_out)
+
+
+def test_offloading_without_checkpointing_is_refused_as_in_training():
+    with pytest.raises(SettingError, match="it needs enable_activation_checkpointing=True"):
+        small(enable_activation_offloading=True)
+
+
+def _elements(cfg):
+    with torch.device("meta"):
+        return [parameter.numel() for parameter in config.instantiate(cfg.model).parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "moments", "is_8bit"),
+    [("PagedAdamW8bit", 2, True), ("AdamW", 2, False), ("Lion8bit", 1, True), ("PagedAdamW32bit", 2, False)],
+)
+def test_states_of_bitsandbytes_have_their_documented_sizes(name, moments, is_8bit):
+    plan, _ = small(optimizer={"_component_": f"bitsandbytes.optim.{name}", "fused": None})
+    by_hand = 0
+    for elements in _elements(SMALL.config()):
+        if is_8bit and elements >= 4096:
+            by_hand += moments * (elements + 4 * -(-elements // 256))
+        else:
+            by_hand += moments * 4 * elements
+    assert plan.lengths[0].resident.optimizer == by_hand
+    assert any(sentence.startswith("bitsandbytes: ") for sentence in plan.left_out)
+
+
+def test_an_optimizer_of_bitsandbytes_whose_states_are_not_known_is_refused():
+    with pytest.raises(SettingError, match=r"optimizer\._component_='bitsandbytes\.optim\.LARS'"):
+        small(optimizer={"_component_": "bitsandbytes.optim.LARS"})
+
+
+def test_on_an_accelerator_a_compiled_optimizer_holds_what_stays():
+    length = Combination("qwen2", 32, "AdamW8bit", device="cuda").planned()
+    gradients = length.resident.parameters
+    assert length.optimizer_peak_bytes == length.resident.total + gradients
+    eager = Combination("qwen2", 32, "AdamW8bit").planned()
+    assert eager.optimizer_peak_bytes > length.optimizer_peak_bytes
+
+
+def test_what_a_device_needs_beside_tensors_is_taken_off():
+    plan, said = planned(
+        Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32]), estimate={"headroom": 0.1}
+    )
+    (target,) = plan.devices
+    free = 80 * 2**30 - cuda_workspace.fixed_overhead_bytes("")
+    assert target.budget_bytes == int(free * 0.9)
+    assert sum(size for _, size in target.taken) == 80 * 2**30 - target.budget_bytes
+    assert "CUDA's kernels are modelled" in said
+    on_cpu, _ = small(estimate={"headroom": 0.1})
+    assert on_cpu.devices[0].budget_bytes == int(80 * 2**30 * 0.9)
+
+
+def test_where_the_context_alone_takes_more_than_the_device_has_nothing_is_left_for_headroom():
+    cfg = Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32])
+    plan, said = planned(cfg, estimate={"devices": "0.5GiB", "headroom": 0.05})
+    assert plan.devices[0].budget_bytes == dict(plan.devices[0].taken)["headroom (5%)"] == 0
+    assert "0.50 GiB: 0 bytes may be used of 0.50 GiB, " in said
+    assert ", 0 bytes for headroom (5%)" in said
+    assert "  32 tokens: the parameters (" in said
+    assert "do not fit" in said
+
+
+def test_what_a_plan_does_not_heed_is_said():
+    _, said = small(probe={"device_memory": "100MiB", "sequence_length": 32})
+    assert said.startswith(
+        "probe.device_memory has no effect: estimate.devices gives what the devices have\n"
+        "probe.sequence_length has no effect: estimate.sequence_lengths gives the lengths\n"
+    )
+
+
+# --- single changes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_change_brings_what_a_plan_of_it_says():
+    plan, said = small(estimate={"devices": ["40MiB"], "changes": True})
+    by_key = {change.overrides: change for change in plan.changes}
+    checkpointing = by_key["enable_activation_checkpointing=True",]
+    changed, _ = small(enable_activation_checkpointing=True, estimate={"devices": ["40MiB"]})
+    before, (after,) = plan.bound(plan.lengths[0], plan.devices[0]), checkpointing.bounds
+    assert before < after == changed.bound(changed.lengths[0], changed.devices[0])
+    assert "enable_activation_checkpointing=True" in said
+    gains = [change.bounds[0] for change in plan.changes]
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains) > before
+
+
+# --- what is measured on a device ---------------------------------------------------------------------------------------
+
+
+def test_the_search_by_brute_force_of_the_benchmark_finds_the_largest(benchmark):
+    from adaptive_batch.probe import Trial
+
+    for true in (0, 1, 2, 3, 7, 30, 64):
+        search = benchmark.Doubling(maximum=64)
+        while (rows := search.candidate) is not None:
+            search.record(Trial(rows, rows <= true))
+        assert search.best == true
+
+
+def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
+    combination = Combination("qwen2", 32, "AdamW fused", "chunked")
+    (row,) = benchmark.measure_on_device([combination], "12MiB", maximum=64)
+    assert row["planned"] == row["true"] == row["probe"] > 2
+    assert row["worst"] == 0.0
+    assert "share of the true bound: 100.0% to 100.0%" in capsys.readouterr().out
+    assert {c.device for c in benchmark.on_cuda(False)} == {"cuda"}
+    assert len({str(c) for c in benchmark.on_cuda(False)}) == 24
+
+
+# --- a plan is not lost ---------------------------------------------------------------------------------------------------
+
+
+def test_a_change_that_components_refuse_is_said_and_the_plan_stands(tmp_path):
+    cfg = SMALL.to_estimate()
+    cfg = OmegaConf.merge(
+        cfg,
+        {
+            "loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1},
+            "estimate": {"devices": ["40MiB"], "changes": True},
+        },
+    )
+    said, saved = [], []
+    plan = estimate_devices(cfg, show=said.append, save=saved.append)
+    assert any("not estimated: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: TypeError" in line for line in said)
+    assert [bool(one.changes) for one in saved] == [False, True]
+    assert any("TypeError" in change.refused for change in plan.refused)
+    plan.save(tmp_path / "estimate.json")
+    assert read_estimate(tmp_path / "estimate.json") == plan
+    assert saved[-1] == plan
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_planned(tmp_path):
+    from adaptive_estimate import estimate
+
+    (tmp_path / "file").touch()
+    cfg = SMALL.to_estimate()
+    cfg = OmegaConf.merge(cfg, {"output_dir": str(tmp_path / "file" / "out"), "estimate": {"devices": "80GiB"}})
+    with pytest.raises(SettingError, match="output_dir="):
+        estimate(cfg)
+
+
+@pytest.mark.parametrize("recipe", ["adaptive_full_finetune", "adaptive_probe", "adaptive_estimate"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("plan_for", "80GiB"), ("plan_world_size", 2), ("plan_changes", False), ("plan_for", "null")]
+)
+def test_the_keys_that_the_probe_had_are_refused_with_the_new_ones(small, recipe, key, value):
+    new = {"plan_for": "devices", "plan_world_size": "world_size", "plan_changes": "changes"}[key]
+    says = rf"^probe\.{key}=.*: there is no such key; estimate\.{new} is meant: tune run adaptive_estimate .*estimate\.devices="
+    with pytest.raises(SettingError, match=says):
+        small.run_in_process(recipe, f"probe.{key}={value}")
+
+
+def test_an_estimate_without_devices_is_refused(small):
+    with pytest.raises(SettingError, match=r"^estimate\.devices=None: give a size such as \"80GiB\""):
+        small.run_in_process("adaptive_estimate")
+
+
+@pytest.mark.parametrize(("device", "free"), [("cuda", 79), ("cpu", 79)])
+def test_the_context_that_is_given_is_taken_off(device, free):
+    cfg = Combination("qwen2", 32, device=device).to_estimate(context="1GiB", headroom=0)
+    plan, _ = planned(cfg)
+    workspaces = cuda_workspace.library_workspace_bytes("") if device == "cuda" else 0
+    assert plan.devices[0].budget_bytes == free * 2**30 - workspaces
+
+
+def test_a_device_that_is_neither_is_refused():
+    with pytest.raises(SettingError, match="device='mps': an estimate knows cuda"):
+        planned(SMALL.to_estimate(), device="mps")
+
+
+def test_dropout_in_attention_keeps_no_weights_on_an_accelerator():
+    cfg = SMALL.to_estimate()
+    without, _ = planned(cfg, device="cuda")
+    with_it, _ = planned(cfg, device="cuda", model={"attn_dropout": 0.1})
+    assert with_it.lengths[0].peak_bytes(7) == without.lengths[0].peak_bytes(7)
+
+
+class Recurrent(torch.nn.Module):
+    """Predicts the next word by an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 16)
+        self.layer = torch.nn.LSTM(16, 16, batch_first=True)
+        self.output = torch.nn.Linear(16, 50)
+
+    def forward(self, tokens):
+        return self.output(self.layer(self.words(tokens))[0])
+
+
+def test_what_recurrent_layers_keep_besides_is_said_to_be_left_out():
+    sys.modules["models_of_this_test"] = sys.modules[__name__]
+    cfg = SMALL.to_estimate(sequence_lengths=[32])
+    cfg.model = {"_component_": "models_of_this_test.Recurrent"}
+    plan, _ = planned(cfg)
+    assert any(sentence.startswith("recurrent layers: ") for sentence in plan.left_out)
+    assert not any("recurrent" in sentence for sentence in small()[0].left_out)
+
+
+class InParts(torch.nn.Module):
+    """A loss that is summed in parts of 256 tokens, so that its peak is no straight line in the rows."""
+
+    ignore_index = -100
+
+    def forward(self, logits, labels):
+        parts = zip(logits.split(256), labels.split(256), strict=True)
+        return sum(torch.nn.functional.cross_entropy(one, of, reduction="sum") for one, of in parts) / labels.numel()
+
+
+def test_a_curve_that_is_not_straight_is_not_called_exact():
+    sys.modules["losses_in_parts"] = sys.modules[__name__]
+    cfg = SMALL.to_estimate(sequence_lengths=[32])
+    cfg = OmegaConf.merge(cfg, {"loss": {"_component_": "losses_in_parts.InParts"}})
+    plan, said = planned(cfg, estimate={"devices": ["16MiB"], "changes": False})
+    (check,) = [length.check for length in plan.lengths]
+    assert check.rows > 8
+    assert abs(check.counted_bytes - check.expected_bytes) > 1e-3 * check.counted_bytes
+    assert f"NOT a maximum of straight lines: {check.rows} rows hold" in said

@@ -1,0 +1,368 @@
+"""The training recipe with the batch adapting, through the real command line."""
+
+import json
+import math
+import resource
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from support import components
+from support.cli import NUM_ROWS, OURS, interrupted_after_first_epoch, losses, same_weights
+
+from adaptive_batch.errors import CheckpointError, DoesNotFitError, GrowthFunctionError, SettingError
+from adaptive_batch.report import read_records
+
+BUDGET = "probe.device_memory=24MiB"
+GROW = "batch_increase_function=support.components.four_more"
+
+
+def records(finished, kind):
+    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+
+
+def probe_file(finished):
+    return json.loads((finished.output_dir / "adaptive_batch" / "probe.json").read_text())
+
+
+WITHOUT_GROWTH = "resume_allow_changes=[batch_increase_function]"
+
+
+@pytest.fixture(scope="module")
+def grown(small):
+    components.ASKED.clear()
+    return small.run_in_process(OURS, "use_maximum_batch_size=True", GROW, BUDGET, "epochs=3")
+
+
+def test_the_batch_is_the_power_of_two_below_a_bound_that_was_tried(grown):
+    found = probe_file(grown)
+    fitting = {trial["batch_size"] for trial in found["trials"] if trial["fits"]}
+    assert found["max_batch_size"] in fitting
+    assert found["batch_size"] in fitting
+    assert found["batch_size"] == 2 ** (found["max_batch_size"].bit_length() - 1)
+    assert records(grown, "step")[0]["batch_size"] == found["batch_size"]
+
+
+def test_the_growth_function_is_asked_at_the_start_of_each_epoch_and_cut_to_the_bound(grown):
+    bound = probe_file(grown)["max_batch_size"]
+    changes = [record for record in records(grown, "batch_size") if "epoch" in record]
+    assert [record["epoch"] for record in changes] == [0, 1, 2]
+    for record in changes:
+        assert record["requested"] == record["before"] + (4 if record["epoch"] else 0)
+        assert record["after"] == min(record["requested"], bound)
+    # once ahead for mistakes, and twice for each epoch of the plan
+    assert [epoch for epoch, _ in components.ASKED] == [0, 0, 1, 1, 2, 2, 1, 2]
+
+
+def test_each_row_is_trained_once_an_epoch_the_last_short_step_included(grown):
+    for epoch in range(3):
+        steps = [record for record in records(grown, "step") if record["epoch"] == epoch]
+        assert sum(record["batch_size"] for record in steps) == NUM_ROWS
+        assert steps[-1]["position"] == NUM_ROWS
+    assert records(grown, "step")[-1]["samples_seen"] == 3 * NUM_ROWS
+
+
+def test_a_step_record_has_every_metric(grown):
+    step = records(grown, "step")[-1]
+    names = (
+        "loss lr tokens_per_second_per_gpu batch_size micro_batches padding_fraction samples_seen tokens_seen oom_count"
+    )
+    assert set(names.split()) <= set(step)
+    assert 0 <= step["padding_fraction"] < 1
+    assert step["tokens_seen"] > step["samples_seen"]
+    logged = (grown.output_dir / "logs" / "log.txt").read_text()
+    assert all(f"{name}:" in logged for name in names.split())
+
+
+def test_a_run_that_was_probed_steps_as_one_that_was_not(small):
+    """The probe leaves no trace in training: same batch, dropout on, with and without a search before it."""
+    same = ("batch_size=8", "model.attn_dropout=0.2", "drop_last=True", BUDGET)
+    probed = small.run_in_process(OURS, "batch_increase_function=support.components.no_more", *same)
+    plain = small.run_in_process(OURS, *same)
+    assert probed.losses == plain.losses
+    assert same_weights(probed.weights(1), plain.weights(1))
+    assert records(probed, "bound")
+    assert not records(plain, "bound")
+
+
+def test_a_probe_leaves_no_trace_in_a_dataset_that_draws_random_numbers(small):
+    same = ("dataset._component_=support.components.Augmented", "batch_size=8", "drop_last=True", BUDGET)
+    probed = small.run_in_process(OURS, "batch_increase_function=support.components.no_more", *same)
+    assert probed.losses == small.run_in_process(OURS, *same).losses
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(small, grown):
+    """Killed in the second epoch: the batch, the bound, the schedule and the random numbers go on."""
+    settings = ("use_maximum_batch_size=True", GROW, BUDGET, "epochs=2", "model.attn_dropout=0.2")
+    cosine = (
+        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "lr_scheduler.num_warmup_steps=2",
+    )
+    whole = small.run_in_process(OURS, *settings, *cosine)
+    folder = interrupted_after_first_epoch(whole, small)
+    components.ASKED.clear()
+    rest = small.run_in_process(OURS, *settings, *cosine, f"output_dir={folder}", "resume_from_checkpoint=True")
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+    assert losses(folder, name="lr") == losses(whole.output_dir, name="lr")[-len(rest.losses) :]
+    assert same_weights(rest.weights(1), whole.weights(1))
+    assert {epoch for epoch, _ in components.ASKED} == {1}
+    assert [record["from_cache"] for record in records(rest, "bound")] == [False, True]
+
+
+def test_resuming_on_a_smaller_device_keeps_the_batch_and_runs_it_as_more_micro_batches(small, grown):
+    folder = small.fresh_folder()
+    shutil.copytree(grown.output_dir, folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "epoch_2")
+    before = [record["after"] for record in records(grown, "batch_size") if record.get("epoch") == 1]
+    rest = small.run_in_process(
+        OURS, "use_maximum_batch_size=True", "probe.device_memory=12MiB", "epochs=3",
+        f"output_dir={folder}", "resume_from_checkpoint=True", WITHOUT_GROWTH,
+    )  # fmt: skip
+    bound = probe_file(rest)["max_batch_size"]
+    assert bound < before[0]
+    last = [record for record in records(rest, "step") if record["epoch"] == 2 and record["batch_size"] == before[0]][
+        -1
+    ]
+    assert last["micro_batches"] == -(-before[0] // bound)
+
+
+def test_gradient_accumulation_counts_into_the_steps_and_the_bound(small):
+    finished = small.run_in_process(
+        OURS, "use_maximum_batch_size=True", "gradient_accumulation_steps=4", "epochs=1", "probe.device_memory=1GiB"
+    )
+    assert probe_file(finished)["max_batch_size"] == NUM_ROWS // 4  # a step of four micro-batches is a whole epoch
+    (step,) = records(finished, "step")
+    assert (step["batch_size"], step["micro_batches"]) == (NUM_ROWS, 4)
+
+
+def test_the_optimizer_in_backward_is_probed_and_trained(small):
+    finished = small.run_in_process(
+        OURS, "use_maximum_batch_size=True", "optimizer_in_bwd=True", "optimizer.lr=1e-3", "epochs=1", BUDGET
+    )
+    values = [float(value) for value in finished.losses]
+    assert values[-1] < values[0]
+
+
+def test_the_schedule_is_not_stretched_by_growth(small):
+    cosine = (
+        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "lr_scheduler.num_warmup_steps=2",
+    )
+    grown = small.run_in_process(OURS, GROW, "probe.device_memory=1GiB", "batch_size=4", "epochs=3", *cosine)
+    steps = records(grown, "step")
+    rates = [step["lr"] for step in steps]
+    peak = max(rates)
+    assert rates.index(peak) == 2  # two steps of warm-up at the batch that training began with
+    assert all(later < earlier for earlier, later in pairwise(rates[2:]))
+    assert len(steps) == 8 + 4 + 3  # instead of 24, and the last one begins where a batch of 4 would take step 22
+    assert rates[-1] == pytest.approx(peak * 0.5 * (1 + math.cos(math.pi * (22 - 2) / 22)))
+
+
+@pytest.mark.slow
+def test_a_schedule_that_counts_steps_is_warned_about(small, caplog):
+    with caplog.at_level("WARNING"):
+        finished = small.run(
+            OURS,
+            GROW,
+            "probe.device_memory=1GiB",
+            "epochs=1",
+            "lr_scheduler._component_=support.schedulers.step_lr",
+        )
+    assert "cannot follow a batch that changes" in finished.output
+
+
+def test_packed_rows_have_the_tokens_of_the_rows_in_them(small):
+    packed = small.run_in_process(OURS, "dataset.packed=True", "batch_size=1", "epochs=1")
+    plain = small.run_in_process(OURS, "batch_size=1", "epochs=1")
+    assert records(packed, "step")[-1]["tokens_seen"] == records(plain, "step")[-1]["tokens_seen"]
+    assert max(step["padding_fraction"] for step in records(packed, "step")) > 0
+
+
+def test_without_a_whole_step_the_epoch_is_one_short_step(small):
+    finished = small.run_in_process(OURS, "batch_size=100", "drop_last=False", "epochs=1")
+    assert [step["batch_size"] for step in records(finished, "step")] == [NUM_ROWS]
+
+
+def test_a_batch_above_the_bound_is_refused_and_weights_stay_unwritten(small):
+    output = small.fresh_folder()
+    with pytest.raises(SettingError, match=r"batch_size=32: \d+ rows fit; set batch_size=\d+ or less"):
+        small.run_in_process(OURS, GROW, "batch_size=32", "probe.device_memory=12MiB", f"output_dir={output}")
+    assert not list(output.glob("epoch_*"))
+
+
+def test_one_row_that_does_not_fit_is_an_error_with_numbers_and_remedies(small):
+    with pytest.raises(DoesNotFitError, match=r"needs [\d.]+ MiB, cpu allows [\d.]+ MiB; .*max_seq_len.*8-bit"):
+        small.run_in_process(OURS, "use_maximum_batch_size=True", "probe.device_memory=3000KiB")
+
+
+def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whole(small):
+    output = small.fresh_folder()
+    with pytest.raises(GrowthFunctionError, match="epoch=1, batch_size=4"):
+        small.run_in_process(
+            OURS,
+            "batch_increase_function=support.components.raises_in_second_epoch",
+            "probe.device_memory=1GiB",
+            f"output_dir={output}",
+        )
+    rest = small.run_in_process(OURS, f"output_dir={output}", "resume_from_checkpoint=True", WITHOUT_GROWTH)
+    assert len(rest.weights(1))
+
+
+@pytest.mark.slow
+def test_a_cached_bound_is_not_believed_under_another_budget_search_or_packing(small):
+    """More memory, a better search and packed rows each give another bound, found anew in the same folder."""
+    output = small.fresh_folder()
+
+    def bound(*overrides):
+        finished = small.run_in_process("adaptive_probe", f"output_dir={output}", *overrides)
+        return probe_file(finished)["max_batch_size"]
+
+    first = bound("probe.device_memory=12MiB", "probe.search=halve", "probe.maximum=32")
+    exact = bound("probe.device_memory=12MiB", "probe.maximum=32")
+    more = bound("probe.device_memory=24MiB", "probe.maximum=32")
+    bound("probe.device_memory=12MiB", "probe.maximum=32", "dataset.packed=True")
+    assert first < exact < more
+    assert len(json.loads((output / "adaptive_batch" / "probe.json").read_text())["earlier"]) == 3
+
+
+def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
+    longer = ("model.max_seq_len=2048", "probe.sequence_lengths=[8,2048]")
+    small.run_in_process("adaptive_probe", *longer, "probe.device_memory=12MiB")
+    printed = capsys.readouterr().out
+    assert "2048 tokens: one row of 2048 tokens needs" in printed
+    assert "max_batch_size: " in printed
+    with pytest.raises(DoesNotFitError):
+        small.run_in_process(
+            "adaptive_probe", *longer, "probe.sequence_lengths=[1024,2048]", "probe.device_memory=8MiB"
+        )
+
+
+def test_a_probe_block_without_effect_is_said(small):
+    finished = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", BUDGET)
+    assert [record["message"] for record in records(finished, "no_effect")] == [
+        "probe has no effect: nothing that needs to know what fits is on"
+    ]
+
+
+def test_what_the_search_alone_does_not_heed_is_said(small, capsys):
+    lengths = ("probe.sequence_length=16", "probe.sequence_lengths=[8]", "probe.maximum=2")
+    small.run_in_process("adaptive_probe", *lengths)
+    printed = capsys.readouterr().out
+    assert "probe.sequence_length has no effect: probe.sequence_lengths gives them\n" in printed
+
+
+def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
+    rest = go_on(small, interrupted, "batch_size=8", "epochs=3")
+    said = {record["kind"]: record["message"] for record in records(rest, "epochs") + records(rest, "batch_size")}
+    assert said == {
+        "epochs": "epochs 2 -> 3: the learning rate's schedule spans the new number",
+        "batch_size": "batch_size 8: configured is 8, the checkpoint was trained with 4",
+    }
+    with pytest.raises(
+        SettingError, match="optimizer_in_bwd=True: the checkpoint's optimizer state was saved with False"
+    ):
+        go_on(small, interrupted, "optimizer_in_bwd=True")
+
+
+def test_use_maximum_batch_size_turned_on_at_a_resume_is_heard(small):
+    grown = small.run_in_process(OURS, GROW, "probe.device_memory=24MiB", "epochs=2")
+    folder = interrupted_after_first_epoch(grown, small)
+    rest = go_on(small, folder, "use_maximum_batch_size=True", "probe.device_memory=24MiB", WITHOUT_GROWTH)
+    assert records(rest, "step")[-2]["batch_size"] == probe_file(rest)["batch_size"] > 4
+
+
+def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, interrupted):
+    rest = go_on(small, interrupted, "optimizer.lr=1e-5", "gradient_accumulation_steps=2")
+    assert {step["lr"] for step in records(rest, "step")} == {0.01}
+    (said,) = records(rest, "lr")
+    assert said["message"] == "optimizer.lr=1e-05 has no effect: the checkpoint's 0.01 goes on"
+    (said,) = records(rest, "gradient_accumulation_steps")
+    assert (said["before"], said["after"]) == (1, 2)
+
+
+def test_an_earlier_run_in_the_same_folder_is_said(small, interrupted):
+    again = small.run_in_process(OURS, f"output_dir={interrupted}", "epochs=1", "max_steps_per_epoch=1")
+    (said,) = records(again, "replaces")
+    assert "holds an earlier run" in said["message"]
+
+
+def test_a_dataset_without_any_label_is_refused_after_one_epoch_and_nothing_is_saved(small):
+    output = small.fresh_folder()
+    with pytest.raises(SettingError, match="no row of a whole epoch has a label"):
+        small.run_in_process(OURS, "dataset._component_=support.components.Masked", f"output_dir={output}")
+    assert not list(output.glob("epoch_*"))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interrupted(small, plain):
+    return interrupted_after_first_epoch(plain, small)
+
+
+@pytest.fixture(scope="module")
+def plain(small):
+    return small.run_in_process(OURS)
+
+
+def go_on(small, folder: Path, *overrides):
+    return small.run_in_process(OURS, f"output_dir={folder}", "resume_from_checkpoint=True", *overrides)
+
+
+def test_weights_of_another_save_are_refused(small, plain, interrupted):
+    shutil.rmtree(interrupted / "epoch_0")
+    shutil.copytree(plain.output_dir / "epoch_1", interrupted / "epoch_0")
+    with pytest.raises(CheckpointError, match="epoch_0 are of another save than the recipe state"):
+        go_on(small, interrupted)
+
+
+def test_a_truncated_weights_file_is_named(small, interrupted):
+    (path,) = (interrupted / "epoch_0").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=rf"{path.name} is incomplete: \d+ bytes were saved"):
+        go_on(small, interrupted)
+
+
+def test_a_truncated_recipe_state_is_named(small, interrupted):
+    path = interrupted / "recipe_state" / "recipe_state.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"recipe_state\.pt cannot be read"):
+        go_on(small, interrupted)
+
+
+def test_missing_weights_are_named(small, interrupted):
+    shutil.rmtree(interrupted / "epoch_0")
+    with pytest.raises(CheckpointError, match="epoch_0 does not exist"):
+        go_on(small, interrupted)
+
+
+def test_a_truncated_base_checkpoint_is_named(small):
+    base = small.fresh_folder() / "base"
+    shutil.copytree(small.folder / "base", base)
+    path = base / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        small.run_in_process(OURS, f"checkpointer.checkpoint_dir={base}")
+
+
+def test_a_save_that_fails_leaves_the_last_one_whole(small, interrupted):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # a full disk, as far as a file of weights can tell
+    try:
+        with pytest.raises(CheckpointError, match=r"saving .*epoch_1 failed .* is untouched"):
+            go_on(small, interrupted)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(interrupted.glob("epoch_1"))
+    assert not (interrupted / ".saving").exists()
+    assert len(go_on(small, interrupted).weights(1))
+
+
+def test_nothing_is_left_aside(plain):
+    assert not list(plain.output_dir.glob(".*"))
+    assert torch.load(plain.output_dir / "recipe_state" / "recipe_state.pt", weights_only=True)["adaptive_batch"][
+        "weights"
+    ]

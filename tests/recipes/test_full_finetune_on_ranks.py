@@ -1,0 +1,271 @@
+"""The recipe on two ranks: what one device does, dealt to both; and how all end when one cannot go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from support.cli import OURS, SmallSetup, make_setup
+from support.launch import Attempt, launch
+
+from adaptive_batch.report import audit, read_records
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory) -> SmallSetup:
+    return make_setup(tmp_path_factory.mktemp("many"))
+
+
+def finished(setup: SmallSetup, *overrides: str, **options) -> Attempt:
+    attempt = launch(setup, 2, *overrides, **options)[-1]
+    assert attempt.exit_statuses == [0, 0], attempt.output[-6000:]
+    return attempt
+
+
+def refused(setup: SmallSetup, *overrides: str, **options) -> str:
+    """What the ranks print that end, all of them, within a minute, and with one message."""
+    (attempt,) = launch(setup, 2, *overrides, **options)
+    assert attempt.exit_statuses == [1, 1], attempt.output[-6000:]
+    assert attempt.spread < 10
+    messages = re.findall(r"^(?:[A-Z]\w+Error: |rank \d+:)", attempt.output, flags=re.MULTILINE)
+    assert messages[0].startswith("rank ") or len(messages) == 1, attempt.output[-6000:]
+    assert attempt.output.count("Traceback (most") == messages[0].startswith("rank ")
+    return attempt.output
+
+
+def steps(output_dir: Path) -> list[dict]:
+    return [r for r in read_records(output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == "step"]
+
+
+def decisions(output_dir: Path, kind: str) -> list[dict]:
+    return [r for r in read_records(output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+
+
+def close(one: list[float], other: list[float], tolerance: float = 2e-4) -> bool:
+    return len(one) == len(other) and all(abs(a - b) <= tolerance * abs(b) for a, b in zip(one, other, strict=True))
+
+
+# what two ranks do is what one device does with the same steps
+
+
+WAYS = {
+    "rows": (("batch_size=2",), ("batch_size=4",)),
+    "accumulation and clipping": (
+        ("batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=0.5"),
+        ("batch_size=4", "gradient_accumulation_steps=2", "clip_grad_norm=0.5"),
+    ),
+    "tokens, validation, noise of the last step": (
+        ("batch_tokens=80", "micro_batch_tokens=128", "dataset_val=${dataset}", "run_val_every_n_steps=3"),
+        ("batch_tokens=160", "micro_batch_tokens=128", "dataset_val=${dataset}", "run_val_every_n_steps=3"),
+    ),
+    "a last step of fewer rows than ranks": (
+        ("batch_size=5", "micro_batch_size=2", "drop_last=False", "sync_gradients_every_micro_batch=False"),
+        ("batch_size=10", "micro_batch_size=2", "drop_last=False"),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_do_what_one_device_does(setup, way):
+    of_two, of_one = WAYS[way]
+    many = finished(setup, *of_two)
+    one = setup.run_in_process(OURS, *of_one)
+    ours, theirs = steps(many.output_dir), steps(one.output_dir)
+    assert [step["rows"] for step in ours] == [step["rows"] for step in theirs]
+    for figure in ("loss", "tokens_seen", "samples_seen", "lr", *(["grad_norm"] if "grad_norm" in theirs[0] else [])):
+        assert close([step[figure] for step in ours], [step[figure] for step in theirs]), figure
+    for name, tensor in one.weights(1).items():
+        assert torch.allclose(many.weights(1)[name], tensor, atol=2e-3), name
+    validated = [[r["val_loss"] for r in decisions(d, "validation")] for d in (many.output_dir, one.output_dir)]
+    assert close(*validated)
+    assert audit(many.output_dir).holds
+
+
+TENSOR_PARALLEL = (
+    "tensor_parallel_dim=2",
+    "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
+    "optimizer.fused=False",
+    "clip_grad_norm=0.5",
+)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [TENSOR_PARALLEL, ("custom_sharded_layers=[tok_embeddings,output]",)],
+    ids=["tensor parallel", "output apart"],
+)
+def test_the_model_is_divided_in_other_ways_with_the_same_results(setup, keys):
+    rows = "batch_size=4" if keys is TENSOR_PARALLEL else "batch_size=2"
+    many = finished(setup, "epochs=1", rows, *keys)
+    one = setup.run_in_process(OURS, "epochs=1", "batch_size=4", *(keys[2:] if keys is TENSOR_PARALLEL else ()))
+    assert close(
+        [step["loss"] for step in steps(many.output_dir)], [step["loss"] for step in steps(one.output_dir)], 1e-3
+    )
+    assert audit(many.output_dir).holds
+
+
+def test_the_probe_finds_what_fits_on_the_smallest_rank(setup):
+    overrides = (
+        "use_maximum_batch_size=True",
+        "probe.device_memory=16MiB",
+        "epochs=1",
+        "probe.round_to_power_of_two=False",
+    )
+    alike = finished(setup, *overrides)
+    smaller = finished(setup, *overrides, before="support.rank_faults.less_memory_on_rank_one")
+    (of_alike,), (of_smaller,) = decisions(alike.output_dir, "bound"), decisions(smaller.output_dir, "bound")
+    assert of_smaller["max_batch_size"] < of_alike["max_batch_size"]
+    assert "rank 1 may use least" in smaller.output
+    assert "2 ranks, which all must have room" in alike.output
+
+
+def test_a_rank_that_runs_out_of_memory_costs_a_replay(setup):
+    attempt = finished(setup, "batch_size=4", "epochs=1", before="support.rank_faults.more_than_two_rows_on_rank_one")
+    (change,) = decisions(attempt.output_dir, "capacity")
+    assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
+    assert "out of memory on rank 1 with 4 rows" in change["message"]
+    undisturbed = finished(setup, "batch_size=4", "epochs=1")
+    ours, theirs = steps(attempt.output_dir), steps(undisturbed.output_dir)
+    assert [step["rows"] for step in ours] == [step["rows"] for step in theirs]
+    assert [step["micro_batches"] for step in ours] == [1, 1, 2, 2]
+    assert close([step["loss"] for step in ours], [step["loss"] for step in theirs])
+    assert audit(attempt.output_dir).holds
+
+
+def test_parameters_are_divided_again_after_a_validation(setup):
+    keys = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "max_validation_batches=2", "epochs=1", "batch_size=4")
+    kept = ("fsdp_reshard_after_forward=False", "save_every_n_steps=1", "micro_batch_size=2")
+    attempt = finished(setup, *keys, *kept, before="support.rank_faults.second_validation_on_rank_one")
+    (change,) = decisions(attempt.output_dir, "validation_capacity")
+    assert (change["before"], change["after"]) == (4, 2)
+    assert decisions(attempt.output_dir, "capacity") == []
+    undisturbed = finished(setup, *keys)
+    validated = [
+        [r["val_loss"] for r in decisions(d, "validation")] for d in (attempt.output_dir, undisturbed.output_dir)
+    ]
+    assert close(*validated)
+
+
+def test_so_does_one_in_the_first_micro_batch_of_all(setup):
+    attempt = finished(setup, "batch_size=4", "epochs=1", before="support.rank_faults.first_forward_on_rank_one")
+    assert [step["micro_batches"] for step in steps(attempt.output_dir)] == [2] * 4
+    assert audit(attempt.output_dir).holds
+
+
+def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less(setup):
+    overrides = ("batch_size=4", "epochs=2", "clip_grad_norm=1.0", "save_every_n_steps=2", "micro_batch_size=4")
+    attempts = launch(setup, 2, *overrides, restarts=1, before="support.rank_faults.clipping_on_rank_one")
+    first, second = attempts
+    assert first.exit_statuses == [1, 1], first.output[-5000:]
+    assert second.exit_statuses == [0, 0], second.output[-5000:]
+    assert first.spread < 10
+    assert first.output.count("RankLostError") == 1
+    assert "Traceback" not in first.output
+    folder = second.output_dir
+    (ended,) = decisions(folder, "ended")
+    assert (ended["rank"], ended["reason"], ended["capacity"], ended["unit"]) == (1, "out_of_memory", 2, "rows")
+    assert json.loads((folder / "adaptive_batch" / "lost.json").read_text())["capacity"] == 2
+    starts = decisions(folder, "start")
+    assert [start["resumed"] for start in starts] == [False, True]
+    assert starts[1]["progress"]["steps"] == 4
+    assert [step["micro_batches"] for step in steps(folder)] == [1] * 4 + [2] * 4
+    assert audit(folder).holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_out_of_memory", ["shrink", "raise"])
+def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_known_beside_it(
+    setup, on_out_of_memory
+):
+    keys = (
+        "use_maximum_batch_size=True",
+        "probe.search=halve",
+        "probe.maximum=4",
+        "epochs=1",
+        "clip_grad_norm=1.0",
+        f"on_out_of_memory={on_out_of_memory}",
+    )
+    before = "support.rank_faults.a_trial_of_more_than_two_rows_and_clipping_on_rank_one"
+    *failed, last = launch(setup, 2, *keys, restarts=2, before=before)
+    for attempt in failed:
+        assert attempt.exit_statuses == [1, 1], attempt.output[-5000:]
+    assert failed[0].output.count("RankLostError") == 1
+    assert last.exit_statuses == [0, 0], last.output[-5000:]
+    first, second = decisions(last.output_dir, "indeterminate")
+    assert first["rows"] == second["rows"] == 4
+    assert [bound["max_batch_size"] for bound in decisions(last.output_dir, "bound")] == [2, 2]
+    in_two = 2 if on_out_of_memory == "shrink" else 1
+    assert steps(last.output_dir)[-1]["micro_batches"] == in_two
+
+
+@pytest.mark.parametrize("search", ["halve", "binary"])
+def test_a_first_trial_of_validation_that_does_not_fit_is_one_that_does_not_fit(setup, search):
+    keys = ("epochs=1", "batch_size=2", "dataset_val=${dataset}", "run_val_every_n_steps=3", "batch_size_val=auto")
+    attempt = finished(setup, *keys, f"probe.search={search}", "probe.device_memory=3MiB")
+    (bound,) = decisions(attempt.output_dir, "validation_bound")
+    assert bound["max_batch_size"] >= 1
+    assert bound["out_of_memory"] >= 1
+
+
+def test_a_restart_before_anything_was_saved_begins_again(setup):
+    attempts = launch(
+        setup,
+        2,
+        "batch_size=4",
+        "epochs=1",
+        restarts=1,
+        before="support.rank_faults.clipping_in_the_first_step_on_rank_one",
+    )
+    assert [attempt.exit_statuses for attempt in attempts] == [[1, 1], [0, 0]], attempts[-1].output[-5000:]
+    assert [step["micro_batches"] for step in steps(attempts[-1].output_dir)][-4:] == [2] * 4
+    assert [start["resumed"] for start in decisions(attempts[-1].output_dir, "start")] == [False, False]
+    assert audit(attempts[-1].output_dir).holds
+
+
+# bad input: all ranks end, at once, with one message
+
+
+BAD = {
+    "tensor_parallel_dim=3": "tensor_parallel_dim=3: it must divide the 2 ranks",
+    "tensor_parallel_dim=2": "tensor_parallel_plan=None: tensor parallelism needs a plan",
+    "tensor_parallel_dim=none": "tensor_parallel_dim='none': give a whole number",
+    "batch_increase_function=support.components.rows_by_rank": "batch_increase_function answers",
+    "batch_size_schedule=support.components.batch_by_rank": "batch_size_schedule at step 3 answers",
+    "dataset.split=train[:1]": "its rows (1) are fewer than the ranks (2)",
+    "fsdp_reshard_after_forward=2": "fsdp_reshard_after_forward=2: give True or False",
+    "fsdp_cpu_offload=True": "fsdp_cpu_offload=True: device is cpu",
+    "ac_mode=selective": "ac_option=None: give a whole number",
+    "batch_size=17": "one optimizer step of 2 ranks takes 34 rows and the dataset has 32",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", BAD)
+def test_bad_input_ends_all_ranks_with_one_message(setup, setting):
+    assert BAD[setting] in refused(setup, setting)
+
+
+def test_ranks_with_different_configurations_are_refused_by_rank(setup):
+    output = refused(setup, environment=lambda rank: {"OVERRIDES": "batch_size=2"} if rank else {})
+    assert "batch_size='2': rank 1 was started with this, and rank 0 with 4" in output
+
+
+def test_a_device_that_is_missing_on_one_rank_is_named(setup):
+    output = refused(setup, before="support.rank_faults.no_device_on_rank_one")
+    assert "device='cpu': rank 1 is number 1 of its machine" in output
+
+
+def test_a_bug_on_one_rank_ends_all_with_its_traceback_alone(setup):
+    output = refused(setup, before="support.rank_faults.a_bug_on_rank_one")
+    assert "no such layer" in output
+    assert output.count("Traceback (most recent call last)") == 1
+
+
+def test_a_row_that_does_not_fit_ends_all(setup):
+    output = refused(setup, "use_maximum_batch_size=True", "probe.device_memory=2MiB")
+    assert "DoesNotFitError" in output or "SettingError" in output

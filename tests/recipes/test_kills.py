@@ -1,0 +1,33 @@
+"""Killed at random moments and resumed each time, a run is the one that was never killed. The long form: benchmarks/kills.py."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.paths import subprocess_environment
+
+KILLS = 3
+
+
+LONGER = pytest.param(("schedule", "tokens", "out of memory"), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("ways", [("plain", "growth"), LONGER], ids=", ".join)
+def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tmp_path, ways):
+    command = [
+        sys.executable,
+        "-m",
+        "support.killed_runs",
+        "--kills",
+        str(KILLS),
+        "--seed",
+        "0",
+        "--folder",
+        str(tmp_path),
+        *ways,
+    ]
+    done = subprocess.run(command, env=subprocess_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(each["way"], each["kills"], each["differing"]) for each in found] == [(way, KILLS, []) for way in ways]

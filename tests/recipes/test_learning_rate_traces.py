@@ -1,0 +1,257 @@
+"""The rate of each step, through the real command line: torch's own trace for a constant batch, and what a ramp makes of it."""
+
+import math
+import shutil
+from bisect import bisect_right
+from itertools import accumulate
+
+import pytest
+import torch
+from support import batch_rules
+from support.cli import OURS
+from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.report import read_records
+
+RATE = 0.01
+ROWS = 30  # 8 steps of 4 rows, the last one short
+EPOCHS = 2
+BASE = (
+    "dataset._component_=support.components.OfLengths",
+    "optimizer=torch.optim.SGD",
+    f"optimizer.lr={RATE}",
+    "drop_last=False",
+)
+EQUAL = f"dataset.lengths={[12] * ROWS}"
+COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+WARM = ("lr_scheduler.num_warmup_steps=3",)
+KEY = "batch_size_schedule"
+CONSTANT = (
+    f"{KEY}._component_=adaptive_batch.schedules.steps", f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]",
+    "micro_batch_size=4", "grow_beyond_maximum=True",
+)  # fmt: skip
+MIXED = "lr_clock={warmup: steps, decay: tokens}"
+
+SCHEDULERS = {
+    "cosine": (
+        (f"lr_scheduler._component_={COSINE}", *WARM),
+        lambda one, total: get_cosine_schedule_with_warmup(one, 3, total),
+    ),
+    "linear": (("lr_scheduler._component_=support.batch_rules.linear",), batch_rules.linear),
+    "SequentialLR": (("lr_scheduler._component_=support.batch_rules.sequence",), batch_rules.sequence),
+    "LinearLR": (("lr_scheduler._component_=support.batch_rules.linear_that_counts",), batch_rules.linear_that_counts),
+}
+EVERY = ("lr_clock=samples", "lr_clock=tokens", "lr_clock=steps")
+CASES = {
+    "cosine": (*EVERY, MIXED),
+    "linear": EVERY,
+    "SequentialLR": EVERY,
+    "LinearLR": ("lr_clock=steps",),
+}
+TRACES = [(name, clock, ()) for name, clocks in CASES.items() for clock in clocks]
+TRACES += [("cosine", clock, CONSTANT) for clock in CASES["cosine"]] + [("SequentialLR", "lr_clock=samples", CONSTANT)]
+
+
+def rates(finished):
+    """Of each step, by its number; what a resumed run did again counts."""
+    records = read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+    return {step["step"]: step["lr"] for step in records if step["kind"] == "step"}
+
+
+def figures(finished, name):
+    records = read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+    return [step[name] for step in records if step["kind"] == "step"]
+
+
+def torchs_own(build, steps):
+    """The rate of each step where torch's scheduler is stepped after each."""
+    one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+    scheduler = build(one, steps)
+    found = []
+    for _ in range(steps):
+        found.append(one.param_groups[0]["lr"])
+        one.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "clock", "schedule"),
+    TRACES,
+    ids=[f"{name} {clock}{' of a schedule' * bool(schedule)}" for name, clock, schedule in TRACES],
+)
+def test_a_constant_batch_has_torchs_own_trace_to_the_last_bit_and_so_it_goes_on_in_mid_epoch(
+    small, name, clock, schedule
+):
+    overrides, build = SCHEDULERS[name]
+    settings = (*BASE, EQUAL, *overrides, clock, f"epochs={EPOCHS}", "save_every_n_steps=5", *schedule)
+    whole = small.run_in_process(OURS, *settings)
+    expected = torchs_own(build, 2 * 8)
+    assert len(set(expected)) > 8
+    assert list(rates(whole).values()) == expected
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
+    for path in (*folder.glob("epoch_*"), folder / "step_15", folder / "step_10", folder / "recipe_state"):
+        shutil.rmtree(path)
+    (folder / "adaptive_batch" / "run.jsonl").unlink()
+    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    assert rates(rest) == {step + 1: rate for step, rate in enumerate(expected) if step >= 5}
+
+
+# --- a batch that grows -------------------------------------------------------------------------------------------------
+
+
+def cosine(step, *, warmup, total):
+    """Hand-written: linear up, then half a cosine down."""
+    if step < warmup:
+        return step / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+
+GROWING = (
+    *BASE, f"dataset.lengths={[5 + row % 16 for row in range(32)]}", "epochs=2", "grow_beyond_maximum=True",
+    "micro_batch_size=4", f"{KEY}._component_=adaptive_batch.schedules.steps", f"{KEY}.batch_sizes=[4,8,16]",
+    f"{KEY}.thresholds=[16sp,48sp]", f"lr_scheduler._component_={COSINE}", *WARM,
+)  # fmt: skip
+BATCHES = [4] * 4 + [8] * 4 + [16]
+BEFORE = [0, *accumulate(BATCHES)][:-1]  # samples before each step; 4 of these are a step of the constant batch
+
+
+def test_by_samples_the_schedule_is_neither_stretched_nor_cut(small):
+    finished = small.run_in_process(OURS, *GROWING)
+    assert figures(finished, "batch_size") == BATCHES
+    expected = [RATE * cosine(samples / 4, warmup=3, total=16) for samples in BEFORE]
+    assert figures(finished, "lr") == pytest.approx(expected)
+
+
+def test_by_tokens_the_schedule_is_at_the_part_of_each_epochs_tokens(small):
+    finished = small.run_in_process(OURS, *GROWING, "lr_clock=tokens")
+    tokens = [0, *figures(finished, "tokens_seen")[:-1]]
+    an_epoch = sum(5 + row % 16 for row in range(32))
+    assert tokens != [samples * an_epoch / 32 for samples in BEFORE]
+    expected = [RATE * cosine(seen / an_epoch * 8, warmup=3, total=16) for seen in tokens]
+    assert figures(finished, "lr") == pytest.approx(expected)
+
+
+def test_by_steps_the_schedule_ends_at_the_last_step_that_is_planned(small):
+    finished = small.run_in_process(OURS, *GROWING, "lr_clock=steps")
+    assert figures(finished, "lr") == pytest.approx([RATE * cosine(step, warmup=3, total=9) for step in range(9)])
+
+
+def test_by_steps_a_growth_function_too_is_asked_how_many_there_are(small):
+    finished = small.run_in_process(
+        OURS, *BASE, f"dataset.lengths={[12] * 32}", "epochs=3", "lr_clock=steps", "probe.device_memory=1GiB",
+        "batch_increase_function=support.components.four_more", f"lr_scheduler._component_={COSINE}", *WARM,
+    )  # fmt: skip
+    total = 8 + 4 + 3
+    assert figures(finished, "lr") == pytest.approx(
+        [RATE * cosine(step, warmup=3, total=total) for step in range(total)]
+    )
+
+
+@pytest.mark.parametrize("decay", ["samples", "tokens"])
+def test_warm_up_in_steps_and_decay_in_another_unit(small, decay):
+    """What is left of the decay after the warm-up is spread over what is left of the run."""
+    early = (f"{KEY}.thresholds=[4sp,12sp]", f"{KEY}.batch_sizes=[4,8,16]")  # grows within the warm-up
+    finished = small.run_in_process(OURS, *GROWING, *early, f"lr_clock={{warmup: steps, decay: {decay}}}")
+    batches = [4, 8, 16, 4, 16, 16]
+    assert figures(finished, "batch_size") == batches
+    if decay == "samples":
+        clock = [samples / 4 for samples in [0, *accumulate(batches)]]
+    else:
+        clock = [
+            tokens / sum(5 + row % 16 for row in range(32)) * 8 for tokens in [0, *figures(finished, "tokens_seen")]
+        ]
+    assert clock[3] > 3  # where the three steps of warm-up end
+    expected = [0, 1 / 3, 2 / 3]
+    expected += [cosine(3 + (now - clock[3]) * (16 - 3) / (16 - clock[3]), warmup=3, total=16) for now in clock[3:-1]]
+    assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in expected])
+
+
+def test_a_sequence_is_read_between_its_milestones(small):
+    finished = small.run_in_process(OURS, *GROWING[:-2], "lr_scheduler._component_=support.batch_rules.sequence")
+    milestones, expected = [3, 12], []
+    for samples in BEFORE:
+        clock = samples / 4
+        part = bisect_right(milestones, clock)
+        since = clock - ([0, *milestones][part])
+        expected.append([(since + 1) / 4, 1 / (1 + 0.3 * since), 0.1 * 0.9**since][part])
+    assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in expected])
+
+
+# --- a run that goes on -------------------------------------------------------------------------------------------------
+
+
+def go_on(small, finished, step, *settings):
+    """The rates from a checkpoint within an epoch, by the number of the step."""
+    folder = small.fresh_folder()
+    shutil.copytree(finished.output_dir / f"step_{step}", folder / f"step_{step}")
+    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    assert min(rates(rest)) == step + 1
+    return rates(rest)
+
+
+WARM_COSINE = (f"lr_scheduler._component_={COSINE}", *WARM)
+
+
+def test_a_rule_that_follows_the_noise_scale_goes_on_at_its_place_in_the_epochs_tokens(small):
+    settings = (
+        *BASE, f"dataset.lengths={[5 + row % 16 for row in range(32)]}", *WARM_COSINE, "lr_clock=tokens", "epochs=1",
+        f"{KEY}._component_=adaptive_batch.schedules.by_noise_scale", f"{KEY}.start=4", "micro_batch_size=2",
+        "save_every_n_steps=3",
+    )  # fmt: skip
+    whole = small.run_in_process(OURS, *settings)
+    for step in (3, 6):
+        expected = {number: rate for number, rate in rates(whole).items() if number > step}
+        assert len(set(expected.values())) == len(expected) > 1
+        assert go_on(small, whole, step, *settings) == expected
+
+
+ENDS = (*WARM_COSINE, "lr_clock=steps", "epochs=2")
+
+
+def ends_at(found, total):
+    """Whether each rate is that of a cosine that ends with the last of so many steps."""
+    assert max(found) == total
+    expected = {step: RATE * cosine(step - 1, warmup=3, total=total) for step in found}
+    assert found == pytest.approx(expected)
+
+
+def test_by_steps_a_schedule_ends_at_the_last_step_of_a_batch_size_that_was_changed(small):
+    """Of 2 x 16 steps of 2 rows 18 are done; 28 rows are left, which are 4 steps of 8."""
+    settings = (*BASE, f"dataset.lengths={[12] * 32}", *ENDS, "save_every_n_steps=6")
+    first = small.run_in_process(OURS, *settings, "batch_size=2")
+    ends_at(rates(first), 32)
+    ends_at(go_on(small, first, 18, *settings, "batch_size=8"), 22)
+
+
+def test_by_steps_a_schedule_of_the_rate_ends_at_the_last_step_of_a_schedule_that_was_changed(small):
+    settings = (
+        *BASE, f"dataset.lengths={[12] * 32}", *ENDS, "save_every_n_steps=3", *CONSTANT[-2:], CONSTANT[0],
+    )  # fmt: skip
+    first = small.run_in_process(OURS, *settings, f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]")
+    ends_at(rates(first), 16)
+    changed = (f"{KEY}.batch_sizes=[4,16]", f"{KEY}.thresholds=[3ba]", f"resume_allow_changes=[{KEY}]")
+    ends_at(go_on(small, first, 3, *settings, *changed), 3 + 2 + 2)  # 16 and 4 rows, then two of 16
+
+
+def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_by_tokens_have_unlike_numbers_of_steps(small):
+    varied = [5 + (11 * row) % 40 for row in range(32)]
+    finished = small.run_in_process(
+        OURS, *BASE, f"dataset.lengths={varied}", *ENDS, "epochs=4", "batch_tokens=60", "micro_batch_tokens=60"
+    )
+    epochs = figures(finished, "epoch")
+    assert len({epochs.count(epoch) for epoch in range(4)}) > 1
+    assert 4 * epochs.count(0) != len(epochs)
+    ends_at(rates(finished), len(epochs))
+
+
+def test_a_scheduler_that_counts_its_own_steps_is_allowed_where_both_clocks_count_steps(small):
+    settings = (
+        *BASE, EQUAL, "lr_scheduler._component_=support.batch_rules.linear_that_counts", f"epochs={EPOCHS}",
+    )  # fmt: skip
+    finished = small.run_in_process(OURS, *settings, "lr_clock={warmup: steps, decay: steps}")
+    assert list(rates(finished).values()) == torchs_own(batch_rules.linear_that_counts, 16)
+    with pytest.raises(SettingError, match=r"^lr_clock=.*counts steps and can follow nothing else"):
+        small.run_in_process(OURS, *settings, "lr_clock=tokens")

@@ -1,0 +1,392 @@
+"""What is run at once never decides what is trained: micro-batches by rows and by tokens, and what running out of memory
+leaves, through the real command line."""
+
+from itertools import chain
+
+import pytest
+import torch
+from support import components
+from support.cli import OURS, interrupted_after_first_epoch, losses, same_weights
+
+from adaptive_batch.errors import CheckpointError, DoesNotFitError, SettingError
+from adaptive_batch.report import read_records
+
+LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
+ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
+WATCHED = ("model._component_=support.components.watched", "metric_logger._component_=support.components.Watching")
+SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")  # AdamW would turn rounding into steps
+DROPOUT = "model.attn_dropout=0.2"
+BASE = (*ROWS, *WATCHED, *SGD, "epochs=1", "batch_size=16")
+SMALL_MEMORY = "probe.device_memory=10MiB"
+MUCH_MEMORY = "probe.device_memory=1GiB"
+
+
+def all_records(finished):
+    return read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+
+
+def records(finished, kind):
+    return [record for record in all_records(finished) if record["kind"] == kind]
+
+
+def figures(finished, name):
+    return [step[name] for step in records(finished, "step")]
+
+
+def rows_of_steps():
+    return [sorted(chain.from_iterable(micro_batch.rows for micro_batch in step)) for step in components.STEPS]
+
+
+def audit(finished):
+    """Where each step stood in the data: what a memory setting must leave as it is."""
+    names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen")
+    return [tuple(step[name] for name in names) for step in records(finished, "step")]
+
+
+def fewest(lengths, capacity, unit):
+    """How few micro-batches hold these rows: from the longest on, each is filled until the next row is too much."""
+    if unit == "rows":
+        return -(-len(lengths) // capacity)
+    count = rows = longest = 0
+    for length in sorted(lengths, reverse=True):
+        if not count or (rows + 1) * longest > capacity:
+            count, rows, longest = count + 1, 0, length
+        rows += 1
+    return count
+
+
+@pytest.fixture(scope="module")
+def whole(small):
+    """Each step as one batch; with the rows of each."""
+    finished = small.run_in_process(OURS, *BASE, "drop_last=False")
+    return finished, rows_of_steps()
+
+
+SPLITS = {
+    "a number of rows": ("micro_batch_size=5",),
+    "as many rows as fit": ("micro_batch_size=auto", SMALL_MEMORY),
+    "a number of tokens": ("micro_batch_tokens=200",),
+    "as many tokens as fit": ("micro_batch_tokens=auto", SMALL_MEMORY),
+    "rows across what is accumulated": ("micro_batch_size=6", "batch_size=4", "gradient_accumulation_steps=4"),
+    "rows that fit across what is accumulated": (
+        "micro_batch_size=auto",
+        "batch_size=2",
+        "gradient_accumulation_steps=8",
+        SMALL_MEMORY,
+    ),
+    "padded to a multiple": ("micro_batch_tokens=200", "pad_to_multiple_of=8"),
+}
+
+
+@pytest.mark.parametrize("overrides", SPLITS.values(), ids=SPLITS)
+def test_however_a_step_is_split_its_rows_and_its_loss_are_the_same(small, whole, overrides):
+    finished = small.run_in_process(OURS, *BASE, *overrides)
+    expected, rows = whole
+    assert rows_of_steps() == rows
+    assert audit(finished) == audit(expected)
+    assert figures(finished, "loss") == pytest.approx(figures(expected, "loss"), rel=1e-5)
+    (plan,) = records(finished, "plan")
+    multiple = 8 if "pad_to_multiple_of=8" in overrides else 1
+    for step in components.STEPS:
+        lengths = [-(-LENGTHS[row] // multiple) * multiple for micro_batch in step for row in micro_batch.rows]
+        assert len(step) == fewest(lengths, plan["capacity"], plan["unit"]) > 1
+    assert figures(finished, "micro_batches") == [len(step) for step in components.STEPS]
+
+
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+def test_auto_is_the_bound_that_was_tried_unrounded(small, unit):
+    key = {"rows": "micro_batch_size", "tokens": "micro_batch_tokens"}[unit]
+    finished = small.run_in_process(OURS, *BASE, f"{key}=auto", SMALL_MEMORY)
+    (plan,) = records(finished, "plan")
+    bound = records(finished, "bound")[-1]["max_batch_size"]
+    assert bound & (bound - 1)  # no power of two
+    assert (plan["capacity"], plan["unit"]) == (bound if unit == "rows" else bound * max(LENGTHS), unit)
+
+
+def test_a_step_that_does_not_fit_is_searched_for_again_beside_gradients_and_one_that_fits_is_not(small):
+    split = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", SMALL_MEMORY)
+    one = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", MUCH_MEMORY)
+    accumulated = small.run_in_process(
+        OURS, *BASE, "micro_batch_size=auto", "batch_size=4", "gradient_accumulation_steps=4", MUCH_MEMORY
+    )
+    assert [len(records(finished, "bound")) for finished in (split, one, accumulated)] == [2, 1, 1]
+    first, second = (record["max_batch_size"] for record in records(split, "bound"))
+    assert second < first  # gradients take some of the memory
+    assert set(figures(one, "micro_batches")) == {1}
+    assert set(figures(accumulated, "micro_batches")) == {1}  # what was to be accumulated fits at once
+
+
+def test_the_step_as_one_micro_batch_is_what_it_is_without_the_key(small, whole):
+    finished = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", MUCH_MEMORY)
+    expected, _ = whole
+    assert finished.losses == expected.losses
+    assert same_weights(finished.weights(0), expected.weights(0))
+
+
+def test_a_number_above_what_fits_is_refused_where_what_fits_is_known(small):
+    found = ("use_maximum_batch_size=True", SMALL_MEMORY)
+    for setting in ("micro_batch_size=30", "micro_batch_tokens=1600"):
+        key, _, value = setting.partition("=")
+        with pytest.raises(SettingError, match=rf"^{key}={value}: \d+ rows.* fit; give \d+ or less, or auto$"):
+            small.run_in_process(OURS, *BASE, setting, *found)
+
+
+def test_uniform_micro_batches_are_alike_in_rows_in_length_or_in_both(small, whole):
+    def shapes(uniform, *overrides):
+        finished = small.run_in_process(OURS, *BASE, f"uniform_micro_batches={uniform}", *overrides)
+        assert audit(finished) == audit(whole[0])
+        assert rows_of_steps() == whole[1]
+        return [({len(m.rows) for m in step}, {m.length for m in step}) for step in components.STEPS]
+
+    for overrides in (("micro_batch_size=5",), ("micro_batch_tokens=250",)):
+        assert all(len(rows) == 1 for rows, _ in shapes("rows", *overrides))
+        assert all(len(lengths) == 1 for _, lengths in shapes("lengths", *overrides))
+        assert all(len(rows) == len(lengths) == 1 for rows, lengths in shapes("both", *overrides))
+
+
+def test_lengths_are_padded_to_a_multiple_but_never_beyond_the_model(small, whole):
+    finished = small.run_in_process(OURS, *BASE, "pad_to_multiple_of=24", "model.max_seq_len=56")
+    assert {m.length for step in components.STEPS for m in step} <= {24, 48, 56}
+    assert figures(finished, "loss") == pytest.approx(figures(whole[0], "loss"), rel=1e-5)
+
+
+# --- rows longer than any that was tried --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
+def test_a_row_longer_than_the_probes_is_tried_before_training(small, whole, key):
+    finished = small.run_in_process(OURS, *BASE, f"{key}=auto", SMALL_MEMORY, "probe.sequence_length=20")
+    (said,) = records(finished, "capacity")
+    assert said["length"] == max(LENGTHS)
+    assert f"a row of {max(LENGTHS)} tokens is longer than the 20 that were tried" in said["message"]
+    kinds = [record["kind"] for record in all_records(finished)]
+    assert kinds.index("capacity") < kinds.index("step")
+    (plan,) = records(finished, "plan")
+    assert plan["capacity"] == said["after"]
+    if key == "micro_batch_size":
+        bound = records(finished, "bound")[-1]["max_batch_size"]
+        assert said["after"] < said["before"] == bound  # as many rows of 20 tokens fit
+    assert figures(finished, "loss") == pytest.approx(figures(whole[0], "loss"), rel=1e-5)
+    assert audit(finished) == audit(whole[0])
+
+
+def test_a_batch_that_grows_runs_no_more_of_the_longest_rows_at_once_than_fit(small):
+    grows = (*BASE, "batch_size=2", "batch_increase_function=support.components.a_thousand_more", SMALL_MEMORY)
+    fit = records(small.run_in_process(OURS, *grows), "bound")[-1]["max_batch_size"]
+    finished = small.run_in_process(OURS, *grows, "probe.sequence_length=20")
+    (plan,) = records(finished, "plan")
+    assert plan["batch_size"] > fit  # as many rows of 20 tokens fit
+    assert plan["capacity"] <= fit
+
+
+def test_a_capacity_in_tokens_counts_rows_as_they_are_padded(small):
+    padded = ("pad_to_multiple_of=40", f"batch_size={len(LENGTHS)}", "micro_batch_tokens=auto", MUCH_MEMORY)
+    finished = small.run_in_process(OURS, *BASE, *padded)
+    (plan,) = records(finished, "plan")
+    assert plan["capacity"] == len(LENGTHS) * 64  # 80, but for what the model takes
+    assert figures(finished, "micro_batches") == [1]
+
+
+GROWS = ("metric_logger.after_step=1", "metric_logger.row_length=60", "dataset.lengths=[" + "20," * 31 + "20]")
+
+
+@pytest.mark.parametrize("unit", ["size", "tokens"])
+def test_a_row_that_grows_in_mid_run_is_tried_first_and_the_trial_leaves_no_trace(small, unit):
+    rows = (*BASE, *GROWS, DROPOUT, "batch_size=8")
+    tried = small.run_in_process(OURS, *rows, f"micro_batch_{unit}=auto", MUCH_MEMORY, "probe.maximum=64")
+    knew = small.run_in_process(OURS, *rows, f"micro_batch_{unit}={1 << 12}")
+    (said,) = records(tried, "capacity")
+    assert said["length"] == 60
+    kinds = [record["kind"] for record in all_records(tried)]
+    assert kinds.index("capacity") == kinds.index("step") + 1  # after one step, and before the one with the row
+    if unit == "size":
+        assert tried.losses == knew.losses
+        assert same_weights(tried.weights(0), knew.weights(0))
+    assert audit(tried) == audit(knew)
+
+
+def test_a_row_that_grows_in_mid_run_lowers_what_is_run_at_once(small):
+    rows = (*BASE, *GROWS)
+    tried = small.run_in_process(OURS, *rows, "micro_batch_size=auto", SMALL_MEMORY)
+    knew = small.run_in_process(OURS, *rows)
+    (said,) = records(tried, "capacity")
+    assert figures(tried, "micro_batches") == [-(-16 // said["before"]), -(-16 // said["after"])]
+    assert said["after"] < said["before"]
+    assert figures(tried, "loss") == pytest.approx(figures(knew, "loss"), rel=1e-5)
+
+
+# --- out of memory in a step --------------------------------------------------------------------------------------------
+
+FAILURES = {
+    "forward": ("model.rows_fit=5", "micro_batch_size=16"),
+    "backward": ("model.rows_fit=5", "micro_batch_size=16", "model.fails_in_backward=True"),
+    "no key of ours": ("model.rows_fit=5", "drop_last=False"),
+    "the fourth micro-batch": ("model.tokens_fit=100", "micro_batch_size=2"),
+    "tokens": ("model.tokens_fit=300", "micro_batch_tokens=900"),
+    "tokens, backward": ("model.tokens_fit=300", "micro_batch_tokens=900", "model.fails_in_backward=True"),
+}
+
+
+@pytest.mark.parametrize("overrides", FAILURES.values(), ids=FAILURES)
+def test_a_step_that_ran_out_of_memory_is_as_if_its_capacity_had_been_known(small, overrides):
+    survived = small.run_in_process(OURS, *BASE, DROPOUT, *overrides)
+    run_as = components.STEPS[:]
+    changes = records(survived, "capacity")
+    kinds = [record["kind"] for record in all_records(survived)]
+    assert "capacity" not in kinds[kinds.index("step") :]  # all of it in the first step
+    assert all(change["out_of_memory"] for change in changes)
+    assert figures(survived, "oom_count") == [len(changes)] * 2
+    key = {"rows": "micro_batch_size", "tokens": "micro_batch_tokens"}[changes[-1]["unit"]]
+    keys = [override for override in overrides if not override.startswith(("model", "micro_batch"))]
+    knew = small.run_in_process(OURS, *BASE, DROPOUT, *keys, f"{key}={changes[-1]['after']}")
+    assert run_as == components.STEPS
+    assert survived.losses == knew.losses
+    assert same_weights(survived.weights(0), knew.weights(0))
+    assert audit(survived) == audit(knew)
+
+
+def test_in_mid_run_no_row_is_lost_or_repeated_and_nothing_is_logged_twice(small, whole):
+    memory_runs_short = ("metric_logger.after_step=1", "metric_logger.rows_fit=3")
+    finished = small.run_in_process(OURS, *BASE, *memory_runs_short, "epochs=2", "drop_last=False")
+    rows = rows_of_steps()
+    assert rows[:2] == whole[1]
+    assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3]) == list(range(32))
+    assert figures(finished, "step") == [1, 2, 3, 4]
+    assert len(losses(finished.output_dir)) == 4
+    assert [change["after"] for change in records(finished, "capacity")] == [8, 4, 2]
+    assert figures(finished, "oom_count") == [0, 3, 3, 3]
+    assert figures(finished, "micro_batches") == [1, 8, 8, 8]
+    (said, *_) = records(finished, "capacity")
+    assert said["message"].startswith("out of memory with 16 rows of ")
+    assert "a micro-batch holds 8 rows from now on, not 16 rows (CUDA out of memory." in said["message"]
+
+
+# a device that allows more is a keyword of the model here
+ANOTHER_MODEL = ("resume_from_checkpoint=True", "resume_allow_changes=[model]")
+
+
+def test_a_lowered_capacity_outlives_a_resume(small):
+    settings = (*BASE, DROPOUT, "epochs=2", "micro_batch_size=16")
+    uninterrupted = small.run_in_process(OURS, *settings, "model.rows_fit=5")
+    folder = interrupted_after_first_epoch(uninterrupted, small)
+    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", *ANOTHER_MODEL)
+    assert figures(rest, "micro_batches")[-2:] == [4, 4]  # although all rows would fit now
+    assert rest.losses == uninterrupted.losses[2:]
+    assert same_weights(rest.weights(1), uninterrupted.weights(1))
+
+
+def test_a_resume_with_another_setting_finds_its_capacity_anew(small):
+    settings = (*BASE, "epochs=2")
+    uninterrupted = small.run_in_process(OURS, *settings, "micro_batch_size=16", "model.rows_fit=5")
+    folder = interrupted_after_first_epoch(uninterrupted, small)
+    rest = small.run_in_process(OURS, *settings, "micro_batch_size=8", f"output_dir={folder}", *ANOTHER_MODEL)
+    assert figures(rest, "micro_batches")[-2:] == [2, 2]
+
+
+def test_growth_does_not_win_capacity_back(small):
+    finished = small.run_in_process(
+        OURS, *BASE, "batch_increase_function=support.components.four_more", "batch_size=8", MUCH_MEMORY, "epochs=2",
+        "metric_logger.after_step=1", "metric_logger.rows_fit=5",
+    )  # fmt: skip
+    steps = [(step["batch_size"], step["micro_batches"]) for step in records(finished, "step")]
+    assert steps == [(8, 1), (8, 2), (8, 2), (8, 2), (12, 3), (12, 3), (8, 2)]
+    assert [plan["capacity"] for plan in records(finished, "plan")] == [8, 4]
+
+
+def test_one_row_that_fails_alone_is_an_error_with_numbers_and_remedies(small):
+    output = small.fresh_folder()
+    longest = max(LENGTHS)
+    with pytest.raises(DoesNotFitError, match=rf"one row of {longest} tokens ran out of memory on cpu.*max_seq_len"):
+        small.run_in_process(OURS, *BASE, "batch_size=32", f"model.tokens_fit={longest - 1}", f"output_dir={output}")
+    assert not list(output.glob("epoch_*"))
+
+
+@pytest.mark.parametrize("overrides", [["on_out_of_memory=raise"], ["optimizer_in_bwd=True"]], ids=" ".join)
+def test_where_it_is_to_be_raised_the_devices_own_error_comes_through(small, overrides):
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        small.run_in_process(OURS, *BASE, "model.rows_fit=5", *overrides)
+
+
+@pytest.mark.slow
+def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
+    lengths = [1000 - 7 * row for row in range(32)]
+    large = (
+        "model.max_seq_len=1024", "epochs=1", "batch_size=16", "micro_batch_size=16", *SGD,
+        "dataset._component_=support.components.OfLengths", f"dataset.lengths={lengths}",
+    )  # fmt: skip
+    confined = (
+        "metric_logger._component_=support.components.Confining",
+        "metric_logger.after_step=1",
+        f"metric_logger.bytes_left={200 * 1024**2}",
+    )
+    survived = small.run(OURS, *large, *confined)
+    undisturbed = small.run_in_process(OURS, *large)
+    changes = records(survived, "capacity")
+    assert changes
+    assert all(change["out_of_memory"] for change in changes)
+    counted = figures(survived, "oom_count")
+    assert counted[0] == 0
+    assert counted[-1] == len(changes)
+    assert audit(survived) == audit(undisturbed)
+    assert figures(survived, "tokens_seen")[-1] == sum(lengths)
+    assert figures(survived, "loss") == pytest.approx(figures(undisturbed, "loss"), rel=1e-4)
+    assert len(survived.weights(0))
+
+
+# --- out of memory elsewhere --------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_last_checkpoint_whole(small):
+    optimizer = ("optimizer=support.components.FailingAdamW",)
+    undisturbed = small.run_in_process(OURS, *ROWS, *optimizer, "optimizer.fails_at=-1", "batch_size=16")
+    output = small.fresh_folder()
+    with pytest.raises(
+        DoesNotFitError, match=r"the optimizer's step ran out of memory on cpu: .*resume_from_checkpoint"
+    ):
+        small.run_in_process(
+            OURS, *ROWS, *optimizer, "optimizer.fails_at=4", "batch_size=16", f"output_dir={output}"
+        )  # in the second epoch
+    assert [path.name for path in output.glob("epoch_*")] == ["epoch_0"]
+    assert len(losses(output)) == 3
+    rest = small.run_in_process(
+        OURS, *ROWS, *optimizer, "optimizer.fails_at=-1", "batch_size=16", f"output_dir={output}",
+        "resume_from_checkpoint=True",
+    )  # fmt: skip
+    assert same_weights(rest.weights(1), undisturbed.weights(1))
+
+
+def test_a_save_that_runs_out_of_memory_leaves_the_last_checkpoint_whole(small):
+    checkpointer = ("checkpointer._component_=support.components.FailingCheckpointer", "batch_size=16")
+    undisturbed = small.run_in_process(OURS, *ROWS, "batch_size=16")
+    output = small.fresh_folder()
+    with pytest.raises(CheckpointError, match=r"saving .*epoch_1 failed .*untouched: free memory, and go on"):
+        small.run_in_process(OURS, *ROWS, *checkpointer, "checkpointer.fails_at_epoch=1", f"output_dir={output}")
+    assert not list(output.glob("epoch_1"))
+    assert not (output / ".saving").exists()
+    rest = small.run_in_process(OURS, *ROWS, "batch_size=16", f"output_dir={output}", "resume_from_checkpoint=True")
+    assert same_weights(rest.weights(1), undisturbed.weights(1))
+
+
+# --- what is said -------------------------------------------------------------------------------------------------------
+
+
+def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_replayed(small):
+    in_backward = ("optimizer_in_bwd=True", "epochs=1", "max_steps_per_epoch=1")
+    (said,) = records(small.run_in_process(OURS, *in_backward), "on_out_of_memory")
+    assert said["message"].startswith("on_out_of_memory=raise: with the optimizer in backward a step that runs out")
+    assert not records(small.run_in_process(OURS, *in_backward, "on_out_of_memory=raise"), "on_out_of_memory")
+
+
+def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_one_that_fits_is_run(small):
+    in_backward = (*BASE, "optimizer_in_bwd=True", "micro_batch_size=auto")
+    with pytest.raises(SettingError, match=r"optimizer_in_bwd=True: batch_size 16 is above the \d+ rows that fit here"):
+        small.run_in_process(OURS, *in_backward, SMALL_MEMORY)
+    assert set(figures(small.run_in_process(OURS, *in_backward, MUCH_MEMORY), "micro_batches")) == {1}
+
+
+def test_a_model_with_batch_norm_is_warned_about(small):
+    short = ("epochs=1", "max_steps_per_epoch=1")
+    normalized = small.run_in_process(OURS, *short, "model._component_=support.components.with_batch_norm")
+    (said,) = records(normalized, "batch_norm")
+    assert "the model has BatchNorm" in said["message"]
+    assert not records(small.run_in_process(OURS, *short), "batch_norm")

@@ -1,0 +1,209 @@
+"""What is going to be trained can be seen before anything is loaded: `preview=True`."""
+
+import json
+import math
+import re
+import shutil
+
+import pytest
+from support.cli import OURS
+
+from adaptive_batch.errors import GrowthFunctionError, SettingError
+
+KEY = "batch_size_schedule"
+RAMP = (
+    f"{KEY}._component_=adaptive_batch.schedules.steps",
+    f"{KEY}.batch_sizes=[4,8,16]",
+    f"{KEY}.thresholds=[0.5ep,1ep]",
+)
+GROW = "batch_increase_function=support.components.four_more"
+COSINE = (
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
+EQUAL = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={[12] * 32}")
+HEAD = ["from", "step", "sample", "to", "step", "sample", "batch (rows)", "micro-batches", "global batch"]
+HEAD += ["lr at start", "at end", "steps"]
+
+
+@pytest.fixture
+def plan(small, capsys):
+    """Plans with weights that cannot be read: what loads them fails."""
+
+    def plan(*overrides, output=None, base=None):
+        output = output or small.fresh_folder()
+        if base is None:
+            base = small.fresh_folder()
+            (base / "model.safetensors").write_bytes(b"not weights")
+            (base / "config.json").write_text((small.base / "config.json").read_text())
+        capsys.readouterr()
+        settings = (f"output_dir={output}", f"checkpointer.checkpoint_dir={base}", "preview=True", *overrides)
+        small.run_in_process(OURS, *settings)
+        return capsys.readouterr().out.strip().splitlines()
+
+    return plan
+
+
+def cells(lines):
+    """The rows of the table, under its head."""
+    start = next(number for number, line in enumerate(lines) if line.strip().startswith("from "))
+    rows = [[cell for cell in re.split(r" {2,}", line.strip()) if cell] for line in lines[start:]]
+    assert rows[0] == HEAD
+    end = next(number for number, row in enumerate(rows) if row[0].startswith("in all"))
+    return rows[1:end]
+
+
+def test_the_table_is_what_comes_out_by_hand_and_nothing_is_loaded_or_written(small, plan):
+    output = small.fresh_folder()
+    lines = plan(*EQUAL, *RAMP, *COSINE, "epochs=3", "grow_beyond_maximum=True", "micro_batch_size=8", output=output)
+    rates = {clock: 0.01 * 0.5 * (1 + math.cos(math.pi * (clock - 2) / 22)) for clock in (3, 4, 6, 8, 20)}
+    expected = [
+        ["0.00ep", "0", "0", "0.50ep", "4", "16", "4", "1", "4", "0", f"{rates[3]:.3g}", "4"],
+        ["0.50ep", "4", "16", "1.00ep", "6", "32", "8", "1", "8", f"{rates[4]:.3g}", f"{rates[6]:.3g}", "2"],
+        ["1.00ep", "6", "32", "3.00ep", "10", "96", "16", "2", "16", f"{rates[8]:.3g}", f"{rates[20]:.3g}", "4"],
+    ]
+    assert cells(lines) == expected
+    assert lines[-1] == "in all: 3.00 epochs, 10 steps, 96 samples, 1,152 tokens"
+    assert not list(output.iterdir())
+
+
+def test_a_plan_is_what_the_run_then_writes_down(small, plan):
+    settings = (*RAMP, *COSINE, "epochs=2", "grow_beyond_maximum=True", "micro_batch_size=4", "lr_clock=steps")
+    planned = cells(plan(*settings))
+    run = small.run_in_process(OURS, *settings)
+    lines = (run.output_dir / "adaptive_batch" / "run.jsonl").read_text().splitlines()
+    (stages,) = [record for record in map(json.loads, lines) if record["kind"] == "stages"]
+    assert cells(stages["message"].splitlines()) == planned
+
+
+def test_a_constant_batch_is_one_stage(plan):
+    (row,) = cells(plan("epochs=2"))
+    assert row == ["0.00ep", "0", "0", "2.00ep", "16", "64", "4", "1", "4", "0.01", "0.01", "16"]
+
+
+def test_accumulation_is_micro_batches(plan):
+    (row,) = cells(plan("epochs=2", "gradient_accumulation_steps=2"))
+    assert row[6:9] == ["8", "2", "8"]
+
+
+def test_a_bound_that_is_not_known_cuts_nothing_and_that_is_said(small, plan):
+    output = small.fresh_folder()
+    lines = plan(*RAMP, "epochs=2", output=output)
+    path = output / "adaptive_batch" / "probe.json"
+    unknown = "bound: not known, so nothing is cut, and micro-batches are not known"
+    why = f"{path} has no search of these settings; plan with one by probe.assumed_maximum=N"
+    assert lines[-6] == f"{unknown} ({why})"
+    assert [row[6] for row in cells(lines)] == ["4", "8", "16"]
+
+
+def test_a_bound_that_is_assumed_cuts_and_makes_micro_batches(plan):
+    lines = plan(*RAMP, "epochs=2", "probe.assumed_maximum=12")
+    assert "bound: 12 (probe.assumed_maximum says so)" in lines
+    assert [(row[6], row[7]) for row in cells(lines)] == [("4", "1"), ("8", "1"), ("12", "1")]
+    free = plan(*RAMP, "epochs=2", "probe.assumed_maximum=6", "grow_beyond_maximum=True")
+    assert [(row[6], row[7]) for row in cells(free)] == [("4", "1"), ("8", "2"), ("16", "3")]
+    found = plan("use_maximum_batch_size=True", "epochs=1", "probe.assumed_maximum=12")
+    assert [row[6] for row in cells(found)] == ["8"]
+
+
+def test_a_bound_that_was_found_before_is_taken(small, plan):
+    output = small.fresh_folder()
+    memory = ("probe.device_memory=12MiB", "probe.maximum=32")
+    small.run_in_process("adaptive_probe", f"output_dir={output}", *memory, *RAMP)
+    path = output / "adaptive_batch" / "probe.json"
+    before, bound = path.read_bytes(), json.loads(path.read_text())["max_batch_size"]
+    assert bound < 16
+    lines = plan(*RAMP, *memory, output=output, base=small.base)
+    assert f"bound: {bound} (a search found that before ({path}))" in lines
+    assert [int(row[6]) for row in cells(lines)] == sorted({4, min(8, bound), bound})  # stages alike are one
+    assert path.read_bytes() == before
+    another = plan(*RAMP, *memory, "tokenizer.max_seq_len=32", output=output, base=small.base)
+    assert any(line.startswith("bound: not known") for line in another)
+
+
+def test_a_growth_function_is_asked_ahead(plan):
+    rows = cells(plan(GROW, "epochs=3", "probe.assumed_maximum=10"))
+    assert [(row[0], row[6], row[-1]) for row in rows] == [
+        ("0.00ep", "4", "8"),
+        ("1.00ep", "8", "4"),
+        ("2.00ep", "10", "4"),
+    ]
+
+
+def test_where_answers_change_when_asked_again_the_plan_ends(plan):
+    lines = plan("batch_increase_function=support.batch_rules.another_increment_each_time", "epochs=4")
+    (row,) = cells(lines)
+    assert row[3] == "2.00ep"
+    assert re.fullmatch(r"unknown after epoch 1: the growth function answered \d, then \d", lines[-1])
+
+
+def test_a_rule_that_fails_is_refused_in_a_plan_too(plan):
+    with pytest.raises(GrowthFunctionError, match="raises_in_second_epoch"):
+        plan(f"{KEY}=support.batch_rules.raises_in_second_epoch")
+
+
+def test_what_is_left_of_a_run_is_planned(small, plan):
+    settings = (*RAMP, *COSINE, "epochs=2", "grow_beyond_maximum=True", "micro_batch_size=4", "save_every_n_steps=5")
+    run = small.run_in_process(OURS, *settings)
+    for path in (*run.output_dir.glob("epoch_*"), run.output_dir / "recipe_state"):
+        shutil.rmtree(path)
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.output_dir.rglob("*"))
+    lines = plan(*settings, "resume_from_checkpoint=True", output=run.output_dir, base=small.base)
+    whole = cells(plan(*settings))
+    assert [row[:9] + row[10:] for row in cells(lines)[1:]] == [row[:9] + row[10:] for row in whole[2:]]
+    first = cells(lines)[0]
+    assert first[:9] == ["0.75ep", "5", "24", "1.00ep", "6", "32", "8", "2", "8"]
+    assert (first[10], first[11]) == (whole[1][10], "1")
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.output_dir.rglob("*")) == before
+
+
+def test_an_assumed_bound_is_no_more_than_an_epochs_rows(plan):
+    lines = plan("use_maximum_batch_size=True", "epochs=2", "probe.assumed_maximum=4096")
+    assert "bound: 32 (probe.assumed_maximum says so)" in lines
+    (row,) = cells(lines)
+    assert (row[6], row[7], row[-1]) == ("32", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch"),
+    [(("micro_batch_size=auto", "batch_size=16"), "16"), (("batch_tokens=400",), "400")],
+    ids=["micro_batch_size=auto", "batch_tokens"],
+)
+def test_where_no_bound_is_known_micro_batches_are_not_known_and_a_step_is_shown_as_one(plan, settings, batch):
+    lines = plan("epochs=1", *settings)
+    assert any(line.startswith("bound: not known") and "micro-batches are not known" in line for line in lines)
+    head = next(number for number, line in enumerate(lines) if line.strip().startswith("from "))
+    (row,) = [re.split(r" {2,}", line.strip()) for line in lines[head + 1 : -1]]
+    assert (row[6], row[7]) == (batch, "1")
+
+
+def test_a_plan_of_what_is_left_shows_the_checkpoints_rate(small, plan):
+    settings = (*RAMP, "epochs=1", "grow_beyond_maximum=True", "micro_batch_size=4", "save_every_n_steps=3")
+    run = small.run_in_process(OURS, *settings)
+    for path in (*run.output_dir.glob("epoch_*"), run.output_dir / "step_6"):
+        shutil.rmtree(path)
+    asked = (*settings, "resume_from_checkpoint=True", "optimizer.lr=0.5")
+    rows = cells(plan(*asked, output=run.output_dir, base=small.base))
+    assert rows[0][1] == "3"
+    assert {(row[9], row[10]) for row in rows} == {("0.01", "0.01")}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [(f"{KEY}=support.batch_rules.hundred_fifty",), (RAMP[0], f"{KEY}.batch_sizes=[100]", f"{KEY}.thresholds=[]")],
+    ids=["a user's own", "steps"],
+)
+def test_a_step_of_more_rows_than_an_epoch_is_refused_where_it_would_be_dropped(plan, rule):
+    with pytest.raises(SettingError, match=r"more than an epoch's 32"):
+        plan(*rule, "drop_last=True", "grow_beyond_maximum=True", "micro_batch_size=4")
+
+
+def test_a_scheduler_that_refuses_a_warm_up_above_its_total_is_asked_with_no_total_that_is_too_small(plan):
+    settings = (
+        "lr_scheduler._component_=support.batch_rules.refuses_a_long_warm_up",
+        "lr_scheduler.num_warmup_steps=1500",
+    )
+    (row,) = cells(plan(*settings, "epochs=200"))
+    assert row[-1] == "1,600"
+    with pytest.raises(ValueError, match="1500 steps of warm-up are more than all 16"):
+        plan(*settings, "epochs=2")

@@ -1,0 +1,511 @@
+"""Mistakes are refused before weights load: the error names the key, the value and what would do."""
+
+import re
+
+import pytest
+from support.cli import OURS
+
+from adaptive_batch.errors import AdaptiveBatchError
+
+FUNCTION = "batch_increase_function"
+PROBE = "use_maximum_batch_size=True"
+LENGTHS = "dataset.lengths=[10,20,30,40]"
+OF_LENGTHS = ("dataset._component_=support.components.OfLengths", LENGTHS, "batch_size=2")
+VALIDATED = (
+    "dataset_val._component_=support.components.OfLengths",
+    "dataset_val.lengths=[5]",
+    "run_val_every_n_steps=1",
+)
+SCHEDULE = "batch_size_schedule"
+STEPS = (
+    f"{SCHEDULE}._component_=adaptive_batch.schedules.steps",
+    f"{SCHEDULE}.batch_sizes=[4,8,16]",
+    f"{SCHEDULE}.thresholds=[0.5ep,1ep]",
+)
+COSINE = (
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
+PICTURES = "dataset._component_=support.components.with_pictures"
+
+REFUSED = {
+    # the growth function
+    "a module that is not there": ([f"{FUNCTION}=nowhere.f"], "nowhere.f", "no module nowhere"),
+    "a name that is not there": ([f"{FUNCTION}=support.components.four_mor"], FUNCTION, "near it: four_more"),
+    "no dotted path": ([f"{FUNCTION}=grow"], FUNCTION, "dotted path"),
+    "not callable": ([f"{FUNCTION}=support.components.NOT_CALLABLE"], FUNCTION, "give a function"),
+    "takes other arguments": ([f"{FUNCTION}=support.components.takes_one"], FUNCTION, "epoch, batch_size"),
+    "raises": ([f"{FUNCTION}=support.components.raises"], r"epoch=0, batch_size=4", "KeyError: 'no such stage'"),
+    "returns None": ([f"{FUNCTION}=support.components.returns_none"], r"epoch=0, batch_size=4", "whole number"),
+    "returns a float": ([f"{FUNCTION}=support.components.returns_float"], r"epoch=0, batch_size=4", "whole number"),
+    "returns a bool": ([f"{FUNCTION}=support.components.returns_bool"], r"epoch=0, batch_size=4", "whole number"),
+    "returns a negative number": (
+        [f"{FUNCTION}=support.components.returns_negative"],
+        r"epoch=0, batch_size=4",
+        "0 or more",
+    ),
+    "returns a huge number": ([f"{FUNCTION}=support.components.returns_huge"], r"epoch=0, batch_size=4", "at most"),
+    "a number": ([f"{FUNCTION}=3"], f"{FUNCTION}=3", "dotted path"),
+    "a component called without its arguments": (
+        [f"{FUNCTION}._component_=support.components.four_more"],
+        FUNCTION,
+        f"for a function itself write {FUNCTION}: support.components.four_more",
+    ),
+    "a ready function with a wrong factor": (
+        [f"{FUNCTION}._component_=adaptive_batch.schedules.geometric", f"{FUNCTION}.factor=0"],
+        "factor",
+        "",
+    ),
+    "both ways to grow": (
+        [f"{FUNCTION}=support.components.four_more", "batch_size_schedule=x.y"],
+        "batch_size_schedule",
+        "remove one",
+    ),
+    # whole numbers
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", "whole number, 1 or more")
+        for key in ("batch_size", "epochs", "gradient_accumulation_steps")
+        for value in (0, -3, 2.5, "True")
+    },
+    "max_steps_per_epoch=0": (["max_steps_per_epoch=0"], "max_steps_per_epoch=0", "whole number"),
+    # switches
+    "a switch that is no switch": (["use_maximum_batch_size=3"], "use_maximum_batch_size=3", "True or False"),
+    "drop_last that is no switch": (["drop_last=some"], "drop_last='some'", "True or False"),
+    # the probe
+    "an unknown search": (["probe.search=fast"], "probe.search='fast'", "predict, binary, halve"),
+    "no size": (["probe.device_memory=12XiB"], "probe.device_memory='12XiB'", "12GiB"),
+    "a negative size": (["probe.device_memory=-1"], "probe.device_memory=-1", "12GiB"),
+    "more than the device has": (
+        [PROBE, "probe.device_memory=900TiB"],
+        "probe.device_memory='900TiB'",
+        "the device has",
+    ),
+    "less than the weights need": (
+        [PROBE, "probe.device_memory=100KiB"],
+        "probe.device_memory='100KiB'",
+        "weights alone need",
+    ),
+    "headroom of one": (["probe.headroom=1"], "probe.headroom=1", "below 1"),
+    "negative headroom": (["probe.headroom=-0.1"], "probe.headroom=-0.1", "at least 0"),
+    "headroom that is not a number": (["probe.headroom=nan"], "probe.headroom=", "share"),
+    "maximum of zero": (["probe.maximum=0"], "probe.maximum=0", "1 or more"),
+    "an unknown key in probe": (["probe.serach=binary"], "probe.serach='binary'", "near it: search"),
+    "probe that is no block": (["probe=binary"], "probe='binary'", "block"),
+    "a word for the length": (
+        ["probe.sequence_length=shortest"],
+        "probe.sequence_length='shortest'",
+        "longest, max_seq_len",
+    ),
+    "a length above the model's": (
+        [PROBE, "probe.sequence_length=65"],
+        "probe.sequence_length=65",
+        "64 tokens at most",
+    ),
+    "no lengths": (["probe.sequence_lengths=[]"], "probe.sequence_lengths=", "list of lengths"),
+    "no length at which the tokenizer cuts": (
+        [PROBE, "probe.sequence_length=max_seq_len", "tokenizer.max_seq_len=null", "dataset.packed=False"],
+        "probe.sequence_length='max_seq_len'",
+        "",
+    ),
+    "rows longer than the model takes": (
+        [PROBE, "tokenizer.max_seq_len=100"],
+        "probe.sequence_length='longest'",
+        "tokenizer.max_seq_len=64",
+    ),
+    "a batch above the rows of an epoch": (
+        [f"{FUNCTION}=support.components.four_more", "batch_size=64"],
+        "batch_size=64",
+        "an epoch has 32 rows; give 32 or less",
+    ),
+    "a batch above the probe's maximum": (
+        [f"{FUNCTION}=support.components.four_more", "batch_size=16", "probe.maximum=8"],
+        "batch_size=16",
+        "probe.maximum is 8; give 8 or less",
+    ),
+    "a word for a switch": (["optimizer_in_bwd=maybe"], "optimizer_in_bwd='maybe'", "True or False"),
+    # keys
+    "a key that is nearly ours": (["use_max_batch_size=True"], "use_max_batch_size=True", "use_maximum_batch_size"),
+    "a word for a switch of synchronization": (
+        ["sync_gradients_every_micro_batch=sometimes"],
+        "sync_gradients_every_micro_batch='sometimes'",
+        "True or False",
+    ),
+    "two ways to recompute": (
+        ["ac_mode=full", "enable_activation_checkpointing=True"],
+        "ac_mode='full'",
+        "enable_activation_checkpointing is True too",
+    ),
+    # what does not go together
+    "optimizer in backward with accumulation": (
+        ["optimizer_in_bwd=True", "gradient_accumulation_steps=2"],
+        "gradient_accumulation_steps=2",
+        "optimizer_in_bwd=False",
+    ),
+    "optimizer in backward with clipping": (
+        ["optimizer_in_bwd=True", "clip_grad_norm=1.0"],
+        "clip_grad_norm=1.0",
+        "optimizer_in_bwd=False",
+    ),
+    "a collate function for inference": (
+        ["collate_fn=torchtune.data.left_pad_sequence"],
+        "collate_fn=",
+        "padded_collate_sft",
+    ),
+    "half precision without scaling": (["dtype=fp16"], "dtype='fp16'", "bf16 or fp32"),
+    "offloading without CUDA": (["enable_activation_offloading=True"], "enable_activation_offloading=True", "CUDA"),
+    "a scheduler that torchtune's recipes cannot build": (
+        ["lr_scheduler._component_=torch.optim.lr_scheduler.StepLR", "lr_scheduler.step_size=2"],
+        "lr_scheduler._component_='torch.optim.lr_scheduler.StepLR'",
+        "num_training_steps",
+    ),
+    "an output folder that cannot be made": (
+        ["output_dir=/proc/nowhere"],
+        "output_dir='/proc/nowhere'",
+        "cannot be made",
+    ),
+    # micro-batches
+    "both ways to say what is run at once": (
+        ["micro_batch_size=2", "micro_batch_tokens=auto"],
+        "micro_batch_tokens='auto'",
+        "micro_batch_size=2 is set too; both set what is run at once, so remove one",
+    ),
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", "give auto, or a whole number, 1 or more")
+        for key in ("micro_batch_size", "micro_batch_tokens", "batch_size_val")
+        for value in (0, -3, 2.5, "True", "most")
+    },
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", "give a whole number, 1 or more")
+        for key in (
+            "batch_tokens",
+            "sample_window",
+            "min_rows_per_batch",
+            "max_rows_per_batch",
+            "pad_to_multiple_of",
+            "run_val_every_n_steps",
+            "max_validation_batches",
+        )
+        for value in (0, -3, 2.5, "True", "auto")
+    },
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", f"give one of {options}")
+        for key, options in {
+            "sample_order": "dataloader, random, seqlen",
+            "long_rows": "error, drop, alone",
+            "uniform_micro_batches": "rows, lengths, both",
+            "lr_scaling": "none, linear, sqrt",
+            "on_out_of_memory": "shrink, raise",
+        }.items()
+        for value in ("best", 1, -0.5, "True", "[rows]")
+    },
+    **{
+        f"reference_batch_size={value}": (
+            ["lr_scaling=linear", f"reference_batch_size={value}"],
+            "reference_batch_size=",
+            "give a whole number of rows, 1 or more, or tokens as in 8192tok",
+        )
+        for value in (0, -3, 2.5, "True", "tok", "0tok", "-5tok", "many", "nantok")
+    },
+    "rows at once below the longest row": (
+        [*OF_LENGTHS, "micro_batch_tokens=39"],
+        "micro_batch_tokens=39",
+        "a row is padded to 40 tokens; give 40 or more",
+    ),
+    "rows at once below the longest row as it is padded": (
+        [*OF_LENGTHS, "micro_batch_tokens=40", "pad_to_multiple_of=16"],
+        "micro_batch_tokens=40",
+        "a row is padded to 48 tokens; give 48 or more",
+    ),
+    "equal micro-batches that no batch has": (
+        ["uniform_micro_batches=rows", "micro_batch_size=3", "batch_size=7"],
+        "uniform_micro_batches='rows'",
+        "the 7 rows of a step divide into equal micro-batches of up to 3 only one by one",
+    ),
+    **{
+        f"{setting} on rows that are more than text": (
+            [PICTURES, "batch_size=2", setting],
+            setting.partition("=")[0],
+            "rows have encoder_input, encoder_mask, ",
+        )
+        for setting in (
+            "micro_batch_tokens=100",
+            "micro_batch_tokens=auto",
+            "batch_tokens=100",
+            "uniform_micro_batches=lengths",
+            "pad_to_multiple_of=8",
+        )
+    },
+    # steps by tokens
+    "fewer tokens than a row has": (
+        [*OF_LENGTHS, "batch_tokens=35"],
+        "batch_tokens=35",
+        "row 3 alone has 40 tokens",
+    ),
+    "fewer tokens than the shortest rows have": (
+        [*OF_LENGTHS, "batch_tokens=45", "min_rows_per_batch=3"],
+        "min_rows_per_batch=3",
+        "the 3 shortest rows need 60 real tokens, and batch_tokens is 45",
+    ),
+    "more rows at least than at most": (
+        ["batch_tokens=200", "min_rows_per_batch=5", "max_rows_per_batch=4"],
+        "min_rows_per_batch=5",
+        "max_rows_per_batch is 4; give that or less",
+    ),
+    "tokens and the largest number of rows": (["batch_tokens=200", PROBE], "batch_tokens=200", "remove one"),
+    "tokens and rows that grow": (
+        ["batch_tokens=200", f"{FUNCTION}=support.components.four_more"],
+        "batch_tokens=200",
+        f"{FUNCTION} sets its rows; remove one",
+    ),
+    # with the optimizer in backward
+    **{
+        f"optimizer in backward with {setting}": (
+            ["optimizer_in_bwd=True", setting],
+            setting.partition("=")[0],
+            "optimizer_in_bwd=False",
+        )
+        for setting in (
+            "on_out_of_memory=shrink",
+            "micro_batch_tokens=auto",
+            "micro_batch_tokens=100",
+            "batch_tokens=100",
+            "uniform_micro_batches=rows",
+            "micro_batch_size=2",
+            "log_gradient_noise_scale=True",
+            "grow_beyond_maximum=True",
+        )
+    },
+    "optimizer in backward with a rule of the noise scale": (
+        [
+            "optimizer_in_bwd=True",
+            f"{SCHEDULE}._component_=adaptive_batch.schedules.by_noise_scale",
+            f"{SCHEDULE}.start=4",
+        ],
+        SCHEDULE,
+        "there is no gradient left to measure",
+    ),
+    # validation
+    "a validation set that is empty": (
+        [*VALIDATED, "dataset_val._component_=support.components.empty_dataset"],
+        "dataset_val=",
+        "it has no rows; check its source, split and filter",
+    ),
+    "validation on nothing": (
+        ["run_val_every_n_steps=5"],
+        "run_val_every_n_steps=5",
+        "there is nothing to validate on; set dataset_val",
+    ),
+    "validation rows longer than the model takes": (
+        [*VALIDATED, "dataset_val.lengths=[65]", "batch_size_val=auto"],
+        "batch_size_val='auto'",
+        "rows have up to 65 tokens, and the model takes 64 at most; set tokenizer.max_seq_len=64 or less",
+    ),
+    # the learning rate
+    "a scheduler that waits for a metric": (
+        ["lr_scheduler._component_=support.schedulers.plateau"],
+        "lr_scheduler='ReduceLROnPlateau'",
+        "torchtune's cosine schedule, would do",
+    ),
+    **{
+        f"a clock that is {name}": ([*COSINE, f"lr_clock={value}"], shown, remedy)
+        for name, value, shown, remedy in (
+            ("no unit", "epochs", "lr_clock='epochs'", "give one of samples, tokens, steps"),
+            ("a number", 3, "lr_clock=3", "give one of samples, tokens, steps"),
+            ("a list", "[steps]", "lr_clock=", "or a block such as {warmup: steps, decay: tokens}"),
+            (
+                "no unit for one of two",
+                "{warmup: steps, decay: rows}",
+                "lr_clock=",
+                "give one of samples, tokens, steps",
+            ),
+            ("another block", "{warmup: steps, cooldown: steps}", "lr_clock.cooldown='steps'", "warmup and decay"),
+        )
+    },
+    **{
+        f"{clock} for a scheduler that counts, {scheduler}": (
+            [f"lr_scheduler._component_={scheduler}", f"lr_clock={clock}"],
+            "lr_clock=",
+            f"{scheduler} counts steps and can follow nothing else; give steps, or a LambdaLR such as",
+        )
+        for clock in ("samples", "tokens")
+        for scheduler in ("support.schedulers.step_lr", "support.batch_rules.one_cycle")
+    },
+    "a warm-up of its own for a scheduler that counts": (
+        ["lr_scheduler._component_=support.schedulers.step_lr", "lr_clock={warmup: steps, decay: tokens}"],
+        "lr_clock=",
+        "a warm-up in another unit needs a scheduler with num_warmup_steps, such as",
+    ),
+    "a warm-up of its own without one": (
+        ["lr_scheduler._component_=support.batch_rules.linear", "lr_clock={warmup: steps, decay: tokens}"],
+        "lr_clock=",
+        "give one unit for both",
+    ),
+    # schedules
+    **{
+        f"thresholds {what}": ([*STEPS, f"{SCHEDULE}.thresholds={value}"], f"{SCHEDULE}.thresholds=", remedy)
+        for what, value, remedy in (
+            ("that fall", "[2ep,1ep]", "they must rise, and 1ep comes after 2ep"),
+            ("given twice", "[1ep,1.0ep]", "1ep is given twice"),
+            ("of two units", "[1ep,200ba]", "give all in one unit"),
+            ("of zero", "[0ep,1ep]", "the first must be above 0"),
+            ("without a unit", "[1,2ep]", "it has no unit; give one of ep (epochs), ba (optimizer steps)"),
+            ("of an unknown unit", "[1epoch,2ep]", "unknown unit 'epoch'; give one of ep (epochs)"),
+            ("below zero", "[-1ep,2ep]", "it must not be negative"),
+            ("in parts of a step", "[1.5ba,3ba]", "ba are counted in whole ones"),
+            ("that are too few", "[1ep]", ""),
+            ("that are no list", "1ep", "give a list, such as [1ep, 2ep]"),
+        )
+    },
+    **{
+        f"batch sizes of {value}": (
+            [*STEPS, f"{SCHEDULE}.batch_sizes=[4,{value},16]"],
+            f"{SCHEDULE}.batch_sizes=",
+            "1 to",
+        )
+        for value in (0, -8, 2.5, "True", "many")
+    },
+    "a stage that no epoch has the rows for": (
+        [*STEPS, f"{SCHEDULE}.batch_sizes=[4,8,64]", "drop_last=True"],
+        f"{SCHEDULE}=64",
+        "64 rows are more than an epoch's 32, and drop_last drops such a step; ask for 32 or fewer, "
+        "or set drop_last=False",
+    ),
+    "a stage that is over within a step": (
+        [*STEPS, f"{SCHEDULE}.batch_sizes=[16,2,4]", f"{SCHEDULE}.thresholds=[1sp,2sp]"],
+        f"{SCHEDULE}=",
+        "no step has batch 2, which it asks for from 1sp on",
+    ),
+    "a schedule with accumulation": (
+        [*STEPS, "gradient_accumulation_steps=2"],
+        "gradient_accumulation_steps=2",
+        "its micro-batches follow from what fits; set it to 1",
+    ),
+    "a rule of the noise scale by tokens": (
+        [
+            f"{SCHEDULE}._component_=adaptive_batch.schedules.by_noise_scale",
+            f"{SCHEDULE}.start=4",
+            "batch_tokens=200",
+        ],
+        "batch_tokens=200",
+        "the gradient noise scale is counted in rows; remove batch_tokens",
+    ),
+    "a ready rule that is not there": (
+        [f"{SCHEDULE}._component_=adaptive_batch.schedules.stepz"],
+        SCHEDULE,
+        "near it: steps",
+    ),
+    "a ready rule without its arguments": (
+        [f"{SCHEDULE}._component_=adaptive_batch.schedules.linear_ramp", f"{SCHEDULE}.start=4"],
+        SCHEDULE,
+        "",
+    ),
+    "a rule that is not callable": ([f"{SCHEDULE}=support.batch_rules.NOT_CALLABLE"], SCHEDULE, "give a function"),
+    "a rule of two arguments": (
+        [f"{SCHEDULE}=support.batch_rules.takes_two"],
+        SCHEDULE,
+        "it is called as rule(progress) with one positional argument",
+    ),
+    "a rule that is a number": ([f"{SCHEDULE}=16"], f"{SCHEDULE}=16", "dotted path"),
+    "a rule in a module that is not there": ([f"{SCHEDULE}=nowhere.f"], "nowhere.f", "no module nowhere"),
+    "a rule that raises": (
+        [f"{SCHEDULE}=support.batch_rules.raises"],
+        r"Progress\(.*steps=0",
+        "KeyError: 'no such stage'",
+    ),
+    "a rule that raises later": (
+        [f"{SCHEDULE}=support.batch_rules.raises_in_second_epoch"],
+        r"Progress\(epoch=1",
+        "KeyError: 'no such stage'",
+    ),
+    **{
+        f"a rule that {name}": (
+            [f"{SCHEDULE}=support.batch_rules.{name}"],
+            rf"support\.batch_rules\.{name}\(Progress\(",
+            "it must return what a step on one device holds: a whole number, 1 or more, at most 1000000000",
+        )
+        for name in ("returns_none", "returns_zero", "returns_float", "returns_huge")
+    },
+    "a rule by tokens whose answers change": (
+        [*OF_LENGTHS, f"{SCHEDULE}=support.batch_rules.another_each_time", "batch_tokens=100", "long_rows=alone"],
+        "another_each_time",
+        "something else when asked again: with batch_tokens it must be a function of progress alone",
+    ),
+    # resume points
+    **{
+        f"{key}={value}": ([f"{key}={value}"], f"{key}=", "give a whole number, 1 or more")
+        for key in ("save_every_n_steps", "keep_last_n_checkpoints")
+        for value in (0, -1, 1.5, "x", "True")
+    },
+    **{
+        f"resume_allow_changes={value}": (
+            [f"resume_allow_changes={value}"],
+            "resume_allow_changes=",
+            "give the names of keys",
+        )
+        for value in (3, "True", "[3]", "{dataset: True}")
+    },
+    "an assumed maximum of zero": (
+        ["preview=True", "probe.assumed_maximum=0"],
+        "probe.assumed_maximum=0",
+        "1 or more",
+    ),
+    "preview that is no switch": (["preview=maybe"], "preview='maybe'", "True or False"),
+    # names
+    **{
+        f"{nearly} for {meant}": ([f"{nearly}=1"], f"{nearly}=1", f"{meant} is probably meant")
+        for nearly, meant in {
+            "micro_batchsize": "micro_batch_size",
+            "micro_batch_token": "micro_batch_tokens",
+            "batch_token": "batch_tokens",
+            "lr_scale": "lr_scaling",
+            "lr_scalling": "lr_scaling",
+            "reference_batchsize": "reference_batch_size",
+            "pad_to_multiple": "pad_to_multiple_of",
+            "run_val_every_steps": "run_val_every_n_steps",
+            "save_every_n_step": "save_every_n_steps",
+            "keep_last_n_checkpoint": "keep_last_n_checkpoints",
+            "batch_schedule": "batch_size_schedule",
+            "batchsize_schedule": "batch_size_schedule",
+            "lr_clok": "lr_clock",
+            "lr_clocks": "lr_clock",
+            "preveiw": "preview",
+            "grow_beyond_max": "grow_beyond_maximum",
+            "resume_allow_change": "resume_allow_changes",
+            "log_gradient_noise": "log_gradient_noise_scale",
+        }.items()
+    },
+    # the data
+    "an empty dataset": (["dataset._component_=support.components.empty_dataset"], "dataset=", "no rows"),
+    "a dataset smaller than one batch": (["batch_size=33"], "batch_size=33", "the dataset has 32"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "names", "remedy"), REFUSED.values(), ids=REFUSED)
+def test_it_is_refused_before_weights_load(small, overrides, names, remedy):
+    output = small.fresh_folder()
+    # weights that cannot be read: whatever is refused later than they load fails as that instead
+    base = output / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(b"not weights")
+    (base / "config.json").write_text((small.folder / "base" / "config.json").read_text())
+    with pytest.raises(AdaptiveBatchError) as refused:
+        small.run_in_process(OURS, f"output_dir={output / 'run'}", f"checkpointer.checkpoint_dir={base}", *overrides)
+    assert isinstance(refused.value, ValueError), refused.value
+    assert re.search(names, str(refused.value)) or names in str(refused.value)
+    assert remedy in str(refused.value)
+    assert not list(output.glob("run/epoch_*"))
+
+
+def test_on_the_terminal_a_mistake_is_one_line(small):
+    finished = small.run(OURS, "use_max_batch_size=True", expect=1)
+    last = finished.output.strip().splitlines()[-1]
+    assert (
+        last == "SettingError: use_max_batch_size=True: there is no such key; use_maximum_batch_size is probably meant"
+    )
+    assert "Traceback" not in finished.output
+
+
+def test_a_config_that_is_neither_file_nor_shipped_is_refused_with_what_there_is(small):
+    finished = small.run(OURS, config="demo_gpu", expect=1)
+    assert "--config='demo_gpu'" in finished.output
+    assert "demo_cpu" in finished.output

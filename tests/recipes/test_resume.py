@@ -1,0 +1,552 @@
+"""A run that is ended anywhere and goes on, through the real command line: to the same bits, or with a reason why not."""
+
+import json
+import math
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from support import killed_runs
+from support.cli import FEATURES, OURS, TUNE, same_weights
+from support.paths import subprocess_environment
+from support.stops import stopped_after
+
+from adaptive_batch.distributed import EXIT_STATUS
+from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.report import audit, read_records
+
+SAVES = "save_every_n_steps=3"
+DROPOUT = FEATURES["dropout"]
+
+
+def records(folder, *kinds):
+    return [r for r in read_records(folder / "adaptive_batch" / "run.jsonl") if r["kind"] in kinds]
+
+
+def last_start(folder):
+    return records(folder, "start")[-1]
+
+
+def went_on_from(folder):
+    """The name of the folder that the last start went on from, and its step."""
+    start = last_start(folder)
+    assert start["resumed"]
+    return Path(start["message"].split("resuming from ")[1].split(" ")[0]).name
+
+
+def go_on(small, folder, *overrides):
+    return small.run_in_process(OURS, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
+
+
+def assert_the_same(folder, whole):
+    """Every figure of every step, the weights of every epoch, and the audit."""
+    assert killed_runs.differences(folder, whole.output_dir) == []
+
+
+@pytest.fixture(scope="module")
+def whole(small):
+    return small.run_in_process(OURS, SAVES, *DROPOUT)
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "AdamW, cosine with warm-up, clipping": (*FEATURES["cosine"], *FEATURES["clipping"]),
+    "SGD with momentum, packed rows": (*FEATURES["SGD with momentum"], "dataset.packed=True", "batch_size=1"),
+    "optimizer in backward": ("optimizer_in_bwd=True", *FEATURES["cosine"]),
+    "activation checkpointing, bf16": (*FEATURES["activation checkpointing"], *FEATURES["bf16"]),
+    "accumulation, max_steps_per_epoch": ("batch_size=2", *FEATURES["accumulation"], "max_steps_per_epoch=5"),
+    "a last step that is dropped": ("batch_size=5", "drop_last=True"),
+    "a last step that is short": ("batch_size=5", "drop_last=False"),
+    "growth": ("batch_size=2", "batch_increase_function=support.components.four_more", "probe.device_memory=64MiB"),
+    "rows that draw when they are read": ("dataset._component_=support.components.Augmented", "batch_size=2"),
+    "saved while training goes on": ("enable_async_checkpointing=True",),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_goes_on_in_mid_epoch_is_the_one_that_was_not_ended(small, way):
+    overrides = (SAVES, *DROPOUT, *WAYS[way])
+    whole = small.run_in_process(OURS, *overrides)
+    points = records(whole.output_dir, "resume_point")
+    at = points[-1 if way == "growth" else 0]["step"]
+    folder = stopped_after(whole, small, at, taken_back=1)
+    go_on(small, folder, *overrides)
+    assert went_on_from(folder) == f"step_{at}"
+    assert last_start(folder)["progress"]["epoch_steps"] > 0
+    assert_the_same(folder, whole)
+
+
+def test_saving_resume_points_changes_nothing_in_training(small, whole):
+    plain = small.run_in_process(OURS, *DROPOUT)
+    assert plain.losses == whole.losses
+    assert same_weights(plain.weights(1), whole.weights(1))
+
+
+def test_a_run_goes_on_after_it_was_moved_with_its_data(small, whole):
+    moved = small.fresh_folder() / "elsewhere"
+    shutil.move(stopped_after(whole, small, 9), moved)
+    data = small.fresh_folder() / "rows.jsonl"
+    shutil.copy(small.folder / "train.jsonl", data)
+    go_on(small, moved, SAVES, *DROPOUT, f"dataset.data_files={data}")
+    assert_the_same(moved, whole)
+
+
+def test_more_epochs_go_on_from_the_last_step_of_a_run_that_is_done(small):
+    overrides = ("save_every_n_steps=4", *DROPOUT)
+    longer = small.run_in_process(OURS, *overrides, "epochs=2")
+    done = small.run_in_process(OURS, *overrides, "epochs=1")
+    go_on(small, done.output_dir, *overrides, "epochs=2")
+    assert went_on_from(done.output_dir) == "step_8"
+    assert_the_same(done.output_dir, longer)
+
+
+# --- asked to end -----------------------------------------------------------------------------------------------------
+
+
+def asking_to_end(at_step):
+    return "metric_logger._component_=support.stops.AskingToEnd", f"metric_logger.at_step={at_step}"
+
+
+def ends_early(small, folder, *overrides):
+    with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
+        small.run_in_process(OURS, *overrides, f"output_dir={folder}")
+    return records(folder, "preempted")[-1]["step"]
+
+
+def test_a_process_that_is_asked_to_end_saves_at_the_next_step_and_says_so_by_its_status(small, whole):
+    folder = small.fresh_folder()
+    command = [str(TUNE), "run", OURS, "--config", str(small.config), f"output_dir={folder}", SAVES, *DROPOUT]
+    variables = subprocess_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    log = folder / "adaptive_batch" / "run.jsonl"
+    with (folder / "printed.txt").open("w") as printed:
+        process = subprocess.Popen(command, env=variables, stdout=printed, stderr=subprocess.STDOUT)
+        while not (log.exists() and '"kind": "step"' in log.read_text()):
+            assert process.poll() is None, (folder / "printed.txt").read_text()
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == EXIT_STATUS
+    assert "Traceback" not in (folder / "printed.txt").read_text()
+    (said,) = records(folder, "preempted")
+    assert said["exit_status"] == EXIT_STATUS
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert last_start(folder)["progress"]["steps"] == said["step"]
+    assert_the_same(folder, whole)
+
+
+def test_without_resume_points_one_is_saved_where_it_is_asked_to_end(small, whole):
+    folder = small.fresh_folder()
+    at = ends_early(small, folder, *DROPOUT, *asking_to_end(5))
+    assert at == 5
+    go_on(small, folder, *DROPOUT)
+    assert went_on_from(folder) == "step_5"
+    assert_the_same(folder, whole)
+
+
+def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole):
+    folder = small.fresh_folder()
+    asking = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=0")
+    assert ends_early(small, folder, SAVES, *DROPOUT, *asking) == 8
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert went_on_from(folder) == "epoch_0"
+    assert_the_same(folder, whole)
+
+
+def test_asked_while_the_last_epoch_is_saved_it_is_done(small, whole):
+    asking = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=1")
+    done = small.run_in_process(OURS, SAVES, *DROPOUT, *asking)
+    assert_the_same(done.output_dir, whole)
+    assert not records(done.output_dir, "preempted")
+
+
+def test_asked_in_validation_it_ends_after_it(small):
+    rows = ("dataset_val._component_=support.stops.AskingRows", "dataset_val.lengths=[9,20,14,30]")
+    overrides = (SAVES, *DROPOUT, *rows, "run_val_every_n_steps=2")
+    whole = small.run_in_process(OURS, *overrides)
+    folder = small.fresh_folder()
+    at = ends_early(small, folder, *overrides, *asking_to_end("null"), "dataset_val.asks_after_step=4")
+    assert records(folder, "validation")[-1]["steps"] == at == 4
+    go_on(small, folder, *overrides)
+    assert_the_same(folder, whole)
+
+
+# --- the newest that is whole -----------------------------------------------------------------------------------------
+
+
+def test_an_epoch_that_was_saved_after_the_last_resume_point_is_gone_on_from(small, whole):
+    folder = stopped_after(whole, small, 8)
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert went_on_from(folder) == "epoch_0"
+    assert_the_same(folder, whole)
+
+
+def test_a_resume_point_that_was_saved_after_the_last_epoch_is_gone_on_from(small, whole):
+    folder = stopped_after(whole, small, 9)
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert went_on_from(folder) == "step_9"
+
+
+def test_a_run_that_was_begun_anew_in_a_used_folder_is_gone_on_with(small, whole):
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
+    other = ("seed=8", SAVES, *DROPOUT)
+    new = small.run_in_process(OURS, *other)
+    at = ends_early(small, folder, *other, *asking_to_end(4))
+    assert records(folder, "replaces")
+    go_on(small, folder, *other)
+    assert went_on_from(folder) == f"step_{at}"
+    assert_the_same(folder, new)
+    assert any("other runs in the file: 1" in line for line in audit(folder).lines)
+
+
+def spoil(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+
+
+def test_a_corrupt_resume_point_is_passed_over_for_the_next_older_and_that_is_said(small, whole):
+    folder = stopped_after(whole, small, 15)
+    (data,) = (folder / "step_15").glob("*.distcp")
+    spoil(data)
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert went_on_from(folder) == "step_12"
+    (said,) = records(folder, "passed_over")
+    assert "step_15 is skipped" in said["message"]
+    assert_the_same(folder, whole)
+
+
+def test_a_corrupt_epoch_is_passed_over_for_a_resume_point(small, whole):
+    folder = stopped_after(whole, small, 8)
+    path = folder / "recipe_state" / "recipe_state.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert went_on_from(folder) == "step_6"
+    (said,) = records(folder, "passed_over")
+    assert "recipe_state.pt cannot be read" in said["message"]
+    assert_the_same(folder, whole)
+
+
+def test_a_foreign_and_a_newer_folder_are_passed_over_by_name_and_stay(small, whole):
+    folder = stopped_after(whole, small, 12)
+    (folder / "step_99").mkdir()
+    (folder / "step_99" / "notes.txt").write_text("mine")
+    shutil.copytree(folder / "step_12", folder / "step_100")
+    manifest = folder / "step_100" / "resume.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "format_version": 99, "order": content["order"] + 1}))
+    go_on(small, folder, SAVES, *DROPOUT, "keep_last_n_checkpoints=1")
+    assert went_on_from(folder) == "step_12"
+    said = " ".join(record["message"] for record in records(folder, "passed_over"))
+    assert "step_99 is skipped: unrecognized" in said
+    assert "newer format 99" in said
+    assert (folder / "step_99" / "notes.txt").exists()
+    assert manifest.exists()
+
+
+def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
+    folder = stopped_after(whole, small, 6)
+    for name in ("step_3", "step_6"):
+        (folder / name / "resume.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"(?s)step_3 is skipped: .*step_6 is skipped: ") as error:
+        go_on(small, folder, SAVES, *DROPOUT)
+    assert "holds nothing complete to resume from" in str(error.value)
+
+
+def test_where_nothing_was_saved_that_is_said_with_what_would_do(small):
+    with pytest.raises(CheckpointError, match=r"holds nothing to resume from: .*resume_from_checkpoint=False to begin"):
+        go_on(small, small.fresh_folder())
+
+
+def test_a_run_that_is_done_and_has_no_state_to_go_on_from_says_so(small):
+    done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1")
+    with pytest.raises(CheckpointError, match=r"holds the weights of a run that is done, .*another output_dir"):
+        go_on(small, done.output_dir, "epochs=2")
+
+
+def test_the_last_few_resume_points_are_kept(small, whole):
+    kept = small.run_in_process(OURS, SAVES, *DROPOUT, "keep_last_n_checkpoints=2")
+    assert sorted(path.name for path in kept.output_dir.glob("step_*")) == ["step_12", "step_15"]
+    assert_the_same(kept.output_dir, whole)
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unlimited():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def full_disk(first, last):
+    logger = {"_component_": "support.stops.Limiting", "from_step": first, "num_bytes": 100_000, "until_step": last}
+    return tuple(f"metric_logger.{key}={value}" for key, value in logger.items())
+
+
+def test_where_a_resume_point_finds_no_room_training_goes_on_and_says_so(small, whole, unlimited):
+    done = small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(5, 7))
+    assert sorted(path.name for path in done.output_dir.glob("step_*")) == ["step_12", "step_15", "step_3", "step_9"]
+    (said,) = records(done.output_dir, "checkpoint_failed")
+    assert "step_6 failed" in said["message"]
+    assert "free disk space" in said["message"]
+    assert_the_same(done.output_dir, whole)
+
+
+@pytest.mark.parametrize("step", [3, 6])  # the next save is another resume point, or that of the epoch
+def test_a_resume_point_that_fails_in_the_background_costs_no_other_save(small, whole, capfd, step):
+    folder = small.fresh_folder()
+    (folder / f"step_{step}").mkdir()
+    (folder / f"step_{step}" / "notes.txt").write_text("not to be replaced")
+    done = small.run_in_process(OURS, SAVES, *DROPOUT, "enable_async_checkpointing=True", f"output_dir={folder}")
+    assert f"training goes on without a resume point: saving {folder}/step_{step} failed" in capfd.readouterr().err
+    others = {3, 6, 9, 12, 15} - {step}
+    assert {int(path.parent.name.split("_")[1]) for path in folder.glob("step_*/resume.json")} == others
+    assert_the_same(done.output_dir, whole)
+
+
+def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_whole_one(small, whole, unlimited):
+    folder = small.fresh_folder()
+    with pytest.raises(CheckpointError, match=r"saving .*epoch_0 failed .*resume_from_checkpoint=True"):
+        small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(4, 99), f"output_dir={folder}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert went_on_from(folder) == "step_3"
+    assert_the_same(folder, whole)
+
+
+# --- with other settings ----------------------------------------------------------------------------------------------
+
+RAMP = (
+    "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
+    "batch_size_schedule.start=2",
+    "batch_size_schedule.end=8",
+    "batch_size_schedule.over=1ep",
+    "probe.device_memory=64MiB",
+)
+CHANGES = {
+    "dataset": (("dataset.data_files=${data_dir}/first.jsonl",), r"'16 rows, \w+': .* with '32 rows, \w+';"),
+    "model": (("model.attn_dropout=0.1",), r"'attn_dropout': 0\.1\}: .* with \{'attn_dropout': 0\.2\};"),
+    "lr_scheduler": (FEATURES["cosine"], r"get_cosine_schedule_with_warmup.*: .* with None;"),
+    "batch_size_schedule": (RAMP, r"linear_ramp.*: .* with None;"),
+    "batch_increase_function": (
+        ("batch_increase_function=support.components.four_more", "probe.device_memory=64MiB"),
+        r"'support.components.four_more': .* with None;",
+    ),
+    "sample_order": (("sample_order=random",), "'random': .* with 'dataloader';"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(small, whole, name):
+    overrides, shown = CHANGES[name]
+    folder = stopped_after(whole, small, 6, taken_back=1)
+    with pytest.raises(
+        SettingError, match=rf"{name}=.*{shown} resume with that, or set resume_allow_changes=\[{name}\]"
+    ):
+        go_on(small, folder, SAVES, *DROPOUT, *overrides)
+    assert last_start(folder)["resumed"] is False  # what is refused leaves no trace in the record
+    go_on(small, folder, SAVES, *DROPOUT, *overrides, f"resume_allow_changes=[{name}]")
+    (said,) = records(folder, name)
+    assert said["before"] != said["after"]
+    found = audit(folder)
+    assert found.holds, found.problems
+    anew = records(folder, "epoch_restarted")
+    assert bool(anew) == (name in ("dataset", "sample_order"))
+    assert any("began again" in line for line in found.lines) == bool(anew)
+
+
+def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole):
+    folder = stopped_after(whole, small, 6, taken_back=1)
+    go_on(small, folder, SAVES, *DROPOUT, "dtype=bf16", "clip_grad_norm=0.5", "optimizer.weight_decay=0.3")
+    for kind, before, after in (("dtype", "fp32", "bf16"), ("clip_grad_norm", None, 0.5)):
+        (said,) = records(folder, kind)
+        assert (said["before"], said["after"]) == (before, after)
+    (said,) = records(folder, "no_effect")
+    assert said["message"] == "optimizer {'weight_decay': 0.3} has no effect: the checkpoint's {} is kept"
+    found = audit(folder)
+    assert found.holds, found.problems
+    assert any("changed on resume: dtype fp32 -> bf16" in line for line in found.lines)
+
+
+def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
+    folder = stopped_after(whole, small, 8)
+    go_on(small, folder, SAVES, *DROPOUT, "sample_order=random")
+    (said,) = records(folder, "sample_order")
+    assert (said["before"], said["after"]) == ("dataloader", "random")
+    assert audit(folder).holds
+
+
+# --- what is left to look at ------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_restarts_is_audited_and_drawn_by_the_command_line(small, whole):
+    folder = stopped_after(whole, small, 9, taken_back=2)
+    go_on(small, folder, SAVES, *DROPOUT)
+    for command, printed in (("audit", "holds: each of 32 rows exactly once"), ("report", "report.html")):
+        ran = [sys.executable, "-m", "adaptive_batch", command, str(folder)]
+        done = subprocess.run(ran, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert printed in done.stdout
+    assert "restarted" in (folder / "adaptive_batch" / "report.html").read_text()
+    assert (folder / "adaptive_batch" / "report.png").stat().st_size > 10_000
+
+
+# --- on another device, or with another batch -------------------------------------------------------------------------
+
+
+def resumed_steps(folder):
+    """The steps since the last start."""
+    found = records(folder, "start", "step")
+    begin = max(number for number, record in enumerate(found) if record["kind"] == "start")
+    return found[begin + 1 :]
+
+
+FOUR_THEN_SIXTEEN = (
+    "batch_size_schedule._component_=adaptive_batch.schedules.steps",
+    "batch_size_schedule.batch_sizes=[4,16]",
+    "batch_size_schedule.thresholds=[4ba]",
+    SAVES,
+)
+SMALLER = ("probe.maximum=8", "probe.search=halve")
+
+
+def test_with_the_optimizer_in_backward_a_schedule_does_not_go_on_where_its_steps_would_be_split(small):
+    overrides = (*FOUR_THEN_SIXTEEN, "optimizer_in_bwd=True")
+    whole = small.run_in_process(OURS, *overrides)
+    assert {step["micro_batches"] for step in records(whole.output_dir, "step")} == {1}
+    folder = stopped_after(whole, small, 3)
+    with pytest.raises(SettingError, match=r"optimizer_in_bwd=True: .*of which 8 fit here.*more memory"):
+        go_on(small, folder, *overrides, *SMALLER)
+    assert not resumed_steps(folder)
+
+
+@pytest.mark.slow
+def test_a_schedule_goes_on_as_it_was_on_a_smaller_device_and_again_from_there(small):
+    whole = small.run_in_process(OURS, *FOUR_THEN_SIXTEEN)
+    sizes = [step["batch_size"] for step in records(whole.output_dir, "step")]
+    assert max(sizes) == 16
+    folder = stopped_after(whole, small, 3)
+    once = go_on(small, folder, *FOUR_THEN_SIXTEEN, *SMALLER)
+    assert [step["batch_size"] for step in resumed_steps(folder)] == sizes[3:]
+    again = stopped_after(once, small, 6)
+    go_on(small, again, *FOUR_THEN_SIXTEEN, *SMALLER)
+    assert went_on_from(again) == "step_6"
+    steps = resumed_steps(again)
+    assert [step["batch_size"] for step in steps] == sizes[6:]
+    assert {step["micro_batches"] for step in steps if step["batch_size"] == 16} == {2}
+
+
+def assert_begun_anew(folder):
+    """The epoch that was begun is trained from its first row, each row of it once."""
+    (said,) = records(folder, "epoch_restarted")
+    rows = [row for step in resumed_steps(folder) if step["epoch"] == said["epoch"] for row in step["rows"]]
+    assert sorted(rows) == list(range(32))
+    found = audit(folder)
+    assert found.holds, found.problems
+
+
+BY_TOKENS = ("batch_tokens=300", "micro_batch_tokens=200", SAVES, "epochs=1", "drop_last=False")
+
+
+def of_tokens(tokens):
+    return (
+        "batch_size_schedule._component_=adaptive_batch.schedules.steps",
+        f"batch_size_schedule.batch_sizes=[{tokens}]",
+        "batch_size_schedule.thresholds=[]",
+        "grow_beyond_maximum=True",
+    )
+
+
+def test_with_another_schedule_of_tokens_the_epoch_begins_anew(small):
+    whole = small.run_in_process(OURS, *BY_TOKENS, *of_tokens(150))
+    folder = stopped_after(whole, small, 3)
+    with pytest.raises(SettingError, match=r"resume_allow_changes=\[batch_size_schedule\]"):
+        go_on(small, folder, *BY_TOKENS, *of_tokens(400))
+    go_on(small, folder, *BY_TOKENS, *of_tokens(400), "resume_allow_changes=[batch_size_schedule]")
+    assert_begun_anew(folder)
+
+
+def test_with_other_micro_batches_steps_of_tokens_hold_other_rows_and_the_epoch_begins_anew(small):
+    whole = small.run_in_process(OURS, *BY_TOKENS, "uniform_micro_batches=rows")
+    folder = stopped_after(whole, small, 3)
+    with pytest.raises(SettingError, match=r"uniform_micro_batches=.*resume_allow_changes=\[uniform_micro_batches\]"):
+        go_on(small, folder, *BY_TOKENS)
+    assert last_start(folder)["resumed"] is False
+    go_on(small, folder, *BY_TOKENS, "resume_allow_changes=[uniform_micro_batches]")
+    assert_begun_anew(folder)
+
+
+def test_a_batch_that_was_found_and_is_not_gone_on_with_is_said(small):
+    overrides = ("save_every_n_steps=2", "epochs=1")
+    found = small.run_in_process(OURS, *overrides, "use_maximum_batch_size=True", "probe.maximum=8")
+    folder = stopped_after(found, small, 2)
+    assert {step["batch_size"] for step in records(folder, "step")} == {8}
+    go_on(small, folder, *overrides)
+    assert {step["batch_size"] for step in resumed_steps(folder)} == {4}
+    said = records(folder, "start", "batch_size", "use_maximum_batch_size")
+    said = said[1 + said.index(last_start(folder)) :]
+    changes = {(record["kind"], record["before"], record["after"]) for record in said}
+    assert changes == {("batch_size", 8, 4), ("use_maximum_batch_size", True, False)}
+    assert audit(folder).holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "at"), [(4, 8, 3), (3, 7, 4)])
+def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, before, after, at):
+    """Warm-up of 3 and a cosine over two epochs of the new batch; a last, short step is dropped, as torchtune does."""
+    overrides = (f"save_every_n_steps={at}", *FEATURES["cosine"])
+    whole = small.run_in_process(OURS, *overrides, f"batch_size={before}")
+    folder = stopped_after(whole, small, at)
+    go_on(small, folder, *overrides, f"batch_size={after}")
+    steps, done = 32 // after, before * at
+    left = (32 - done) // after
+    of_this_epoch = [steps * (done + after * step) / (done + after * left) for step in range(left)]
+    clocks = [*of_this_epoch, *range(steps, 2 * steps)]
+    curve = [0.5 * (1 + math.cos(math.pi * (clock - 3) / (2 * steps - 3))) for clock in clocks]
+    rates = [0.01 * (clock / 3 if clock < 3 else high) for clock, high in zip(clocks, curve, strict=True)]
+    assert [step["lr"] for step in resumed_steps(folder)] == pytest.approx(rates, rel=1e-9)
+
+
+# --- where things lie, and how they are written -----------------------------------------------------------------------
+
+
+def test_a_model_whose_keys_are_in_another_order_is_the_same_model(small, whole):
+    config = OmegaConf.load(small.config)
+    config.model = dict(reversed(list(config.model.items())))
+    reordered = small.fresh_folder() / "reordered.yaml"
+    OmegaConf.save(config, reordered)
+    folder = stopped_after(whole, small, 6)
+    keys = (SAVES, *DROPOUT, f"output_dir={folder}", "resume_from_checkpoint=True")
+    small.run_in_process(OURS, *keys, config=str(reordered))
+    assert not records(folder, "model")
+    assert_the_same(folder, whole)
+
+
+def test_asked_while_an_epoch_is_saved_a_run_without_resume_points_goes_on_to_the_same_bits(small, whole):
+    folder = small.fresh_folder()
+    asking = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=0")
+    assert ends_early(small, folder, *DROPOUT, *asking) == 8
+    go_on(small, folder, *DROPOUT)
+    assert went_on_from(folder) == "epoch_0"
+    assert_the_same(folder, whole)
+
+
+def test_a_corrupt_epoch_is_named_where_the_checkpointer_has_a_folder_of_its_own(small):
+    epochs = small.fresh_folder()
+    overrides = (SAVES, *DROPOUT, f"checkpointer.output_dir={epochs}")
+    whole = small.run_in_process(OURS, *overrides)
+    folder = stopped_after(whole, small, 9)
+    path = epochs / "recipe_state" / "recipe_state.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    go_on(small, folder, *overrides)
+    assert went_on_from(folder) == "step_9"
+    (said,) = records(folder, "passed_over")
+    assert f"{path} cannot be read" in said["message"]

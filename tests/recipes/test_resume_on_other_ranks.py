@@ -1,0 +1,68 @@
+"""A run that goes on with more ranks, or with fewer, is the one that one device would have trained. The long form: benchmarks/resume_across_ranks.py."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from support.launch import launch
+from support.resumes_on_ranks import SGD, WAYS, Part, compare, train_alone, train_in_parts
+
+from adaptive_batch.distributed import EXIT_STATUS
+
+pytestmark = pytest.mark.slow
+
+ROUNDING = 2e-6  # of a loss in float32, relative: measured up to 3e-7
+
+
+def assert_goes_on_as_alone(folder, whole, *, weights):
+    """Every step's rows, batch and learning rate, the audit, losses within rounding, weights within `weights` of their norm."""
+    found = compare(folder, whole)
+    assert found["differing"] == []
+    assert found["verdict"].endswith("holds: each of 32 rows exactly once in epochs 0 to 1")
+    assert found["loss"] < ROUNDING
+    assert found["weights"] < weights
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "weights"),
+    [
+        ("growth", (Part(1, 5), Part(2, 15), Part(4, 17), Part(2, 19), Part(1)), 1e-4),
+        ("tokens", (Part(1, 4), Part(2, 12), Part(1)), 1e-6),
+        ("3 ranks", (Part(1, 3), Part(3)), 1e-8),
+    ],
+)
+def test_in_mid_epoch_and_over_growth_it_goes_on_as_on_one_device(small, name, parts, weights):
+    way = replace(WAYS[name], parts=parts)
+    done = train_in_parts(small, way)
+    assert_goes_on_as_alone(done[-1].output_dir, train_alone(small, way), weights=weights)
+    if name == "3 ranks":
+        assert (
+            "3 ranks, and 1 began the run: batches, their order and the learning rate go on as they were; 2 of them hold 3 rows of "
+            "the 8 of a step, and 1 holds 2 rows" in done[1].output
+        )
+
+
+def test_an_epoch_that_was_saved_by_2_ranks_is_gone_on_from_by_1_and_by_4(small):
+    way = WAYS["epoch of 2 on 1"]
+    whole = train_alone(small, way)
+    (first,) = train_in_parts(small, replace(way, parts=way.parts[:1]))
+    for ranks in (1, 4):
+        folder = small.fresh_folder()
+        shutil.copytree(first.output_dir, folder, dirs_exist_ok=True)
+        (ended,) = launch(small, ranks, *way.overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
+        assert ended.exit_statuses == [0] * ranks, ended.output
+        assert "epoch_0 with epoch 1" in ended.outputs[0]
+        assert_goes_on_as_alone(folder, whole, weights=1e-6)
+
+
+def test_fewer_ranks_than_began_it_are_refused_with_the_optimizer_in_backward_and_as_many_as_needed_are_named(small):
+    overrides = (*SGD, "optimizer_in_bwd=True", "batch_size=2")
+    (first,) = launch(small, 2, *overrides, *Part(2, 2).overrides())
+    assert first.exit_statuses == [EXIT_STATUS] * 2
+    (refused,) = launch(small, 1, *overrides, f"output_dir={first.output_dir}", "resume_from_checkpoint=True")
+    assert refused.exit_statuses == [1]
+    assert "Traceback" not in refused.output
+    assert (
+        "optimizer_in_bwd=True: the checkpoint's steps were dealt to 2 ranks; 1 would have to hold more rows than batch_size each, "
+        "and cannot split them; start 2 or more, or begin anew with optimizer_in_bwd=False" in refused.output
+    )

@@ -1,0 +1,271 @@
+"""What a step means: batches by tokens, the order of rows, and the learning rate that goes with them, through the real
+command line."""
+
+import math
+from itertools import chain, pairwise
+
+import pytest
+from support import components
+from support.cli import OURS, interrupted_after_first_epoch, losses, same_weights
+
+from adaptive_batch.report import read_records
+
+LENGTHS = [5 + (11 * row) % 50 for row in range(32)]  # all different
+ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
+WATCHED = ("model._component_=support.components.watched", "metric_logger._component_=support.components.Watching")
+SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")
+BUDGET = 150
+BASE = (*ROWS, *WATCHED, *SGD, f"batch_tokens={BUDGET}", "micro_batch_tokens=4096")
+COSINE = (
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
+
+
+def records(finished, kind):
+    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+
+
+def figures(finished, name):
+    return [step[name] for step in records(finished, "step")]
+
+
+def epochs_of_steps(finished):
+    """For each epoch the row numbers of each of its steps, in the order of use."""
+    steps = [list(chain.from_iterable(micro_batch.rows for micro_batch in step)) for step in components.STEPS]
+    epochs = figures(finished, "epoch")
+    return [[rows for rows, at in zip(steps, epochs, strict=True) if at == epoch] for epoch in sorted(set(epochs))]
+
+
+def tokens(rows):
+    return sum(LENGTHS[row] for row in rows)
+
+
+def tokens_of_steps(finished):
+    return [after - before for before, after in pairwise([0, *figures(finished, "tokens_seen")])]
+
+
+# --- which rows a step holds --------------------------------------------------------------------------------------------
+
+WAYS = {
+    "as they come": (),
+    "random": ("sample_order=random",),
+    "short to long": ("sample_order=seqlen",),
+    "short to long in windows": ("sample_order=seqlen", "sample_window=16"),
+    "three rows or more": ("min_rows_per_batch=3",),
+    "four rows or fewer": ("max_rows_per_batch=4", "sample_order=seqlen"),
+    "equal micro-batches": ("uniform_micro_batches=both",),
+    "by rows at once": ("micro_batch_tokens=null", "micro_batch_size=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", WAYS.values(), ids=WAYS)
+def test_every_row_is_trained_once_an_epoch_and_no_step_is_over_its_tokens(small, overrides):
+    finished = small.run_in_process(OURS, *BASE, "epochs=2", *overrides)
+    epochs = epochs_of_steps(finished)
+    assert len(epochs) == 2
+    for steps in epochs:
+        assert sorted(chain.from_iterable(steps)) == list(range(32))
+        assert max(map(tokens, steps)) <= BUDGET
+        assert len(steps) <= 1.5 * tokens(range(32)) / BUDGET or "max_rows_per_batch=4" in overrides
+        if "min_rows_per_batch=3" in overrides:
+            assert sorted(map(len, steps))[1] >= 3  # but for what the end of the epoch leaves
+        if "max_rows_per_batch=4" in overrides:
+            assert max(map(len, steps)) == 4
+    assert tokens_of_steps(finished) == [tokens(rows) for rows in chain.from_iterable(epochs)]
+    assert figures(finished, "batch_size") == [len(rows) for rows in chain.from_iterable(epochs)]
+
+
+def test_a_step_takes_rows_until_the_next_is_too_much(small):
+    finished = small.run_in_process(OURS, *BASE, "epochs=1", "micro_batch_tokens=null", "micro_batch_size=32")
+    (steps,) = epochs_of_steps(finished)
+    for step, following in pairwise(steps):
+        assert tokens(step) + LENGTHS[following[0]] > BUDGET
+
+
+def test_what_is_run_at_once_changes_no_step(small):
+    whole = small.run_in_process(OURS, *BASE, "epochs=1")
+    steps = [sorted(step) for step in epochs_of_steps(whole)[0]]
+    for overrides in (("micro_batch_tokens=64",), ("micro_batch_tokens=null", "probe.device_memory=6MiB")):
+        split = small.run_in_process(OURS, *BASE, "epochs=1", *overrides)
+        assert [sorted(step) for step in epochs_of_steps(split)[0]] == steps
+        assert max(figures(split, "micro_batches")) > 1
+        assert figures(split, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    (plan,) = records(split, "plan")  # nothing said what is run at once: as many tokens as fit
+    bound = records(split, "bound")[-1]["max_batch_size"]
+    assert (plan["capacity"], plan["unit"], plan["batch_tokens"]) == (bound * max(LENGTHS), "tokens", BUDGET)
+
+
+def test_rows_over_the_budget_are_dropped_and_listed_or_each_a_step_of_its_own(small):
+    long_rows = [row for row, length in enumerate(LENGTHS) if length > 40]
+    assert len(long_rows) > 2
+    dropped = small.run_in_process(OURS, *BASE, "epochs=2", "batch_tokens=40", "long_rows=drop")
+    for steps in epochs_of_steps(dropped):
+        assert sorted(chain.from_iterable(steps)) == [row for row in range(32) if row not in long_rows]
+    said = records(dropped, "dropped")
+    assert [(record["epoch"], record["rows"]) for record in said] == [(0, long_rows), (1, long_rows)]
+    assert f"{len(long_rows)} rows of more than batch_tokens=40 are dropped" in said[0]["message"]
+    alone = small.run_in_process(OURS, *BASE, "epochs=1", "batch_tokens=40", "long_rows=alone")
+    (steps,) = epochs_of_steps(alone)
+    assert sorted(chain.from_iterable(steps)) == list(range(32))
+    assert all([row] in steps for row in long_rows)
+    assert not records(alone, "dropped")
+
+
+def test_drop_last_leaves_out_the_step_that_the_end_of_the_epoch_cut(small):
+    kept, dropped = (small.run_in_process(OURS, *BASE, "epochs=1", f"drop_last={drop}") for drop in (False, True))
+    assert dropped.losses == kept.losses[:-1]
+
+
+def test_accumulated_steps_are_said_to_be_without_effect(small):
+    plain = small.run_in_process(OURS, *BASE, "epochs=1")
+    accumulated = small.run_in_process(OURS, *BASE, "epochs=1", "gradient_accumulation_steps=4")
+    (said,) = records(accumulated, "no_effect")
+    assert said["message"] == "gradient_accumulation_steps has no effect: batch_tokens sets what a step holds"
+    assert accumulated.losses == plain.losses
+
+
+@pytest.mark.parametrize("uniform", ["rows", "lengths", "both"])
+def test_all_micro_batches_of_a_step_are_alike(small, uniform):
+    settings = ("epochs=1", "batch_tokens=400", "micro_batch_tokens=150", f"uniform_micro_batches={uniform}")
+    finished = small.run_in_process(OURS, *BASE, *settings)
+    (steps,) = epochs_of_steps(finished)
+    assert sorted(chain.from_iterable(steps)) == list(range(32))
+    assert max(figures(finished, "micro_batches")) > 1
+    for step in components.STEPS:
+        assert all(len(micro_batch.rows) * micro_batch.length <= 150 for micro_batch in step)
+        if uniform != "lengths":
+            assert len({len(micro_batch.rows) for micro_batch in step}) == 1
+        if uniform != "rows":
+            assert len({micro_batch.length for micro_batch in step}) == 1
+
+
+# --- the order of rows --------------------------------------------------------------------------------------------------
+
+ONE_AT_ONCE = ("micro_batch_tokens=null", "micro_batch_size=32")  # rows of a step stay in their order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [("batch_tokens=150",), ("batch_tokens=null", "batch_size=8")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("order", "runs"),
+    [
+        ("sample_order=dataloader", None),
+        ("sample_order=random", None),
+        ("sample_order=seqlen", 1),
+        ("sample_order=seqlen sample_window=16", 2),
+    ],
+)
+def test_the_order_is_what_was_asked_for_and_a_new_one_each_epoch(small, by, order, runs):
+    finished = small.run_in_process(OURS, *BASE, *ONE_AT_ONCE, "epochs=2", *by, *order.split())
+    orders = [list(chain.from_iterable(steps)) for steps in epochs_of_steps(finished)]
+    assert all(sorted(rows) == list(range(32)) for rows in orders)
+    for rows in orders:
+        falls = sum(LENGTHS[after] < LENGTHS[before] for before, after in pairwise(rows))
+        assert falls == runs - 1 if runs else falls > 4
+    assert (orders[0] != orders[1]) == (runs != 1)  # no two lengths are equal, so one sorted order is all there is
+
+
+def test_random_follows_the_seed(small):
+    def order(seed):
+        finished = small.run_in_process(OURS, *BASE, *ONE_AT_ONCE, "epochs=1", "sample_order=random", f"seed={seed}")
+        return list(chain.from_iterable(epochs_of_steps(finished)[0]))
+
+    assert order(1) == order(1) != order(2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("sample_order=random", *COSINE, "lr_scaling=linear", "reference_batch_size=120tok"),
+        (
+            "sample_order=seqlen",
+            "sample_window=16",
+            "lr_scheduler._component_=support.schedulers.step_lr",
+            "lr_scaling=sqrt",
+        ),
+    ],
+    ids=["cosine, linear", "counted steps, sqrt"],
+)
+def test_a_resumed_run_goes_on_exactly_its_learning_rate_included(small, overrides):
+    settings = (*BASE, "epochs=2", "model.attn_dropout=0.2", "micro_batch_tokens=128", *overrides)
+    whole = small.run_in_process(OURS, *settings)
+    first = figures(whole, "epoch").count(0)
+    folder = interrupted_after_first_epoch(whole, small)
+    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    assert rest.losses == whole.losses[first:]
+    assert losses(folder, name="lr") == losses(whole.output_dir, name="lr")[first:]
+    assert len(set(losses(folder, name="lr"))) > 1
+    assert same_weights(rest.weights(1), whole.weights(1))
+
+
+# --- the learning rate --------------------------------------------------------------------------------------------------
+
+RATE = 0.01
+SHORT_END = (*ROWS, *WATCHED, "optimizer=torch.optim.SGD", f"optimizer.lr={RATE}", "epochs=1", "batch_size=12")
+RULES = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("reference", "amount"), [(None, 12), ("48", 48), ("300tok", 300)], ids=["default", "rows", "tokens"]
+)
+def test_the_rate_follows_the_batch_that_was_really_stepped(small, rule, reference, amount):
+    given = () if reference is None else (f"reference_batch_size={reference}",)
+    finished = small.run_in_process(OURS, *SHORT_END, f"lr_scaling={rule}", "drop_last=False", *given)
+    batches = tokens_of_steps(finished) if reference == "300tok" else figures(finished, "batch_size")
+    assert figures(finished, "batch_size") == [12, 12, 8]
+    assert figures(finished, "lr") == pytest.approx([RATE * RULES[rule](batch / amount) for batch in batches])
+    assert [float(rate) for rate in losses(finished.output_dir, name="lr")] == figures(finished, "lr")
+
+
+def test_the_default_reference_counts_what_is_accumulated_and_not_what_is_found(small):
+    accumulated = small.run_in_process(
+        OURS, *SHORT_END, "lr_scaling=linear", "batch_size=4", "gradient_accumulation_steps=4"
+    )
+    assert figures(accumulated, "lr") == pytest.approx([RATE, RATE])
+    found = small.run_in_process(
+        OURS, *SHORT_END, "lr_scaling=linear", "use_maximum_batch_size=True", "probe.device_memory=1GiB"
+    )
+    assert figures(found, "batch_size") == [32]
+    assert figures(found, "lr") == pytest.approx([RATE * 32 / 12])
+
+
+def test_the_rate_that_is_logged_is_the_one_that_is_applied(small):
+    scaled = small.run_in_process(
+        OURS, *SHORT_END, "lr_scaling=linear", "reference_batch_size=24", f"optimizer.lr={2 * RATE}"
+    )
+    plain = small.run_in_process(OURS, *SHORT_END)
+    assert figures(scaled, "lr") == figures(plain, "lr") == [RATE, RATE]
+    assert scaled.losses == plain.losses
+    assert same_weights(scaled.weights(0), plain.weights(0))
+
+
+def test_a_schedule_and_a_rule_multiply(small):
+    settings = (*SHORT_END, *COSINE, "epochs=3", "drop_last=False")
+    plain = small.run_in_process(OURS, *settings)
+    scaled = small.run_in_process(OURS, *settings, "lr_scaling=sqrt", "reference_batch_size=3")
+    factors = [math.sqrt(rows / 3) for rows in figures(plain, "batch_size")]
+    assert len(set(figures(plain, "lr"))) > 3
+    assert figures(scaled, "lr") == pytest.approx(
+        [rate * factor for rate, factor in zip(figures(plain, "lr"), factors, strict=True)]
+    )
+
+
+def test_the_rate_follows_a_batch_that_grows(small):
+    grown = small.run_in_process(
+        OURS, *SHORT_END, "lr_scaling=linear", "batch_size=8", "epochs=2", "probe.device_memory=1GiB",
+        "batch_increase_function=support.components.four_more",
+    )  # fmt: skip
+    assert figures(grown, "batch_size") == [8, 8, 8, 8, 12, 12, 8]
+    assert figures(grown, "lr") == pytest.approx([RATE * rows / 8 for rows in figures(grown, "batch_size")])
+    said = records(grown, "lr")[0]
+    assert said["message"] == "lr 0.01 belongs to 8 rows a step, and is scaled by the rule linear"
+
+
+def test_a_reference_without_effect_is_said(small):
+    finished = small.run_in_process(OURS, *SHORT_END, "reference_batch_size=48")
+    (said,) = records(finished, "no_effect")
+    assert said["message"] == "reference_batch_size has no effect: it is for lr_scaling=linear or lr_scaling=sqrt"
+    assert set(figures(finished, "lr")) == {RATE}

@@ -1,0 +1,425 @@
+"""A real setup that is small, and real runs on it: for tests, and for the benchmarks that compare recipes.
+
+    setup = make_setup(folder)
+    finished = setup.run("adaptive_full_finetune", "batch_size=2")        # the command line, in a process of its own
+    finished = setup.run_in_process("full_finetune_single_device")        # the same command line, seconds faster
+    finished.losses                                                       # as they stand in the log: exact
+
+The rows are docstrings of the standard library, the tokenizer is trained on them, the model is a Qwen2 of two layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from support.paths import ROOT, subprocess_environment
+from torch import nn
+from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
+from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
+from torchtune.modules import FeedForward, MultiHeadAttention, RMSNorm, TanhGate, TransformerCrossAttentionLayer
+from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer
+
+sys.path.insert(0, str(ROOT / "examples"))  # for benchmarks and processes that pytest does not start
+import demo
+
+OURS = "adaptive_full_finetune"
+STOCK = "full_finetune_single_device"
+TUNE = Path(sys.executable).parent / "tune"
+LOG = "log.txt"
+
+NUM_ROWS = 32
+SOURCES = ("textwrap", "heapq", "bisect", "shlex", "statistics", "fractions")
+MODEL: dict[str, Any] = {
+    "vocab_size": demo.MODEL["vocab_size"],  # what the demo's tokenizer has at most
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 64,
+    "max_seq_len": 64,
+}
+
+_CONFIG = """
+data_dir: ???
+output_dir: ${data_dir}/output
+model:
+  _component_: torchtune.models.qwen2.qwen2
+tokenizer:
+  _component_: torchtune.models.qwen2.qwen2_tokenizer
+  path: ${data_dir}/base/vocab.json
+  merges_file: ${data_dir}/base/merges.txt
+  special_tokens_path: ${data_dir}/base/tokenizer.json
+  max_seq_len: ${model.max_seq_len}
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: ${data_dir}/base
+  checkpoint_files: [model.safetensors]
+  recipe_checkpoint: null
+  output_dir: ${output_dir}
+  model_type: QWEN2
+resume_from_checkpoint: False
+dataset:
+  _component_: torchtune.datasets.instruct_dataset
+  source: json
+  data_files: ${data_dir}/train.jsonl
+  cache_dir: ${data_dir}/cache
+  split: train
+  column_map: {input: signature, output: docstring}
+  train_on_input: False
+  packed: False
+seed: 7
+shuffle: True
+epochs: 2
+max_steps_per_epoch: null
+batch_size: 4
+gradient_accumulation_steps: 1
+optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 1e-2}
+optimizer_in_bwd: False
+loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
+device: cpu
+enable_activation_checkpointing: False
+enable_activation_offloading: False
+dtype: fp32
+clip_grad_norm: null
+compile: False
+metric_logger:
+  _component_: torchtune.training.metric_logging.DiskLogger
+  log_dir: ${output_dir}/logs
+  filename: log.txt
+log_every_n_steps: 1
+log_peak_memory_stats: False
+"""
+
+# Over a block with a component the command line takes a dotted path alone, so a list of datasets goes into the YAML.
+_HALF = (
+    "{_component_: torchtune.datasets.instruct_dataset, source: json, data_files: '${data_dir}/%s.jsonl', split: train, "
+    "cache_dir: '${data_dir}/cache', column_map: {input: signature, output: docstring}, train_on_input: False}"
+)
+
+# What a run may have besides the defaults, each as the command line gives it. The rows divide into whole accumulations: an
+# unfinished one is where the stock recipe leaks.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "accumulation": ("gradient_accumulation_steps=2",),
+    "activation checkpointing": ("enable_activation_checkpointing=True",),
+    "plain cross-entropy": ("loss=torch.nn.CrossEntropyLoss",),
+    "bf16": ("dtype=bf16",),
+    "dropout": ("model.attn_dropout=0.2",),
+    "packed": ("dataset.packed=True", "max_steps_per_epoch=2"),
+    "cosine": (
+        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "lr_scheduler.num_warmup_steps=3",
+    ),
+    "clipping": ("clip_grad_norm=0.5",),
+    "concatenated": (f"dataset=[{_HALF % 'first'}, {_HALF % 'second'}]",),
+    "max_steps_per_epoch": ("max_steps_per_epoch=3",),
+    "SGD with momentum": ("optimizer=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.lr=0.1"),
+}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended.
+
+    Attributes:
+        returncode: of the process; 0 for a run within this one.
+        output: what it printed; empty for a run within this process.
+        output_dir: where it wrote.
+    """
+
+    returncode: int
+    output: str
+    output_dir: Path
+
+    @property
+    def losses(self) -> list[str]:
+        return losses(self.output_dir)
+
+    def figures(self, name: str) -> list[str]:
+        return losses(self.output_dir, name=name)
+
+    def weights(self, epoch: int) -> dict[str, torch.Tensor]:
+        return weights(self.output_dir / f"epoch_{epoch}")
+
+
+@dataclass(frozen=True)
+class SmallSetup:
+    """Dataset, tokenizer, base checkpoint and configuration in one folder.
+
+    Attributes:
+        folder: holds everything, the outputs of runs included.
+        config: the YAML that the runs start from, with no key of ours.
+    """
+
+    folder: Path
+    config: Path
+
+    def run(self, recipe: str, *overrides: str, config: str | None = None, expect: int = 0) -> Finished:
+        """Run ``tune run RECIPE --config CONFIG key=value ...`` as a person would.
+
+        Args:
+            recipe: its name.
+            overrides: key=value; a run without ``output_dir`` gets a fresh one.
+            config: in place of the setup's own.
+            expect: the exit status; another one fails with what was printed.
+        """
+        arguments, output_dir = self._arguments(recipe, overrides, config)
+        command = [str(TUNE), *arguments]
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(
+            command, env=subprocess_environment(**self._environment()), text=True, check=False, **both
+        )
+        if done.returncode != expect:
+            raise AssertionError(f"exit status {done.returncode}, not {expect}, of {command}:\n{done.stdout[-6000:]}")
+        return Finished(done.returncode, done.stdout, output_dir)
+
+    def run_in_process(self, recipe: str, *overrides: str, config: str | None = None) -> Finished:
+        """The same command line within this process, which saves the import of torch; an error is raised as it is."""
+        arguments, output_dir = self._arguments(recipe, overrides, config)
+        with _as_a_process(["tune", *arguments], self._environment()):
+            try:
+                runpy.run_path(str(TUNE), run_name="__main__")
+            except SystemExit as ended:
+                if ended.code:
+                    raise AssertionError(f"exit status {ended.code} of {arguments}") from ended
+        return Finished(0, "", output_dir)
+
+    @property
+    def base(self) -> Path:
+        """The folder of the base checkpoint and the tokenizer."""
+        return self.folder / "base"
+
+    def fresh_folder(self) -> Path:
+        """A new, empty folder for a run's output."""
+        (self.folder / "runs").mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=self.folder / "runs"))
+
+    def _arguments(self, recipe: str, overrides: tuple[str, ...], config: str | None) -> tuple[list[str], Path]:
+        given = [value.partition("=")[2] for value in overrides if value.startswith("output_dir=")]
+        output_dir = Path(given[-1]) if given else self.fresh_folder()
+        own = () if given else (f"output_dir={output_dir}",)
+        lists = [value for value in overrides if value.startswith("dataset=[")]
+        if lists:
+            merged = OmegaConf.load(self.config)
+            merged.dataset = OmegaConf.from_dotlist(lists).dataset
+            config = f"{output_dir}.yaml"
+            OmegaConf.save(merged, config)
+        rest = [value for value in overrides if value not in lists]
+        return ["run", recipe, "--config", config or str(self.config), *own, *rest], output_dir
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "OMP_NUM_THREADS": "1",
+            "ADAPTIVE_BATCH_CACHE": str(self.folder / "lengths"),
+            "HF_HUB_OFFLINE": "1",
+        }
+
+
+def make_setup(folder: Path) -> SmallSetup:
+    """Make dataset, tokenizer, base checkpoint and configuration in a folder; the same bytes each time."""
+    rows = docstrings()
+    for name, part in (("train", rows), ("first", rows[: NUM_ROWS // 2]), ("second", rows[NUM_ROWS // 2 :])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    base = folder / "base"
+    base.mkdir()
+    demo.write_tokenizer(base, [text for row in rows for text in row.values()])
+    dimensions = {
+        "num_attention_heads": MODEL["num_heads"],
+        "num_key_value_heads": MODEL["num_kv_heads"],
+        "hidden_size": MODEL["embed_dim"],
+        "tie_word_embeddings": False,
+    }
+    (base / "config.json").write_text(json.dumps(dimensions))
+    model = qwen2(**MODEL)
+    fill(model)
+    save_file(qwen2_tune_to_hf(model.state_dict()), base / "model.safetensors", metadata={"format": "pt"})
+    config = folder / "small.yaml"
+    OmegaConf.save(OmegaConf.merge(OmegaConf.create(_CONFIG), {"data_dir": str(folder), "model": MODEL}), config)
+    return SmallSetup(folder, config)
+
+
+def docstrings() -> list[dict[str, str]]:
+    """Signatures and docstrings short enough that each row keeps some labels when it is cut."""
+    rows: list[dict[str, str]] = []
+    for name in SOURCES:
+        found = demo.docstring_rows(name, inspect.getsource(import_module(name)))
+        rows += [row for row in found if len(row["signature"]) <= 50 and len(row["docstring"]) >= 16]
+    if len(rows) < NUM_ROWS:
+        raise RuntimeError(f"{', '.join(SOURCES)} have {len(rows)} such docstrings, and {NUM_ROWS} are needed")
+    return rows[:NUM_ROWS]
+
+
+def fill(model: nn.Module) -> None:
+    """Random weights, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith(".bias"):
+                parameter.normal_(0, 0.1, generator=generator)
+
+
+def losses(output_dir: Path, *, name: str = "loss") -> list[str]:
+    """A figure of every step in the log of a run, and of those that were resumed from it, as text."""
+    text = (output_dir / "logs" / LOG).read_text()
+    return re.findall(rf"(?:^|\s){name}:(\S+)", text)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved epoch."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two checkpoints are bit-identical."""
+    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def interrupted_after_first_epoch(finished: Finished, setup: SmallSetup) -> Path:
+    """A copy of a run of two epochs as a kill in the second one would have left it, with an empty log."""
+    folder = setup.fresh_folder()
+    shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "epoch_1")
+    (folder / "logs" / LOG).unlink()
+    return folder
+
+
+def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Finished:
+    """Go on in a folder, each recipe in its own way: the stock one needs its checkpoint files typed."""
+    typed = [path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))]
+    files = f"checkpointer.checkpoint_files=[{','.join(map(str, typed))}]"
+    own = (files,) if recipe == STOCK else ()
+    return setup.run_in_process(recipe, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True", *own)
+
+
+@contextmanager
+def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator[None]:
+    """Arguments, environment and threads of a process of its own; what a recipe changes for good is put back."""
+    log = logging.getLogger("adaptive_batch")
+    before = sys.argv, list(sys.path), sys.excepthook, dict(os.environ), torch.get_num_threads()
+    logging_before = list(log.handlers), log.level, log.propagate
+    sys.argv = arguments
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.excepthook, environ, threads = before
+        os.environ.clear()
+        os.environ.update(environ)
+        torch.set_num_threads(threads)
+        log.handlers[:], log.level, log.propagate = logging_before
+
+
+# --- a small vision model, named by dotted paths on the command line ---------------------------------------------------
+
+# Of torchtune's own parts but for the encoder, as torchtune.models.llama3_2_vision needs torchvision to be imported.
+_TILE, _PATCH = 16, 8
+_TOKENS_PER_TILE = (_TILE // _PATCH) ** 2
+
+
+class PatchEncoder(nn.Module):
+    """Pictures to embeddings of their patches: `[batch, pictures * tiles * patches, embedding]`."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, embed_dim, _PATCH, stride=_PATCH)
+
+    def forward(self, images: torch.Tensor, aspect_ratio: torch.Tensor) -> torch.Tensor:
+        pictures = images.flatten(0, 2).to(self.patches.weight.dtype)
+        patches = self.patches(pictures).flatten(2).transpose(1, 2)
+        return patches.reshape(len(images), -1, patches.shape[-1])
+
+
+def vision_model(
+    *, decoder_trainable: bool, encoder_trainable: bool, fusion_trainable: bool, image_size: int
+) -> DeepFusionModel:
+    """A small decoder whose last layer also attends to pictures; takes what the stock configuration gives to 11B's."""
+    decoder = qwen2(**MODEL)
+    dim, heads = MODEL["embed_dim"], MODEL["num_heads"]
+    attention = MultiHeadAttention(
+        embed_dim=dim,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=dim // heads,
+        q_proj=nn.Linear(dim, dim, bias=False),
+        k_proj=nn.Linear(dim, dim, bias=False),
+        v_proj=nn.Linear(dim, dim, bias=False),
+        output_proj=nn.Linear(dim, dim, bias=False),
+        is_causal=False,
+    )
+    mlp = FeedForward(gate_proj=nn.Linear(dim, 64), up_proj=nn.Linear(dim, 64), down_proj=nn.Linear(64, dim))
+    cross = TransformerCrossAttentionLayer(
+        attention, mlp, ca_norm=RMSNorm(dim), mlp_norm=RMSNorm(dim), ca_scale=TanhGate(), mlp_scale=TanhGate()
+    )
+    decoder.layers[-1] = FusionLayer(layer=decoder.layers[-1], fusion_layer=cross)
+    decoder.tok_embeddings = FusionEmbedding(MODEL["vocab_size"], 8, dim)
+    return DeepFusionModel(
+        encoder=PatchEncoder(dim),
+        decoder=decoder,
+        encoder_trainable=encoder_trainable,
+        decoder_trainable=decoder_trainable,
+        fusion_trainable=fusion_trainable,
+    )
+
+
+def vision_tokenizer(*, path: str, image_size: int, max_seq_len: int) -> Qwen2Tokenizer:
+    """The setup's tokenizer, built from what the stock configuration gives to the vision transform."""
+    base = Path(path)
+    return qwen2_tokenizer(
+        path=str(base / "vocab.json"),
+        merges_file=str(base / "merges.txt"),
+        special_tokens_path=str(base / "tokenizer.json"),
+        max_seq_len=max_seq_len,
+    )
+
+
+def pictures(tokenizer: Qwen2Tokenizer, *, packed: bool, subset: str) -> list[dict[str, Any]]:
+    """Rows of text, each with a random picture of one or two tiles, as torchtune's vision datasets give them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index in range(8):
+        length, tiles = 12 + 3 * index, 1 + index % 2
+        tokens = torch.randint(0, 500, (length,), generator=generator).tolist()
+        rows.append(
+            {
+                "tokens": tokens,
+                "labels": [-100] * 4 + tokens[4:],
+                "encoder_input": {
+                    "images": [torch.randn(tiles, 3, _TILE, _TILE, generator=generator)],
+                    "aspect_ratio": [torch.tensor([1, tiles])],
+                },
+                "encoder_mask": [torch.ones(length, tiles * _TOKENS_PER_TILE, dtype=torch.bool)],
+            }
+        )
+    return rows
+
+
+def write_vision_base(folder: Path) -> None:
+    """A base checkpoint of :func:`vision_model` in torchtune's own format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = vision_model(decoder_trainable=True, encoder_trainable=True, fusion_trainable=True, image_size=_TILE)
+    fill(model)
+    for module in model.modules():
+        if isinstance(module, TanhGate):
+            nn.init.constant_(module.scale, 0.5)  # at 0, where it starts, pictures would change nothing
+    torch.save(model.state_dict(), folder / "model.pt")

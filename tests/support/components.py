@@ -1,0 +1,256 @@
+"""What tests name by dotted paths: growth functions that a user might write, good and bad, odd datasets, and parts of a
+run that watch it or run out of memory."""
+
+import os
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from support.cli import pictures
+from torchtune.models.qwen2 import qwen2
+from torchtune.training import FullModelHFCheckpointer
+from torchtune.training.metric_logging import DiskLogger
+
+ASKED = []
+
+
+def four_more(epoch, batch_size):
+    ASKED.append((epoch, batch_size))
+    return 4 if epoch else 0
+
+
+def a_thousand_more(epoch, batch_size):
+    return 1000
+
+
+def raises(epoch, batch_size):
+    raise KeyError("no such stage")
+
+
+def returns_none(epoch, batch_size):
+    return None
+
+
+def returns_float(epoch, batch_size):
+    return 4.0
+
+
+def returns_bool(epoch, batch_size):
+    return True
+
+
+def returns_negative(epoch, batch_size):
+    return -1
+
+
+def returns_huge(epoch, batch_size):
+    return 10**12
+
+
+def raises_in_second_epoch(epoch, batch_size):
+    if epoch == 1:
+        raise KeyError("no such stage")
+    return 0
+
+
+def takes_one(epoch):
+    return 0
+
+
+def no_more(epoch, batch_size):
+    return 0
+
+
+NOT_CALLABLE = 3
+
+
+def empty_dataset(tokenizer, **_):
+    return []
+
+
+class Masked:
+    """A dataset none of whose rows has a label."""
+
+    def __init__(self, tokenizer, **_):
+        pass
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        return {"tokens": [1, 2, 3 + row], "labels": [-100] * 3}
+
+
+class Augmented:
+    """A dataset that draws a random number for each row that is read, as image transforms do."""
+
+    def __init__(self, tokenizer, **_):
+        pass
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, row):
+        shift = int(torch.randint(0, 50, (1,)))
+        return {"tokens": [row + 1 + shift] * 12, "labels": [-100] * 2 + [row + 1 + shift] * 10}
+
+
+class OfLengths:
+    """Rows of given lengths; the first token of each is its number plus 1, so that it is known wherever it turns up.
+
+    A row is cut or goes on to :data:`NOW`'s ``row_length`` where that is set, as rows do that are augmented when they are read.
+    """
+
+    def __init__(self, tokenizer, lengths, **_):
+        self.lengths = list(lengths)
+        NOW.pop("row_length", None)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, row):
+        length = NOW.get("row_length") or self.lengths[row]
+        tokens = [row + 1, *(1 + (row * row + 7 * i * i) % 500 for i in range(1, length))]
+        return {"tokens": tokens, "labels": [-100, *tokens[1:]]}
+
+
+def with_pictures(tokenizer, **_):
+    return pictures(tokenizer, packed=False, subset="")
+
+
+# --- watching a run -----------------------------------------------------------------------------------------------------
+
+NOW = {}  # what the device allows and how long rows are, at this moment
+
+
+class Seen(NamedTuple):
+    """A batch that went through the model."""
+
+    rows: list
+    length: int
+    trained: bool
+
+
+SEEN = []
+STEPS = []  # for each step the micro-batches that were run for it in the end
+
+
+def watched(*, rows_fit=None, tokens_fit=None, rows_fit_evaluated=None, fails_in_backward=False, **model):
+    """A Qwen2 that writes down what goes through it, and runs out of memory beyond so many rows or padded tokens."""
+    NOW.update(rows_fit=rows_fit, tokens_fit=tokens_fit, rows_fit_evaluated=rows_fit_evaluated)
+    built = qwen2(**model)
+
+    def too_much(rows, length):
+        most_rows = NOW["rows_fit"] if torch.is_grad_enabled() else NOW["rows_fit_evaluated"]
+        most_tokens = NOW["tokens_fit"] if torch.is_grad_enabled() else None
+        return (most_rows and rows > most_rows) or (most_tokens and rows * length > most_tokens)
+
+    def before(module, args, kwargs):
+        tokens = kwargs["tokens"]
+        if too_much(*tokens.shape) and not fails_in_backward:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        SEEN.append(Seen((tokens[:, 0] - 1).tolist(), tokens.shape[1], torch.is_grad_enabled()))
+
+    def embedded(module, args, output):
+        # the last gradient of all: those of the layers have been added by then
+        if fails_in_backward and too_much(*args[0].shape):
+            output.register_hook(out_of_memory)
+
+    built.register_forward_pre_hook(before, with_kwargs=True)
+    built.tok_embeddings.register_forward_hook(embedded)
+    return built
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def with_batch_norm(**model):
+    """A Qwen2 whose embeddings are normalized over the micro-batch."""
+    built = qwen2(**model)
+    built.normalized = torch.nn.BatchNorm1d(model["embed_dim"], affine=False, track_running_stats=False)
+    built.tok_embeddings.register_forward_hook(lambda _, args, out: built.normalized(out.flatten(0, 1)).view_as(out))
+    return built
+
+
+class Watching(DiskLogger):
+    """A log that keeps the micro-batches of each step, and changes what holds :data:`NOW` after one of them."""
+
+    def __init__(self, log_dir, filename, after_step=None, **now):
+        super().__init__(log_dir, filename)
+        SEEN.clear()
+        STEPS.clear()
+        self.after_step, self.now = after_step, now
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        if "micro_batches" in payload:
+            trained = [seen for seen in SEEN if seen.trained]
+            STEPS.append(trained[len(trained) - payload["micro_batches"] :])
+        if step == self.after_step:
+            NOW.update(self.now)
+
+
+class Confining(DiskLogger):
+    """A log that leaves the process, after a step, only so many bytes of address space more than it has."""
+
+    def __init__(self, log_dir, filename, after_step, bytes_left):
+        super().__init__(log_dir, filename)
+        self.after_step, self.bytes_left = after_step, bytes_left
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        if step == self.after_step:
+            held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (held + self.bytes_left, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+class FailingAdamW(torch.optim.AdamW):
+    """An optimizer whose step runs out of memory when it is taken for the given time."""
+
+    def __init__(self, params, fails_at, **rest):
+        super().__init__(params, **rest)
+        self.fails_at, self.taken = fails_at, 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        if self.taken == self.fails_at:
+            out_of_memory()
+        return super().step(closure)
+
+
+class FailingCheckpointer(FullModelHFCheckpointer):
+    """A checkpointer that runs out of memory when it saves an epoch, after its weights are written."""
+
+    def __init__(self, *args, fails_at_epoch, **rest):
+        super().__init__(*args, **rest)
+        self.fails_at_epoch = fails_at_epoch
+
+    def save_checkpoint(self, state_dict, epoch, **rest):
+        super().save_checkpoint(state_dict, epoch, **rest)
+        if epoch == self.fails_at_epoch:
+            out_of_memory()
+
+
+def refusing(*, refused, rows_fit, **model):
+    """A Qwen2 that runs out of memory wherever one of some rows of :class:`OfLengths` is run with too many beside it."""
+    built = qwen2(**model)
+
+    def before(module, args, kwargs):
+        numbers = (kwargs["tokens"][:, 0] - 1).tolist()
+        if torch.is_grad_enabled() and len(numbers) > rows_fit and any(number in refused for number in numbers):
+            out_of_memory()
+
+    built.register_forward_pre_hook(before, with_kwargs=True)
+    return built
+
+
+def rows_by_rank(epoch, batch_size):
+    """A function that is not the same on all ranks."""
+    return int(os.environ["RANK"])
+
+
+def batch_by_rank(progress):
+    """A schedule that is not the same on all ranks from step 3 on."""
+    return 2 + (int(os.environ["RANK"]) if progress.steps >= 3 else 0)

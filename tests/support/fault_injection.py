@@ -1,0 +1,297 @@
+"""A small training that runs out of memory at a chosen operation, for facts about replays.
+
+Shared by tests/unit/training/test_replay.py (a short form) and benchmarks/faults.py (every operation).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from support.training_cases import CPU, VOCABULARY, WIDTH, Layer
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.training import LimitChange, MicroBatchRunner
+
+IGNORED = -100
+PHASES = ("forward", "backward", "around them")
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One padded batch."""
+
+    def padded(key: str, value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value)
+
+    return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED)}
+
+
+def mean_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Of a label token, labels shifted."""
+    labels = batch.pop("labels")[:, 1:]
+    logits = model(batch["tokens"])[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+class Decoder(nn.Module):
+    """A causal transformer that draws from every generator and keeps running statistics, in place and anew."""
+
+    seen: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self, *, checkpointing: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = Layer()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        if self.training:
+            x = x * (1 + 0.1 * random.random() + 0.1 * np.random.random())
+            self.seen += len(tokens)
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        x = checkpoint(self.layer, x, use_reentrant=False) if self.checkpointing else self.layer(x)
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        return x @ self.embed.weight.T
+
+
+class RunsOutAt(TorchDispatchMode):
+    """Out of memory at a given operation of the first attempt, of the second, and so on.
+
+    Attributes:
+        failed_in: the phases in which it ran out.
+    """
+
+    def __init__(self, *operations: int) -> None:
+        super().__init__()
+        self._operations = iter(operations)
+        self._left = 0
+        self._in_forward = False
+        self.failed_in: list[str] = []
+
+    def begin(self) -> None:
+        """Of an attempt: operations are counted from here."""
+        self._left = next(self._operations, 0)
+
+    def in_forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._in_forward = True
+        try:
+            return run()
+        finally:
+            self._in_forward = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            backward = torch._C._current_graph_task_id() != -1
+            self.failed_in.append(PHASES[1] if backward else PHASES[0] if self._in_forward else PHASES[2])
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return func(*args, **(kwargs or {}))
+
+
+class AttemptedMemory(CountedMemory):
+    """A CPU's, which hears of every attempt: before each, and after one that went well, it is asked for its retries."""
+
+    def __init__(self, begin: Callable[[], object]) -> None:
+        super().__init__(CPU)
+        self._begin = begin
+
+    def num_retries(self) -> int:
+        self._begin()
+        return 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of training.
+
+    Attributes:
+        unit: of the capacity.
+        checkpointing: of activations, non-reentrant.
+        nested: it runs out again in the replay.
+    """
+
+    unit: str
+    checkpointing: bool
+    nested: bool = False
+
+    def __str__(self) -> str:
+        checkpointing = ", checkpointing" if self.checkpointing else ""
+        return f"by {self.unit}{checkpointing}{', twice' if self.nested else ''}"
+
+
+# Of the rows of a step: two micro-batches of four either way, pairs after a failure in one, single rows after one more.
+LENGTHS = (9, 7, 9, 9, 6, 9, 8, 9)
+CAPACITIES = {"rows": MicroBatchLimit(4), "tokens": MicroBatchLimit(36, "tokens")}
+
+
+def step_rows(step: int) -> list[dict[str, Any]]:
+    """The rows of a step: other tokens in each."""
+    generator = torch.Generator().manual_seed(step)
+    rows = []
+    for number, length in enumerate(LENGTHS):
+        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+        masked = 1 + number % 3
+        rows.append({"row": number, "tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]})
+    return rows
+
+
+@dataclass
+class Trained:
+    """What a training left.
+
+    Attributes:
+        state: model, optimizer and random numbers, bit by bit.
+        steps: loss, label tokens, rows, tokens, micro-batches, padding and gradient norm of each step.
+        capacities: that each step ran with.
+        run_rows: the rows whose gradients each step kept, sorted.
+        changes: of the capacity.
+        failed_in: the phases in which it ran out.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+    steps: list[tuple[Any, ...]] = field(default_factory=list)
+    capacities: list[MicroBatchLimit] = field(default_factory=list)
+    run_rows: list[list[int]] = field(default_factory=list)
+    changes: list[LimitChange] = field(default_factory=list)
+    failed_in: list[str] = field(default_factory=list)
+
+
+def train(
+    way: Way,
+    *,
+    operations: Sequence[int] = (),
+    at_step: int = 0,
+    capacities: Sequence[MicroBatchLimit] = (),
+    steps: int = 3,
+) -> Trained:
+    """Train from the start, as if what was given before had never been.
+
+    Args:
+        way: of training.
+        operations: of step `at_step`: where its first attempt runs out, where its second, and so on.
+        at_step: counted from 0.
+        capacities: forced on each step.
+        steps: of the optimizer.
+    """
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = Decoder(checkpointing=way.checkpointing)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fault, trained = RunsOutAt(), Trained()
+    attempts: list[list[int]] = []
+
+    def begin() -> None:
+        attempts.append([])
+        fault.begin()
+
+    def collate_seen(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        attempts[-1].extend(row["row"] for row in rows)
+        return collate(rows)
+
+    accumulator = MicroBatchRunner(
+        model,
+        collate=collate_seen,
+        to_device=lambda batch: None,
+        mean_loss=lambda batch: fault.in_forward(lambda: mean_loss(model, batch)),
+        num_real_tokens=lambda row: len(row["tokens"]),
+        ignore_index=IGNORED,
+        capacity=CAPACITIES[way.unit],
+        max_grad_norm=0.5,
+        on_change=trained.changes.append,
+        memory=AttemptedMemory(begin),
+    )
+    for step in range(steps):
+        if capacities:
+            accumulator.capacity = capacities[step]
+        fault = RunsOutAt(*(operations if step == at_step else ()))
+        with fault:
+            result = accumulator.run(step_rows(step))
+        trained.failed_in += fault.failed_in
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        assert result.grad_norm is not None
+        numbers = replace(result, label_tokens=int(result.label_tokens), grad_norm=float(result.grad_norm))
+        trained.steps.append(tuple(vars(numbers).values()))
+        trained.capacities.append(accumulator.capacity)
+        trained.run_rows.append(sorted(next(rows for rows in reversed(attempts) if rows)))
+    trained.state = {
+        "model": _bits(model.state_dict()),
+        "optimizer": _bits(optimizer.state_dict()),
+        "torch": _bits(torch.get_rng_state()),
+        "python": random.getstate(),
+        "numpy": _bits(np.random.get_state(legacy=False)),
+    }
+    return trained
+
+
+def _bits(nested: Any) -> Any:
+    """With the bytes of each tensor and array in its place."""
+
+    def bits(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
+        return value.tobytes() if isinstance(value, np.ndarray) else value
+
+    return tree_map(bits, nested)
+
+
+class Undisturbed:
+    """Trainings that never ran out, one for each sequence of capacities."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Trained] = {}
+
+    def like(self, way: Way, capacities: Sequence[MicroBatchLimit]) -> Trained:
+        """One that was given these capacities."""
+        key = way.unit, way.checkpointing, tuple(capacities)
+        if key not in self._known:
+            self._known[key] = train(way, capacities=capacities, steps=len(capacities))
+        return self._known[key]
+
+
+def differences(faulted: Trained, undisturbed: Trained) -> list[str]:
+    """Names of what differs."""
+    names = [name for name, bits in faulted.state.items() if bits != undisturbed.state[name]]
+    return names + [name for name in ("steps", "run_rows") if getattr(faulted, name) != getattr(undisturbed, name)]
+
+
+def sweep(way: Way, *, every: int = 1, at_steps: Sequence[int] = (0, 1)) -> Iterator[tuple[str, list[str]]]:
+    """Run out at every operation of a step, or at every so many-th, each time in a training of its own.
+
+    Yields:
+        The phase in which it first ran out, and the names of what differs from one that never did.
+    """
+    undisturbed = Undisturbed()
+    for at_step in at_steps:
+        operation = 1
+        while True:
+            second = (1 + operation * 7 % 400,) if way.nested else ()
+            found = train(way, operations=(operation, *second), at_step=at_step)
+            if not found.failed_in:
+                break
+            differing = differences(found, undisturbed.like(way, found.capacities))
+            if [change.out_of_memory for change in found.changes] != [True] * len(found.failed_in):
+                differing.append("changes")
+            if any(rows != list(range(len(LENGTHS))) for rows in found.run_rows):
+                differing.append("rows")
+            if way.nested and len(found.failed_in) != 2:
+                differing.append("did not run out twice")
+            yield found.failed_in[0], differing
+            operation += every

@@ -1,0 +1,274 @@
+"""Small models of several families, planned on fake tensors and tried on real ones by the code of the recipes; no file is read.
+
+Shared by tests/recipes/test_estimate.py (a short form) and benchmarks/estimate.py (all combinations).
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torchtune import config, training
+from torchtune.models.qwen2 import qwen2
+
+from adaptive_batch.estimate import LengthEstimate
+from adaptive_batch.probe import ProbeResult, Search, Trial
+from adaptive_batch.torchtune import BatchSizeFinder, Settings, TrainingParts, estimate_devices
+
+_NARROW = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "intermediate_dim": 160, "max_seq_len": 256}
+_GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama2": {"_component_": "torchtune.models.llama2.llama2", **_GROUPED},
+    "llama3": {"_component_": "torchtune.models.llama3.llama3", **_GROUPED},
+    "llama3_1": {"_component_": "torchtune.models.llama3_1.llama3_1", **_GROUPED},
+    "llama3_2": {"_component_": "torchtune.models.llama3_2.llama3_2", **_GROUPED},
+    "qwen2": {"_component_": "torchtune.models.qwen2.qwen2", **_GROUPED},
+    "qwen2, tied": {"_component_": "torchtune.models.qwen2.qwen2", **_GROUPED, "tie_word_embeddings": True},
+    "qwen2, deep": {"_component_": "torchtune.models.qwen2.qwen2", **_GROUPED, "num_layers": 6, "vocab_size": 500},
+    "gemma": {"_component_": "torchtune.models.gemma.gemma", **_GROUPED, "head_dim": 16},
+    "gemma2": {
+        "_component_": "torchtune.models.gemma2.gemma2",
+        **_GROUPED,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+    },
+    "mistral": {"_component_": "torchtune.models.mistral.mistral", **_GROUPED},
+    "phi3": {"_component_": "torchtune.models.phi3.phi3", **_GROUPED},
+    "qwen2_5_0_5b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_0_5b"},
+    "llama3_2_1b": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+    "llama3_2_3b": {"_component_": "torchtune.models.llama3_2.llama3_2_3b"},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"_component_": "torch.optim.AdamW"},
+    "AdamW fused": {"_component_": "torch.optim.AdamW", "fused": True},
+    "AdamW foreach": {"_component_": "torch.optim.AdamW", "foreach": True},
+    "SGD": {"_component_": "torch.optim.SGD"},
+    "SGD momentum": {"_component_": "torch.optim.SGD", "momentum": 0.9},
+    "AdamW8bit": {"_component_": "torchao.optim.AdamW8bit"},
+    "AdamW4bit": {"_component_": "torchao.optim.AdamW4bit"},
+    "AdamWFp8": {"_component_": "torchao.optim.AdamWFp8"},
+}
+LOSSES = {"plain": "torch.nn.CrossEntropyLoss", "chunked": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "": {},
+    "checkpointing": {"enable_activation_checkpointing": True},
+    "every 2nd layer": {"ac_mode": "selective", "ac_option": 2},
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One way of training: keys of the tables above, and the rest as the configuration has it."""
+
+    model: str
+    length: int
+    optimizer: str = "AdamW fused"
+    loss: str = "plain"
+    checkpointing: str = ""
+    dtype: str = "fp32"
+    in_backward: bool = False
+    packed: bool = False
+    accumulation: int = 1
+    clips: bool = False
+    ranks: int = 1
+    reshards: bool = True
+    syncs: bool = True
+    apart: tuple[str, ...] = ()
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        marks = [self.model, str(self.length), self.optimizer + " in backward" * self.in_backward, self.loss]
+        marks += [self.checkpointing, "bf16" * (self.dtype == "bf16"), "packed" * self.packed, "clipping" * self.clips]
+        marks += ["accumulating" * (self.accumulation > 1)]
+        if self.ranks > 1:
+            marks += [f"{self.ranks} ranks", "no resharding" * (not self.reshards), "late sums" * (not self.syncs)]
+            marks += [f"apart: {'+'.join(self.apart)}" if self.apart else ""]
+        return ", ".join(filter(None, marks))
+
+    def config(self, **probe: Any) -> DictConfig:
+        """The configuration, with those keys in its ``probe`` block."""
+        settings: dict[str, Any] = {
+            "output_dir": "nowhere",
+            "seed": 7,
+            "model": MODELS[self.model],
+            "tokenizer": {"_component_": "nowhere.tokenizer", "path": "nowhere/tokenizer.model", "max_seq_len": None},
+            "dataset": {"_component_": "nowhere.dataset", "source": "nowhere", "packed": self.packed},
+            "batch_size": 1,
+            "gradient_accumulation_steps": self.accumulation,
+            "epochs": 1,
+            "optimizer": {**OPTIMIZERS[self.optimizer], "lr": 1e-4},
+            "optimizer_in_bwd": self.in_backward,
+            "loss": {"_component_": LOSSES[self.loss]},
+            "device": self.device,
+            "dtype": self.dtype,
+            "compile": False,
+            "clip_grad_norm": 1.0 if self.clips else None,
+            "use_maximum_batch_size": True,
+            "fsdp_reshard_after_forward": self.reshards,
+            "sync_gradients_every_micro_batch": self.syncs,
+            "custom_sharded_layers": list(self.apart),
+            "probe": {"cache": False, "headroom": 0.0, "round_to_power_of_two": False, **probe},
+            **CHECKPOINTING[self.checkpointing],
+        }
+        cfg = OmegaConf.create(settings)
+        assert isinstance(cfg, DictConfig)
+        return cfg
+
+    def to_estimate(self, **estimate: Any) -> DictConfig:
+        """The configuration, with its length and those keys in its ``estimate`` block."""
+        block = {"sequence_lengths": [self.length], **estimate}
+        cfg = OmegaConf.merge(self.config(), {"estimate": block})
+        assert isinstance(cfg, DictConfig)
+        return cfg
+
+    def planned(self, **estimate: Any) -> LengthEstimate:
+        """Its estimate, of a single row too: on 1 MiB no two rows fit."""
+        settings = {"devices": ["1MiB"], "changes": False, "world_size": self.ranks, **estimate}
+        return estimate_devices(self.to_estimate(**settings), show=lambda text: None).lengths[0]
+
+
+class RealParts(TrainingParts):
+    """What the recipes build, with random weights and as many rows of one length as anybody asks for."""
+
+    def __init__(self, combination: Combination, **probe: Any) -> None:
+        cfg = combination.config(**probe)
+        super().__init__(cfg, Settings.from_config(OmegaConf.to_container(cfg, resolve=True)))
+        self._length = combination.length
+
+    def build_data(self) -> None:
+        self.loss_fn = config.instantiate(self.cfg.loss)
+        self.packed, self._packed_val = bool(self.cfg.dataset.packed), False
+        self._choose_collate(pad_id=0)
+        self._pack_filler = 0
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(1, 400, (self._length,), generator=generator)
+        row: dict[str, Any] = {"tokens": tokens.tolist(), "labels": tokens.tolist()}
+        if self.packed:
+            spans = torch.tensor([self._length // 2, self._length - self._length // 2])
+            positions = torch.cat([torch.arange(int(span)) for span in spans])
+            row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": spans}
+        self.dataset = [row] * (8192 * self.ranks)
+        self.lengths = torch.full((len(self.dataset),), self._length)
+
+    def built(self) -> RealParts:
+        """With all parts there."""
+        self.build_data()
+        self.build_model(RandomWeights(self))
+        self.build_optimizer()
+        return self
+
+
+class RandomWeights:
+    """Weights that no file holds."""
+
+    is_divided = False
+
+    def __init__(self, parts: TrainingParts) -> None:
+        self._parts = parts
+
+    def load_weights(self) -> Mapping[str, Any]:
+        """Those that the model begins with."""
+        torch.manual_seed(0)
+        with training.set_default_dtype(self._parts.dtype):
+            model: torch.nn.Module = config.instantiate(self._parts.cfg.model)
+        return model.state_dict()
+
+    def load_divided(self, model: torch.nn.Module) -> None:
+        """They never are."""
+        raise AssertionError
+
+
+class EachSize:
+    """A search that tries the sizes it is given, whatever comes of it.
+
+    Attributes:
+        tried: what came of each.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._left = list(sizes)
+        self.tried: list[Trial] = []
+
+    @property
+    def candidate(self) -> int | None:
+        return self._left[0] if self._left else None
+
+    def record(self, trial: Trial) -> None:
+        self._left.pop(0)
+        self.tried.append(trial)
+
+    @property
+    def best(self) -> int:
+        return max((trial.batch_size for trial in self.tried if trial.fits), default=0)
+
+
+class BoundByEach(BatchSizeFinder):
+    """The recipes' search with another choice of sizes."""
+
+    def __init__(self, parts: TrainingParts, search: Search) -> None:
+        super().__init__(parts)
+        self._each = search
+
+    def _choose(self, **options: Any) -> Search:
+        return self._each
+
+
+def tried(parts: TrainingParts, sizes: Sequence[int]) -> ProbeResult:
+    """Trials of those sizes as the recipes run them."""
+    return found(BoundByEach(parts, EachSize(sizes)))
+
+
+def found(search: BatchSizeFinder) -> ProbeResult:
+    """What a search of the longest rows finds."""
+    with tempfile.TemporaryDirectory() as folder:
+        *_, result = search.of_training(length="longest", batch_size=1, path=Path(folder) / "probe.json")
+    return result
+
+
+def peaks_on_ranks(
+    combinations: Sequence[Combination], sizes: Sequence[int], repeats: int
+) -> list[tuple[dict[int, int], ProbeResult]]:
+    """What trials count, on the rank that counts most; called on each of several ranks.
+
+    A thread of gloo's may hold a buffer a little longer than the collective takes, so each size is tried several times, and the
+    least counts.
+    """
+    gc.collect()
+    gc.freeze()  # trials collect garbage, and what is imported need not be looked through every time
+    counted = []
+    for combination in combinations:
+        parts = RealParts(combination).built()
+        peaks: dict[int, int] = {}
+        for _ in range(repeats):
+            result = tried(parts, sizes)
+            for trial in result.trials:
+                assert trial.peak_bytes is not None
+                peaks[trial.batch_size] = min(trial.peak_bytes, peaks.get(trial.batch_size, trial.peak_bytes))
+        bare = tuple(replace(trial, trace=None) for trial in result.trials)
+        counted.append((peaks, replace(result, trials=bare)))
+    return counted
+
+
+class LooksAtValues(nn.Module):
+    """A model whose forward depends on what is in its tokens, which fake ones do not have."""
+
+    def __init__(self, **dimensions: Any) -> None:
+        super().__init__()
+        self.decoder = qwen2(**dimensions)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        largest = tokens.max().item()
+        return self.decoder(tokens) * (1 + 0 * largest)
+
+
+def looks_at_values(**dimensions: Any) -> LooksAtValues:
+    """Builds it."""
+    return LooksAtValues(**dimensions)

@@ -1,0 +1,85 @@
+"""The pages that people read, and the blocks of code in them."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")), "CONTRIBUTING.md"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        page: in which it is.
+        line: of the page, on which it begins.
+        language: what follows the fence; empty for nothing.
+        text: what is in it.
+        is_output: it follows a block of commands with nothing between, and so is what they print.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    is_output: bool = False
+
+    @property
+    def name(self):
+        return f"{self.page}:{self.line}"
+
+    @property
+    def file(self):
+        """The file that the block is to be saved as, which its first line says; None for none."""
+        found = re.match(r"# ([\w/]+\.(?:py|yaml))\n", self.text)
+        return found and found[1]
+
+    @property
+    def commands(self):
+        """The commands of a block of the shell, continued lines put together."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def blocks_of(page, text):
+    """The fenced blocks of a page, and the numbers of the lines outside them that Markdown takes for code as well."""
+    blocks, indented = [], []
+    begin, before, after_blank = None, "prose", True
+    for number, line in enumerate(text.splitlines(), 1):
+        if fence := re.match(r" *(?:```+|~~~+) *(\S*)", line):
+            if begin is None:
+                begin, language, content = number, fence[1], []
+            else:
+                is_output = language == "text" and before == "bash"
+                blocks.append(Block(page, begin, language, "\n".join(content) + "\n", is_output))
+                begin, before = None, language
+        elif begin is not None:
+            content.append(line)
+        elif line.strip():
+            if after_blank and re.match(r" {4}|\t", line):
+                indented.append(number)
+            before = "prose"
+        after_blank = not line.strip()
+    assert begin is None, f"{page}:{begin}: a block that is not closed"
+    return blocks, indented
+
+
+def blocks():
+    """The fenced blocks of all pages, in their order."""
+    return [block for page in PAGES for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))[0]]
+
+
+def is_read_only(command):
+    """Whether a command is for a cluster, for more ranks than two, or for a model that is not here: its words are checked, and it is not run."""
+    if re.match(r"\w+=|srun ", command):
+        return True
+    words = shlex.split(command)
+    if words[:2] == ["tune", "download"]:
+        return True
+    given = {word: following for word, following in pairwise(words) if word.startswith("-")}
+    large = int(given.get("--nproc_per_node", 1)) > 2 or "--nnodes" in given
+    return words[:2] == ["tune", "run"] and (large or given["--config"] != "demo_cpu")

@@ -1,0 +1,97 @@
+"""What ends a run, or takes its disk away, at a chosen step; and a run as a kill would have left it. Named by dotted paths."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+
+from support.components import OfLengths
+from torchtune.training import FullModelHFCheckpointer
+from torchtune.training.metric_logging import DiskLogger
+
+from adaptive_batch.report.auditing import RECORD
+
+LOGGED = []  # steps
+
+
+def ask_to_end():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class AskingToEnd(DiskLogger):
+    """A log that asks its process to end when a step is logged; null for none."""
+
+    def __init__(self, log_dir, filename, at_step):
+        super().__init__(log_dir, filename)
+        self.at_step = at_step
+        LOGGED.clear()
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        if "loss" in payload:
+            LOGGED.append(step)
+        if step == self.at_step and "loss" in payload:
+            ask_to_end()
+
+
+class AskingCheckpointer(FullModelHFCheckpointer):
+    """A checkpointer that asks its process to end while it saves an epoch."""
+
+    def __init__(self, *args, at_epoch, **rest):
+        super().__init__(*args, **rest)
+        self.at_epoch = at_epoch
+
+    def save_checkpoint(self, state_dict, epoch, **rest):
+        if epoch == self.at_epoch:
+            ask_to_end()
+        super().save_checkpoint(state_dict, epoch, **rest)
+
+
+class AskingRows(OfLengths):
+    """Rows of which the first that is read after a step was logged by :class:`AskingToEnd` asks the process to end."""
+
+    def __init__(self, tokenizer, lengths, *, asks_after_step=None, **rest):
+        super().__init__(tokenizer, lengths, **rest)
+        self.asks_after_step = asks_after_step
+
+    def __getitem__(self, number):
+        if LOGGED and LOGGED[-1] == self.asks_after_step:
+            LOGGED.clear()
+            ask_to_end()
+        return super().__getitem__(number)
+
+
+class Limiting(DiskLogger):
+    """A log after one step of which no file may grow beyond so many bytes, until after another step: a disk that is full."""
+
+    def __init__(self, log_dir, filename, from_step, num_bytes, until_step):
+        super().__init__(log_dir, filename)
+        _, self.most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.limits = {from_step: num_bytes, until_step: self.most}
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        if step in self.limits and "loss" in payload:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limits[step], self.most))
+
+
+def stopped_after(finished, setup, step, *, taken_back=0):
+    """A copy of a run as a kill would have left it `taken_back` steps after a step; returns its folder."""
+    folder = setup.fresh_folder()
+    shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
+    lines, saved = [], set()
+    for line in (folder / RECORD).read_text().splitlines(keepends=True):
+        record = json.loads(line)
+        if record["kind"] == "step" and record["step"] > step + taken_back:
+            break
+        if record["kind"] in ("checkpoint", "resume_point"):
+            saved.add(f"epoch_{record['epoch']}" if record["kind"] == "checkpoint" else f"step_{record['step']}")
+        lines.append(line)
+    (folder / RECORD).write_text("".join(lines))
+    for path in [*folder.glob("epoch_*"), *folder.glob("step_*")]:
+        if path.name not in saved:
+            shutil.rmtree(path)
+    if not any(name.startswith("epoch_") for name in saved):
+        shutil.rmtree(folder / "recipe_state", ignore_errors=True)
+    return folder

@@ -1,0 +1,401 @@
+"""A small model in training, for facts about trials: every optimizer, dtype and way of running that they are held for.
+
+Shared by tests/unit/probe/test_trial.py (a short form) and benchmarks/traceless.py (all combinations).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchao.optim
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, device_memory, plain_tensors
+from adaptive_batch.probe import DryRun
+
+VOCABULARY, WIDTH, LENGTH = 128, 64, 24
+PLENTY = 2**40
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see deterministic()
+gc.freeze()  # each probe collects garbage; what is imported need not be looked through every time
+CPU = torch.device("cpu")
+
+
+class Counting(Optimizer):
+    """Keeps what others keep in odd places: plain numbers and lists in its state, in its groups and on itself."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0})
+        self.steps_taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps_taken += 1
+        self.last_step_was = "taken"
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weights"] = [group["k"]]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state.setdefault("norms", []).append(float(parameter.grad.norm()))
+                    state.setdefault("sums", [torch.zeros_like(parameter)])[0].add_(parameter.grad)
+                    parameter.sub_(state["sums"][0], alpha=group["lr"] / group["k"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda p: AdamW(p, lr=1e-2),
+    "AdamW foreach": lambda p: AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "AdamW fused": lambda p: AdamW(p, lr=1e-2, fused=True),
+    "SGD momentum": lambda p: SGD(p, lr=1e-1, momentum=0.9, nesterov=True),
+    "AdamW8bit": lambda p: torchao.optim.AdamW8bit(p, lr=1e-2),
+    "AdamW4bit": lambda p: torchao.optim.AdamW4bit(p, lr=1e-2, bf16_stochastic_round=True),
+    "counting": Counting,
+}
+try:
+    import bitsandbytes
+except ImportError:
+    bitsandbytes = None
+CUDA_OPTIMIZERS = dict(OPTIMIZERS)
+if bitsandbytes is not None:
+    CUDA_OPTIMIZERS["PagedAdamW8bit"] = lambda p: bitsandbytes.optim.PagedAdamW8bit(p, lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training."""
+
+    optimizer: str
+    in_backward: bool = False
+    dtype: torch.dtype = torch.float32
+    checkpointing: bool = False
+    resumed: bool = False
+
+    def __str__(self) -> str:
+        where = " in backward" if self.in_backward else ""
+        checkpointing = ", checkpointing" if self.checkpointing else ""
+        start = "resumed" if self.resumed else "fresh"
+        return f"{self.optimizer}{where}, {str(self.dtype).removeprefix('torch.')}{checkpointing}, {start}"
+
+
+def all_cases(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
+    """Every combination."""
+    dtypes = (torch.float32, torch.bfloat16)
+    flags = (False, True)
+    return [Case(*combination) for combination in itertools.product(optimizers, flags, dtypes, flags, flags)]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+        x = x + attended.transpose(1, 2).flatten(-2)
+        return x + self.mlp(x)
+
+
+class Decoder(nn.Module):
+    """A causal transformer with tied embeddings, dropout, and buffers that a forward changes in place and replaces."""
+
+    seen: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self, *, checkpointing: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        self.checkpointing = checkpointing
+        self.burden: dict[str, int] = {}  # bytes that half-way through the layers are allocated in a phase, and freed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of predicting each token, ``[batch, sequence]``, from those before it."""
+        x = self.embed(tokens)
+        if self.training:
+            self.seen += len(tokens)
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1)).float()
+        for index, layer in enumerate(self.layers):
+            if index == 1 and self.burden:
+                torch.empty(self.burden.get("forward", 0), dtype=torch.uint8, device=x.device)
+                x.register_hook(self._allocate_in_backward)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+        logits = self.frozen(x) @ self.embed.weight.T
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def _allocate_in_backward(self, gradient: torch.Tensor) -> None:
+        torch.empty(self.burden.get("backward", 0), dtype=torch.uint8, device=gradient.device)
+
+
+class Training:
+    """A model and its optimizer after a step or none, gradients of a first micro-batch there unless stepped in backward."""
+
+    def __init__(self, case: Case, *, device: torch.device = CPU, optimizers: dict[str, Any] = OPTIMIZERS) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        self.case, self.device = case, device
+        self.memory = device_memory(device)
+        self._make = optimizers[case.optimizer]
+        self.model = Decoder(checkpointing=case.checkpointing).to(device, case.dtype)
+        self.model.frozen.eval()
+        self.phase = ""
+        self.optimizer = self._optimizer(None)
+        if case.resumed:
+            self.train(2)
+            states = [optimizer.state_dict() for optimizer in self.optimizers]
+            if isinstance(self.optimizer, OptimizerInBackward):
+                for parameter in self.model.parameters():
+                    parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+            self.optimizer = self._optimizer(states)
+        if not case.in_backward:
+            self.forward_backward(2)
+
+    def _optimizer(self, states: list[Any] | None) -> Optimizer | OptimizerInBackward:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        made = [self._make([p]) for p in trained] if self.case.in_backward else [self._make(trained)]
+        for optimizer, state in zip(made, states or [], strict=False):
+            optimizer.load_state_dict(state)
+        return OptimizerInBackward(dict(zip(trained, made, strict=True))) if self.case.in_backward else made[0]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        if isinstance(self.optimizer, OptimizerInBackward):
+            return list(self.optimizer.optimizers.values())
+        return [self.optimizer]
+
+    def forward_backward(self, rows: int) -> None:
+        """Forward and backward of rows that are drawn, so that every generator moves."""
+        self.phase = "forward"
+        tokens = torch.randint(VOCABULARY, (rows, LENGTH), device=self.device)
+        tokens[0, 0], tokens[0, 1] = random.randrange(VOCABULARY), int(np.random.randint(VOCABULARY))
+        loss = self.model(tokens)
+        self.phase = "backward"
+        loss.backward()
+        self.phase = "done"
+
+    def step(self) -> None:
+        """Clip and step."""
+        self.phase = "step"
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.phase = "done"
+
+    def train(self, steps: int) -> None:
+        """Train in earnest."""
+        for _ in range(steps):
+            self.forward_backward(3)
+            if not self.case.in_backward:
+                self.step()
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad(set_to_none=True)
+
+    def rehearsal(
+        self,
+        *,
+        budget_bytes: int = PLENTY,
+        accumulates: bool = False,
+        forward_backward: Callable[[int], None] | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> DryRun:
+        return DryRun(
+            model=self.model,
+            optimizer=self.optimizer,
+            forward_backward=forward_backward or self.forward_backward,
+            step=self.step,
+            accumulates=accumulates,
+            memory=memory or self.memory,
+            budget_bytes=budget_bytes,
+            row=f"one row of {LENGTH} tokens",
+        )
+
+    def everything(self) -> dict[str, Any]:
+        """All that training goes on from, bit by bit; a tensor as its dtype, shape and bytes."""
+        python, numpy = random.getstate(), np.random.get_state(legacy=False)
+        found: dict[str, Any] = {"python": python, "numpy": _bits(numpy), "torch": _bits(torch.get_rng_state())}
+        if self.device.type != "cpu":
+            found["device"] = _bits(getattr(torch, self.device.type).get_rng_state(self.device))
+        for name, parameter in self.model.named_parameters():
+            found[f"parameter {name}"] = _bits(parameter)
+            found[f"gradient {name}"] = _bits(parameter.grad)
+        for name, buffer in self.model.named_buffers():
+            found[f"buffer {name}"] = _bits(buffer)
+        for name, module in self.model.named_modules():
+            found[f"training {name}"] = module.training
+        for index, optimizer in enumerate(self.optimizers):
+            numbers = {id(p): n for n, p in self.model.named_parameters()}
+            found[f"optimizer {index}"] = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))}
+            found[f"groups {index}"] = [
+                _bits({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups
+            ]
+            found[f"state {index}"] = {numbers[id(p)]: _bits(state) for p, state in optimizer.state.items()}
+        return found
+
+    def objects(self) -> dict[str, int]:
+        """Which tensors they are: gradients, buffers and optimizer states must be the same objects again."""
+        found = {f"gradient {name}": id(p.grad) for name, p in self.model.named_parameters()}
+        found |= {f"parameter {name}": id(p) for name, p in self.model.named_parameters()}
+        found |= {f"buffer {name}": id(buffer) for name, buffer in self.model.named_buffers()}
+        for index, optimizer in enumerate(self.optimizers):
+            for number, state in enumerate(optimizer.state.values()):
+                found |= {f"{index} {number} {key}": id(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
+        return found
+
+
+def _bits(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        plain = [p.detach().cpu().contiguous() for p in plain_tensors(value)]
+        return [
+            (type(value).__name__, p.dtype, tuple(p.shape), p.flatten().view(torch.uint8).numpy().tobytes())
+            for p in plain
+        ]
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return {key: _bits(item) for key, item in value.items()}
+    return [_bits(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """On CUDA some kernels add up in any order, so that training would differ from itself."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of what differs."""
+    return [
+        name for name in sorted(before.keys() | after.keys()) if before.get(name, "absent") != after.get(name, "absent")
+    ]
+
+
+# --- what may happen in a probe ----------------------------------------------------------------------------------------
+
+
+class Mishap(Exception):
+    """Something else than memory."""
+
+
+def fits(training: Training) -> None:
+    with training.rehearsal() as trial:
+        assert all(trial(rows).fits for rows in (1, 3, 2))
+
+
+def fits_accumulating(training: Training) -> None:
+    with training.rehearsal(accumulates=not training.case.in_backward) as trial:
+        assert all(trial(rows).fits for rows in (1, 3))
+
+
+def out_of_memory_in_forward(training: Training) -> None:
+    _out_of_memory(training, "forward")
+
+
+def out_of_memory_in_backward(training: Training) -> None:
+    _out_of_memory(training, "backward")
+
+
+def _out_of_memory(training: Training, phase: str) -> None:
+    """Run out half-way through the layers, between trials that fit."""
+    with training.rehearsal(budget_bytes=training.memory.total_bytes() // 2) as trial:
+        assert trial(2).fits
+        training.model.burden = {phase: training.memory.total_bytes()}
+        assert not trial(3).fits
+        assert training.phase == phase, f"ran out in {training.phase}, not in {phase}"
+        training.model.burden = {}
+        assert trial(3).fits
+
+
+def another_error(training: Training) -> None:
+    def fail(rows: int) -> None:
+        training.forward_backward(rows)
+        if rows == 3:
+            raise Mishap("index out of range")
+
+    with pytest.raises(RuntimeError, match="3 rows") as caught, training.rehearsal(forward_backward=fail) as trial:
+        trial(3)
+    assert isinstance(caught.value.__cause__, Mishap)
+
+
+def one_row_does_not_fit(training: Training) -> None:
+    _cannot_enter(training, budget_bytes=2**10)
+
+
+def optimizer_does_not_fit(training: Training) -> None:
+    """Each point of the first step at which memory may run out: budgets from too small for anything to just enough."""
+    peaks: list[int] = []
+    with training.rehearsal() as trial:
+        peaks += [trial.resident_bytes, trial(1).peak_bytes or 0, trial.optimizer_peak_bytes or 0]
+    for part in (0.6, 0.85, 0.99):
+        _cannot_enter(training, budget_bytes=int(part * max(peaks)) - 1)
+
+
+def _cannot_enter(training: Training, *, budget_bytes: int) -> None:
+    before = training.everything()
+    with pytest.raises(DoesNotFitError) as caught, training.rehearsal(budget_bytes=budget_bytes):
+        pass
+    text = str(caught.value)
+    assert re.search(
+        rf"needs [\d.]+ ([GM]iB|bytes), {training.device} allows [\d.]+ ([GM]iB|bytes); .*tokenizer\.max_seq_len", text
+    ), text
+    assert differences(before, training.everything()) == []
+
+
+OUTCOMES: dict[str, Callable[[Training], None]] = {
+    "fits": fits,
+    "fits, accumulating": fits_accumulating,
+    "OOM in forward": out_of_memory_in_forward,
+    "OOM in backward": out_of_memory_in_backward,
+    "another error": another_error,
+    "one row does not fit": one_row_does_not_fit,
+    "optimizer does not fit": optimizer_does_not_fit,
+}
+
+
+def traces(case: Case, *, steps: int = 2, device: torch.device = CPU) -> Iterator[tuple[str, list[str]]]:
+    """Run every outcome one after another in the midst of training.
+
+    Yields:
+        The outcome, and the names of what differs after it; last, what differs from training that was never probed.
+    """
+    with torch.compiler.set_stance("force_eager"), deterministic(device):  # torchao's optimizers compile for minutes
+        training = Training(case, device=device, optimizers=CUDA_OPTIMIZERS)
+        for name, probe in OUTCOMES.items():
+            before, objects = training.everything(), training.objects()
+            probe(training)
+            yield name, differences(before, training.everything()) + differences(objects, training.objects())
+        training.train(steps)
+        probed = training.everything()
+        undisturbed = Training(case, device=device, optimizers=CUDA_OPTIMIZERS)
+        undisturbed.train(steps)
+        yield "training went on", differences(undisturbed.everything(), probed)

@@ -1,0 +1,723 @@
+"""Resume points are whole or absent; what comes back is what was saved, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchao.optim
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import saving_process
+from support.saving_process import tree
+from torch import nn
+
+from adaptive_batch import __version__
+from adaptive_batch.checkpoint import CheckpointManager, latest_complete
+from adaptive_batch.checkpoint.state_tree import flatten, unflatten
+from adaptive_batch.errors import CheckpointError
+
+HERE = Path(__file__).parent
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool)
+
+
+def assert_same(found, expected, path="state"):
+    """The same structure, and tensors of the same bits, shapes, strides and kinds."""
+    if isinstance(expected, torch.Tensor):
+        kind = torch.Tensor if type(expected) is nn.Parameter else type(expected)
+        assert type(found) is kind, path
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
+        if hasattr(expected, "__tensor_flatten__"):
+            names, context = expected.__tensor_flatten__()
+            assert found.__tensor_flatten__() == (names, context)
+            for name in names:
+                assert_same(getattr(found, name), getattr(expected, name), f"{path}.{name}")
+            return
+        assert torch.equal(bits(found), bits(expected)), path
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), path
+        assert [type(key) for key in found] == [type(key) for key in expected], path
+        for key in expected:
+            assert_same(found[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert type(found) is type(expected), path
+        assert len(found) == len(expected), path
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{path}.{number}")
+    else:
+        assert type(found) is type(expected), path
+        assert found == expected or found != found, path  # nan is itself
+
+
+def bits(tensor):
+    return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+
+
+def saved_and_loaded(tmp_path, tree, small=None, *, step=1):
+    with CheckpointManager(tmp_path) as points:
+        points.save(step, tree, small)
+    point, passed_over = latest_complete(tmp_path)
+    assert passed_over == []
+    assert point.step == step
+    return point.load()
+
+
+def values(step):
+    """A small state whose every value tells its step."""
+    return {"weight": torch.full((50, 3), float(step)), "bias": torch.full((7,), step)}
+
+
+def save(output_dir, *steps, **options):
+    with CheckpointManager(output_dir, **options) as points:
+        for step in steps:
+            points.save(step, values(step), {"step": step})
+
+
+def steps_there(output_dir):
+    return sorted(
+        int(path.name.removeprefix("step_")) for path in output_dir.iterdir() if path.name.startswith("step_")
+    )
+
+
+def hidden(output_dir):
+    return [path.name for path in output_dir.iterdir() if path.name.startswith(".")]
+
+
+def trained(make, *, steps=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 1))
+    optimizer = make(model.parameters())
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model, optimizer, steps):
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(steps):
+            model(torch.randn(8, 128)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "sgd without state": lambda p: torch.optim.SGD(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
+    "adamw 8 bit": lambda p: torchao.optim.AdamW8bit(p, lr=0.01),
+    "adamw 4 bit": lambda p: torchao.optim.AdamW4bit(p, lr=0.01),
+    "adamw fp8": lambda p: torchao.optim.AdamWFp8(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_from_a_point_to_the_same_bits(tmp_path, name, asynchronous):
+    model, optimizer = trained(OPTIMIZERS[name])
+    before = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as points:
+        points.save(3, before, {"rng": torch.get_rng_state()})
+        points.wait()
+        tree, small = latest_complete(tmp_path)[0].load()
+        assert_same(tree, before)
+        train(model, optimizer, 2)
+    again, its_optimizer = trained(OPTIMIZERS[name], steps=1)
+    again.load_state_dict(tree["model"])
+    its_optimizer.load_state_dict(tree["optimizer"])
+    torch.set_rng_state(small["rng"])
+    train(again, its_optimizer, 2)
+    assert_same(again.state_dict(), model.state_dict())
+    assert_same(its_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_the_files_are_of_torch_distributed_checkpoint_and_a_state_that_weights_only_reads(tmp_path):
+    model, optimizer = trained(OPTIMIZERS["adamw 8 bit"])
+    save_tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with CheckpointManager(tmp_path) as points:
+        points.save(3, save_tree, {"a": 1})
+    folder = tmp_path / "step_3"
+    assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", "state.pt", "resume.json"}
+    manifest = json.loads((folder / "resume.json").read_text())
+    assert manifest["format"] == "adaptive_batch resume point"
+    assert (manifest["step"], manifest["world_size"], manifest["package_version"]) == (3, 1, __version__)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "resume.json"}
+    assert {name: file["bytes"] for name, file in manifest["files"].items()} == sizes
+    torch.load(folder / "state.pt", weights_only=True)
+    metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+    assert "model.0.weight" in metadata.state_dict_metadata
+    assert "optimizer.state.0.exp_avg.codes" in metadata.state_dict_metadata
+
+
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.complex_numbers(allow_nan=False)
+    | st.sampled_from([*DTYPES, torch.device("cpu"), torch.Size([2, 3])])
+)
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    tensor = torch.randn([*shape, 2], generator=generator).mul(9).to(dtype)[..., 0]  # not contiguous
+    return draw(
+        st.sampled_from([tensor, tensor.contiguous(), tensor.contiguous().transpose(0, -1) if shape else tensor])
+    )
+
+
+trees = st.recursive(
+    plain | tensors(),
+    lambda children: (
+        st.lists(children, max_size=4)
+        | st.lists(children, max_size=3).map(tuple)
+        | st.dictionaries(
+            st.integers() | st.text(max_size=4) | st.sampled_from(["0", 0, "a.b", "a"]), children, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(tree=trees)
+def test_any_tree_is_put_together_again(tree):
+    found, skeleton = flatten(tree)
+    assert all(type(tensor) is torch.Tensor for tensor in found.values())
+    assert_same(unflatten(found, skeleton), tree)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=trees, small=trees)
+def test_any_tree_comes_back_from_the_disk(tmp_path, tree, small):
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    found_tree, found_small = saved_and_loaded(tmp_path / "out", tree, small)
+    assert_same(found_tree, tree)
+    assert_same(found_small, small)
+
+
+def test_odd_tensors_come_back(tmp_path):
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    odd = {
+        "bits": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+        "another empty": torch.empty(2, 0),
+        "channels_last": image,
+        "expanded": torch.ones(1).expand(5),
+        "part": torch.randn(10_000)[3:7],
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "parameter": nn.Parameter(torch.randn(2)),
+        "sparse": torch.eye(3).to_sparse(),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+    }
+    sparse = odd.pop("sparse")
+    found, _ = saved_and_loaded(tmp_path, {"odd": odd, "sparse": sparse})
+    expected = {**odd, "conjugate": odd["conjugate"].resolve_conj(), "negative": odd["negative"].resolve_neg()}
+    assert_same(found["odd"], expected)
+    assert found["odd"]["channels_last"].stride() == image.stride()
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "step_1").iterdir()) < 40_000
+    )  # not all that a view is a part of
+
+
+def test_tied_weights_are_saved_once_and_tied_again(tmp_path):
+    weight = torch.randn(100, 100)
+    tree = {"embedding": weight, "output": weight.view(100, 100), "transposed": weight.t()}
+    found, _ = saved_and_loaded(tmp_path, tree)
+    assert_same(found, tree)
+    assert found["embedding"] is found["output"]
+    assert found["transposed"].data_ptr() != found["output"].data_ptr()
+
+
+def test_paths_that_are_the_same_text_stay_apart(tmp_path):
+    tree = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 0: torch.ones(2), "0": torch.zeros(2)}
+    found, _ = saved_and_loaded(tmp_path, tree)
+    assert_same(found, tree)
+
+
+def test_subclasses_of_plain_values_are_taken_for_what_they_derive_from():
+    tree = OrderedDict(a=np.float64(0.1), b=signal.SIGTERM)
+    found = unflatten(*flatten(tree))
+    assert_same(found, {"a": 0.1, "b": int(signal.SIGTERM)})
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": [1, {2: {3}}]}, "a.1.2 is a set, which a checkpoint cannot hold"),
+        ({"a": b"bytes"}, "a is a bytes, which a checkpoint cannot hold"),
+        ({"a": {(1, 2): 3}}, "a has the key (1, 2): only str and int can be saved"),
+        ({"a": torch.empty(2, device="meta")}, "a is a tensor on the meta device, which has no values"),
+        (object(), "the state is a object, which a checkpoint cannot hold"),
+    ],
+)
+@pytest.mark.parametrize("which", ["tensors", "small"])
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, tree, message, which):
+    points = CheckpointManager(tmp_path / "out")
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        points.save(1, *((tree, None) if which == "tensors" else (None, tree)))
+    assert not (tmp_path / "out").exists()
+
+
+class Scaled(torch.Tensor):
+    """A subclass that weights_only does not know."""
+
+
+def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"could not be read again: it names \w*\.Scaled, which torch.load\(weights_only"
+    ):
+        CheckpointManager(tmp_path).save(2, {"w": torch.ones(2).as_subclass(Scaled)}, None)
+    assert latest_complete(tmp_path)[0].step == 1
+    assert hidden(tmp_path) == []
+
+
+def test_nothing_saved_is_nothing_found(tmp_path):
+    assert latest_complete(tmp_path / "none") == (None, [])
+    assert latest_complete(tmp_path) == (None, [])
+
+
+def test_the_newest_is_the_one_that_was_saved_last_not_the_largest_step(tmp_path):
+    save(tmp_path, 20, 30)
+    save(tmp_path, 10)
+    assert latest_complete(tmp_path)[0].step == 10
+
+
+def test_order_grows_even_where_the_clock_went_back(tmp_path):
+    save(tmp_path, 1)
+    manifest = tmp_path / "step_1" / "resume.json"
+    content = json.loads(manifest.read_text())
+    content.update(order=2**62, format_version=2)  # as another version, of the future, would have left it
+    manifest.write_text(json.dumps(content))
+    save(tmp_path, 2)
+    assert latest_complete(tmp_path)[0].order == 2**62 + 1
+
+
+def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
+    with CheckpointManager(tmp_path) as points:
+        points.save(5, values(1), {"save": 1})
+        points.save(5, values(2), {"save": 2})
+    point, _ = latest_complete(tmp_path)
+    tree, small = point.load()
+    assert_same(tree, values(2))
+    assert small == point.load_small_state() == {"save": 2}
+    assert (steps_there(tmp_path), hidden(tmp_path)) == ([5], [])
+
+
+# What a kill leaves
+
+
+KILLS = 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_killed_at_any_moment_the_last_whole_point_loads_and_is_what_was_saved(tmp_path, mode):
+    vouched, killed_while_saving = 0, 0
+    with helper("kills", tmp_path, mode, KILLS) as saver:
+        for _ in range(KILLS):
+            answer = json.loads(saver.stdout.readline())
+            assert answer["killed"]
+            vouched = max([vouched, *map(int, answer["vouched"])])
+            killed_while_saving += any(name.startswith(".saving-") for name in hidden(tmp_path))
+            point, _ = latest_complete(tmp_path)
+            if point is None:
+                assert vouched == 0
+            else:
+                assert point.step in (vouched, vouched + 1)  # or whole, and killed before it could say so
+                vouched = point.step
+                assert_same(point.load(), (tree(vouched), {"step": vouched, "seen": torch.full((100,), vouched)}))
+            saver.stdin.write(f"{vouched}\n")
+            saver.stdin.flush()
+    assert killed_while_saving > 0
+    save(tmp_path, vouched + 1, keep_last=2)
+    assert hidden(tmp_path) == []
+    assert len(steps_there(tmp_path)) <= 2
+
+
+@contextlib.contextmanager
+def helper(*arguments):
+    """support/saving_process.py, running; it must end well."""
+    command = [sys.executable, saving_process.__file__, *map(str, arguments)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+        child.stdin.close()
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
+    """Every prefix of the files, in the order in which they are written, and every file cut short."""
+    save(tmp_path / "whole", 1, 2)
+    written = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
+    for number, name in enumerate(written):
+        for kept in (0, 10, None):
+            output_dir = tmp_path / f"{number}-{kept}"
+            shutil.copytree(tmp_path / "whole", output_dir)
+            for later in written[number + 1 :]:
+                (output_dir / "step_2" / later).unlink()
+            path = output_dir / "step_2" / name
+            path.write_bytes(path.read_bytes()[:kept])
+            point, passed_over = latest_complete(output_dir)
+            if name == "resume.json" and kept is None:
+                assert point.step == 2
+            else:
+                assert point.step == 1
+                assert [other.path.name for other in passed_over] == ["step_2"]
+                assert_same(point.load()[0], values(1))
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
+    save(tmp_path, 4)
+    (tmp_path / "step_4").rename(tmp_path / ".replaced-step_4")
+    shutil.copytree(tmp_path / ".replaced-step_4", tmp_path / ".saving-step_4")
+    point, _ = latest_complete(tmp_path)
+    assert_same(point.load()[0], values(4))
+    save(tmp_path, 6)
+    assert (steps_there(tmp_path), hidden(tmp_path)) == ([4, 6], [])
+    assert latest_complete(tmp_path)[0].step == 6
+
+
+def test_what_a_kill_left_aside_is_cleared_by_the_next_save(tmp_path):
+    save(tmp_path, 1)
+    for name in (".saving-step_2", ".replaced-step_1", ".removed-step_0"):
+        shutil.copytree(tmp_path / "step_1", tmp_path / name)
+    (tmp_path / ".saving-mine").mkdir()
+    save(tmp_path, 2)
+    assert (steps_there(tmp_path), hidden(tmp_path)) == ([1, 2], [".saving-mine"])
+
+
+# Damage
+
+
+FILES = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, data):
+    if not (tmp_path / "step_2").exists():
+        save(tmp_path, 1, 2)
+    path = tmp_path / "step_2" / name
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    original = content[position]
+    content[position] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    try:
+        point, passed_over = latest_complete(tmp_path)
+        assert point.step == 1
+        assert [other.path.name for other in passed_over] == ["step_2"]
+        assert name in passed_over[0].describe() or "newer format" in passed_over[0].describe()
+    finally:
+        content[position] = original
+        path.write_bytes(content)
+    assert latest_complete(tmp_path)[0].step == 2
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda f: (f / ".metadata").unlink(), ".metadata is missing"),
+        (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda f: (f / "state.pt").unlink(), "state.pt is missing"),
+        (lambda f: (f / "resume.json").unlink(), "incomplete: it has no resume.json"),
+        (lambda f: (f / "resume.json").write_text(""), "resume.json is truncated or changed"),
+        (lambda f: (f / "resume.json").write_bytes(b"\xff\xfe"), "resume.json cannot be read"),
+        (lambda f: (f / "state.pt").write_bytes(b"x"), "state.pt has 1 bytes, "),
+        (lambda f: (f / "resume.json").write_text('{"format": "x"}'), "resume.json is truncated or changed"),
+    ],
+)
+def test_damage_is_named_and_the_next_older_is_taken(tmp_path, harm, reason):
+    save(tmp_path, 1, 2, 3)
+    harm(tmp_path / "step_3")
+    point, (passed_over,) = latest_complete(tmp_path)
+    assert point.step == 2
+    assert passed_over.path == tmp_path / "step_3"
+    assert passed_over.reason.startswith(reason)
+    assert passed_over.describe() == f"{tmp_path / 'step_3'} is skipped: {passed_over.reason}"
+
+
+def test_older_damage_is_not_spoken_of(tmp_path):
+    save(tmp_path, 1, 2)
+    (tmp_path / "step_1" / "state.pt").write_bytes(b"")
+    point, passed_over = latest_complete(tmp_path)
+    assert (point.step, passed_over) == (2, [])
+
+
+def test_all_damaged_is_none_with_every_reason(tmp_path):
+    save(tmp_path, 1, 2)
+    for step in (1, 2):
+        (tmp_path / f"step_{step}" / ".metadata").unlink()
+    point, passed_over = latest_complete(tmp_path)
+    assert point is None
+    assert len(passed_over) == 2
+
+
+def test_a_newer_format_is_passed_over_by_name_and_stays(tmp_path):
+    save(tmp_path, 1, 2)
+    manifest = tmp_path / "step_2" / "resume.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "format_version": 7, "package_version": "9.9"}))
+    point, (passed_over,) = latest_complete(tmp_path)
+    assert point.step == 1
+    assert passed_over.reason == (
+        "newer format 7, written by adaptive_batch 9.9; this version reads up to 1: update it"
+    )
+    save(tmp_path, 3, keep_last=1)
+    assert steps_there(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
+    for name in ("step_7", "step_8", "step_x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    (tmp_path / "step_8" / "resume.json").write_text('{"my": "resume"}')
+    (tmp_path / "step_9").write_text("a file")
+    save(tmp_path, 1, 2, keep_last=keep_last)
+    with pytest.raises(CheckpointError, match="step_7 exists and is not ours to replace: unrecognized"):
+        save(tmp_path, 7)
+    with pytest.raises(CheckpointError, match="step_9 exists and is not ours"):
+        save(tmp_path, 9)
+    point, passed_over = latest_complete(tmp_path)
+    assert point.step == 2
+    assert [(other.path.name, other.reason) for other in passed_over] == [
+        ("step_7", "unrecognized: it has no resume.json"),
+        ("step_8", "resume.json is unrecognized"),
+    ]
+    for name in ("step_7", "step_8", "step_x"):
+        assert (tmp_path / name / "mine.txt").read_text() == "mine"
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+@pytest.mark.parametrize("name", [".metadata", "state.pt"])
+def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name):
+    save(tmp_path, 1)
+    point, _ = latest_complete(tmp_path)
+    path = tmp_path / "step_1" / name
+    if name == "state.pt":
+        torch.save(Evil(), path)
+    else:
+        path.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"names (builtins\.)?print"):
+        point.load()
+    assert "run" not in capsys.readouterr().out
+
+
+def test_a_point_that_vanished_says_so(tmp_path):
+    save(tmp_path, 1)
+    point, _ = latest_complete(tmp_path)
+    (tmp_path / "step_1" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="step_1 cannot be read"):
+        point.load()
+
+
+# Old points
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_few_are_kept(tmp_path, asynchronous):
+    save(tmp_path, 1, 2, 3, 4, 5, keep_last=2, asynchronous=asynchronous)
+    assert steps_there(tmp_path) == [4, 5]
+    save(tmp_path, 1, keep_last=2)  # another run in the same folder
+    assert steps_there(tmp_path) == [1, 5]
+
+
+def test_broken_ones_do_not_count_and_go_when_a_newer_one_is_whole(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    (tmp_path / "step_2" / ".metadata").unlink()
+    (tmp_path / "step_3" / "resume.json").unlink()
+    save(tmp_path, 4, keep_last=2)
+    assert steps_there(tmp_path) == [1, 4]
+
+
+def test_nothing_is_removed_without_a_number(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    (tmp_path / "step_2" / ".metadata").unlink()
+    save(tmp_path, 4)
+    assert steps_there(tmp_path) == [1, 2, 3, 4]
+
+
+# A disk that is full
+
+
+@pytest.fixture(scope="module")
+def limits(tmp_path_factory):
+    """Runs one case in a child of its own, and says what became of it."""
+    with helper("limits", tmp_path_factory.mktemp("limits")) as child:
+
+        def run(folder, mode, limit_bytes):
+            child.stdin.write(json.dumps([str(folder), mode, limit_bytes]) + "\n")
+            child.stdin.flush()
+            return json.loads(child.stdout.readline())
+
+        yield run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("limit_bytes", [1_000_000, 100_000, 700], ids=["tensors", "state", "metadata"])
+def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(tmp_path, limits, mode, limit_bytes):
+    found = limits(tmp_path / "out", mode, limit_bytes)
+    assert (found["whole"], found["names"], found["later"]) == (1, ["step_1"], 3)
+    (message,) = found["told"]
+    assert "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and a little more, and " in message
+    assert "what was saved before is untouched" in message
+
+
+def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
+    """A real full disk, where this process may mount one; the test above shows the same everywhere."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here; RLIMIT_FSIZE stands in for it above")
+    try:
+        found = limits(disk, "sync", None)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert (found["whole"], found["names"], found["later"]) == (1, ["step_1"], 3)
+    (message,) = found["told"]
+    assert (
+        "failed ([Errno 28] No space left on device): it needs 8,000,000 bytes and a little more, and 0 bytes"
+        in message
+    )
+
+
+# Asynchronous
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_may_change_the_tensors_as_soon_as_save_returns(tmp_path, asynchronous):
+    tree = {"w": torch.full((2000, 500), 1.0), "strided": torch.ones(30, 40).t(), "moments": [torch.ones(3)]}
+    small = {"seen": torch.ones(10), "counts": [1, 2]}
+    points = CheckpointManager(tmp_path, asynchronous=asynchronous)
+    for step in (1, 2, 3):
+        points.save(step, tree, small)
+        tree["w"].add_(1)
+        tree["strided"].add_(1)
+        tree["moments"][0].add_(1)
+        small["seen"].add_(1)
+        small["counts"][0] += 1
+    tree["grown"] = torch.ones(7)
+    del tree["moments"]
+    points.save(4, tree, small)
+    points.close()
+    for step in (1, 2, 3, 4):
+        tree_then, small_then = next(p for p in [point(tmp_path, step)] if p is not None).load()
+        assert float(tree_then["w"].min()) == float(tree_then["w"].max()) == step
+        assert float(tree_then["strided"].max()) == step
+        assert (float(small_then["seen"][0]), small_then["counts"][0]) == (step, step)
+    assert list(tree_then) == ["w", "strided", "grown"]
+
+
+def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_a_failure_is_raised_at_once(
+    tmp_path, caplog
+):
+    save(tmp_path, 1)
+    points = CheckpointManager(tmp_path, asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"step_2 failed \(.*allocate"):
+        points.save(2, {"too large for any machine": torch.ones(1, dtype=torch.uint8).expand(2**62)}, None)
+    assert "copies 4294967296.00 GiB to the host, which has" in caplog.text
+    points.save(3, values(3), None)
+    points.close()
+    assert steps_there(tmp_path) == [1, 3]
+
+
+def point(output_dir, step):
+    """The whole point of one step, taken alone."""
+    alone = output_dir.with_name(f"{output_dir.name}-{step}")
+    alone.mkdir()
+    shutil.copytree(output_dir / f"step_{step}", alone / f"step_{step}")
+    return latest_complete(alone)[0]
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close", "with"])
+def test_a_failed_asynchronous_save_is_reported_by_the_next_call(tmp_path, call):
+    (tmp_path / "file").write_text("")
+    points = CheckpointManager(tmp_path / "file", asynchronous=True)
+    points.save(1, values(1), None)
+    with pytest.raises(CheckpointError, match="step_1 failed"):
+        {
+            "save": lambda: points.save(2, values(2), None),
+            "wait": points.wait,
+            "close": points.close,
+            "with": lambda: points.__exit__(None, None, None),
+        }[call]()
+    points.wait()  # reported once
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_save_after_one_that_failed_is_complete(tmp_path, asynchronous):
+    output_dir = tmp_path / "out"
+    output_dir.write_text("a file in the way")
+    points = CheckpointManager(output_dir, asynchronous=asynchronous)
+
+    def save_and_wait():
+        points.save(1, values(1), None)
+        points.wait()
+
+    with pytest.raises(CheckpointError, match="step_1 failed"):
+        save_and_wait()
+    output_dir.unlink()
+    points.save(2, values(2), None)
+    points.close()
+    assert latest_complete(output_dir)[0].step == 2
+
+
+def test_the_process_ends_when_the_save_is_whole(tmp_path):
+    program = (
+        "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import CheckpointManager;"
+        "CheckpointManager(Path(sys.argv[1]), asynchronous=True).save(1, {'w': torch.ones(3_000_000)}, None)"
+    )
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path)], check=True, timeout=120)
+    assert latest_complete(tmp_path)[0].step == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_how_long_training_stood_still_is_returned(tmp_path, asynchronous):
+    """With it the time that an earlier save, not yet whole, was waited for."""
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as points:
+        for step in (1, 2):
+            start = time.perf_counter()
+            seconds = points.save(step, values(step), None)
+            assert 0 < seconds <= time.perf_counter() - start
+            assert (tmp_path / f"step_{step - 1}").exists() or step == 1
+
+
+def test_one_process_alone_is_no_reason_to_warn(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path, 1, 2, asynchronous=True)
+        latest_complete(tmp_path)[0].load()

@@ -1,0 +1,126 @@
+"""What another's code makes, read: labels counted, losses checked, rows named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.sharded_model import make_rows
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from adaptive_batch.data import DatasetAdapter, checked_loss, label_tokens
+from adaptive_batch.errors import SettingError
+from adaptive_batch.training import AdaptiveLoop
+
+WEIGHTS = torch.ones(4, 3, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (
+            (WEIGHTS.mean(), WEIGHTS),
+            "mean_loss='tuple': that is what it returned; return the mean over the labels alone",
+        ),
+        ({"loss": WEIGHTS.mean()}, "mean_loss='dict': "),
+        (1.5, "mean_loss='float': "),
+        (None, "mean_loss='NoneType': "),
+        (WEIGHTS.sum(1), r"mean_loss='float32 of the shape \[4\]': "),
+        (WEIGHTS.sum().long(), r"mean_loss='int64 of the shape \[\]': "),
+        (WEIGHTS.sum().detach(), r"mean_loss=12\.0: its result depends on no parameter that needs gradients; "),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_what_is_no_mean_loss_is_refused_with_what_it_is(loss: Any, said: str) -> None:
+    with pytest.raises(SettingError, match=f"^{said}"):
+        checked_loss(loss)
+
+
+def test_a_mean_loss_is_one_number_of_32_bits_or_more() -> None:
+    for dtype, expected in (
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        for shape in ((), (1,), (1, 1)):
+            given = WEIGHTS.mean().to(dtype).reshape(shape)
+            loss = checked_loss(given)
+            assert (loss.dtype, loss.shape, loss.item()) == (expected, (), given.item())
+    single = WEIGHTS.mean()
+    assert checked_loss(single) is single
+    with torch.no_grad():  # as the loss of a validation
+        assert checked_loss(WEIGHTS.mean()) == 1
+
+
+def test_a_loss_that_cannot_be_used_is_said_by_the_search_and_by_training() -> None:
+    net = nn.Linear(4, 2)
+    rows = [(torch.ones(4), number % 2) for number in range(8)]
+
+    def loss_and_logits(batch: Any) -> Any:
+        return cross_entropy(net(batch[0]), batch[1]), net(batch[0])
+
+    loop = AdaptiveLoop(
+        net,
+        torch.optim.SGD(net.parameters()),
+        rows,
+        collate=torch.utils.data.default_collate,
+        mean_loss=loss_and_logits,
+        num_labels=lambda batch: len(batch[1]),
+        row_length=1,
+        batch_size=4,
+    )
+    with pytest.raises(SettingError, match=r"^mean_loss='tuple': "):
+        loop.find_bound(device_memory="1GiB")
+    with pytest.raises(SettingError, match=r"^mean_loss='tuple': "):
+        loop.run(next(iter(loop)))
+
+
+def test_labels_of_more_dimensions_are_refused_by_their_shape() -> None:
+    with pytest.raises(
+        SettingError, match=r"`labels` have the shape \[2, 3, 4\].*lambda batch: \(batch\[\"labels\"\] != -100\)"
+    ):
+        label_tokens({"labels": torch.zeros(2, 3, 4, dtype=torch.int64)})
+    with pytest.raises(SettingError, match="a batch is a dict without `labels`"):
+        label_tokens({"label": torch.zeros(2, dtype=torch.int64)})
+
+
+def test_the_labels_of_an_encoder_decoder_are_counted_by_a_function_of_the_batch() -> None:
+    """They are not shifted: with the count of a causal model, the parts of a split step have other weights than their labels."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(53, 8), nn.Linear(8, 53)).double()
+    rows = make_rows([2 + 3 * (number % 4) for number in range(12)])
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        tokens = nn.utils.rnn.pad_sequence([torch.tensor(row["tokens"]) for row in rows], True, 0)
+        return {"tokens": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+
+    def gradient(micro_batch_size: int, **options: Any) -> torch.Tensor:
+        net.zero_grad()
+        loop = AdaptiveLoop(
+            net,
+            torch.optim.SGD(net.parameters()),
+            rows,
+            collate=collate,
+            mean_loss=lambda batch: cross_entropy(net(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()),
+            batch_size=12,
+            micro_batch_size=micro_batch_size,
+            **options,
+        )
+        loop.run(next(iter(loop)))
+        assert net[1].weight.grad is not None
+        return net[1].weight.grad.clone()
+
+    whole = gradient(12)
+    split = gradient(2, num_labels=lambda batch: (batch["labels"] != -100).sum())
+    assert torch.allclose(split, whole, rtol=1e-6, atol=1e-9)
+    assert not torch.allclose(gradient(2), whole, rtol=1e-2)
+
+
+def test_a_row_is_named_with_its_length_unless_all_are_alike() -> None:
+    rows = make_rows([5])
+    assert DatasetAdapter(rows).describe(rows[0]) == "one row of 5 tokens"
+    assert DatasetAdapter(rows, lambda row: 7).describe(rows[0]) == "one row of 7 tokens"
+    assert DatasetAdapter(rows, 1).describe(rows[0]) == "one row"

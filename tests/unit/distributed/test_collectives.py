@@ -1,0 +1,211 @@
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from adaptive_batch import distributed
+from adaptive_batch.distributed import collectives
+from adaptive_batch.errors import RankLostError, SettingError
+
+
+class NeedsTwoArguments(Exception):
+    def __init__(self, left, right):
+        super().__init__(f"{left} and {right}")
+        self.right = right
+
+
+class HoldsALambda(Exception):
+    def __init__(self):
+        super().__init__("held")
+        self.function = lambda: None
+
+
+def failing(error):
+    raise error
+
+
+# one rank
+
+
+def test_one_rank_needs_no_process_group():
+    assert not dist.is_initialized()
+    assert (distributed.world_size(), distributed.rank(), distributed.is_rank_zero()) == (1, 0, True)
+    distributed.barrier()
+
+
+def test_one_rank_gets_back_what_it_gave():
+    result = object()  # not a copy, and nothing that could be pickled on the way
+    assert distributed.from_rank_zero(lambda: result) is result
+    assert [f(-7) for f in (distributed.minimum, distributed.maximum, distributed.all_reduce_total)] == [-7, -7, -7]
+    assert [distributed.any_of_ranks(flag) for flag in (True, False)] == [True, False]
+
+
+def test_one_rank_sees_the_error_itself():
+    error = HoldsALambda()
+    with pytest.raises(HoldsALambda) as caught:
+        distributed.from_rank_zero(lambda: failing(error))
+    assert caught.value is error
+
+
+# ranks that meet in a store which outlives them
+
+
+class RankEnded(Exception):
+    pass
+
+
+class Dying:
+    """A store whose rank ends at a call of `method`."""
+
+    def __init__(self, store, method):
+        self._store, self._method = store, method
+
+    def __getattr__(self, name):
+        if name == self._method:
+            raise RankEnded
+        return getattr(self._store, name)
+
+
+def names_of(attempt, store, size):
+    """What the ranks of an attempt call it; those that are given a method end when they call it on the store."""
+
+    def named(rank):
+        ends_at = attempt.get(rank)
+        try:
+            return collectives._attempt(Dying(store, ends_at) if ends_at else store, rank, size)
+        except RankEnded:
+            return None
+        except RankLostError:
+            return "waited in vain"
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(named, range(size)))
+
+
+def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypatch):
+    monkeypatch.setattr(collectives, "_COME", timedelta(seconds=0.3))
+    store = dist.HashStore()
+    first, second = names_of({}, store, 4), names_of({}, store, 4)
+    assert len({*first}) == len({*second}) == 1
+    # ranks that had asked when rank zero ended, one that ended before it asked, and one that has heard nothing
+    assert names_of({0: "set"}, store, 4) == [None, *["waited in vain"] * 3]
+    assert names_of({2: "add"}, store, 4)[2] is None
+    names_of({1: "get"}, store, 4)
+    (third,) = {*names_of({}, store, 4)}
+    assert third not in {None, "waited in vain", first[0], second[0]}
+
+
+def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
+    monkeypatch.setattr(collectives, "_COME", timedelta(seconds=0.1))
+    with pytest.raises(RankLostError, match=r"1 of 2 ranks have come within 0:00:00\.1"):
+        collectives._attempt(dist.HashStore(), 0, 2)
+
+
+# two ranks: each starts once and writes what every function gave it; the facts below read that
+
+
+def caught_from_rank_zero(compute):
+    try:
+        return distributed.from_rank_zero(compute)
+    except BaseException as error:
+        return type(error).__name__, str(error), {key: str(value) for key, value in vars(error).items()}
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
+    calls = []
+
+    def compute():
+        calls.append(rank)
+        return {"from": rank, "lengths": torch.arange(3)}
+
+    facts = {
+        "who": (distributed.world_size(), distributed.rank(), distributed.is_rank_zero()),
+        "minimum": distributed.minimum(10 + rank),
+        "maximum": distributed.maximum(10 + rank),
+        "total": distributed.all_reduce_total(10 + rank),
+        "large": distributed.all_reduce_total(2**60),
+        "any": [distributed.any_of_ranks(flag) for flag in (False, rank == 0, rank == 1, True)],
+        "result": distributed.from_rank_zero(compute),
+        "calls": calls,
+        "none": distributed.from_rank_zero(lambda: None),
+        "SettingError": caught_from_rank_zero(lambda: failing(SettingError("epochs", 0, "must be 1 or more"))),
+        "NeedsTwoArguments": caught_from_rank_zero(lambda: failing(NeedsTwoArguments(1, 2))),
+        "FileNotFoundError": caught_from_rank_zero(lambda: Path("/nowhere/at/all").read_text()),
+        "SystemExit": caught_from_rank_zero(lambda: failing(SystemExit(3))),
+        "HoldsALambda": caught_from_rank_zero(lambda: failing(HoldsALambda())),
+        "unpicklable": caught_from_rank_zero(lambda: lambda: None),
+    }
+    distributed.barrier()
+    before = time.monotonic()
+    if rank == 0:
+        time.sleep(0.5)
+    distributed.barrier()
+    facts["waited_seconds"] = time.monotonic() - before
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(facts))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(run_rank, args=(folder,), nprocs=2)
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
+
+
+def test_each_rank_knows_which_it_is(ranks):
+    assert [facts["who"] for facts in ranks] == [(2, 0, True), (2, 1, False)]
+
+
+def test_numbers_are_reduced_alike_on_every_rank(ranks):
+    for facts in ranks:
+        assert (facts["minimum"], facts["maximum"], facts["total"], facts["large"]) == (10, 11, 21, 2**61)
+
+
+def test_a_flag_of_any_rank_counts_for_all(ranks):
+    for facts in ranks:
+        assert facts["any"] == [False, True, True, True]
+
+
+def test_rank_zero_alone_computes_and_all_have_its_result(ranks):
+    assert [facts["calls"] for facts in ranks] == [[0], []]
+    for facts in ranks:
+        assert facts["result"]["from"] == 0
+        assert facts["result"]["lengths"].tolist() == [0, 1, 2]
+        assert facts["none"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("SettingError", "epochs=0: must be 1 or more"),
+        ("NeedsTwoArguments", "1 and 2"),
+        ("FileNotFoundError", "[Errno 2] No such file or directory: '/nowhere/at/all'"),
+        ("SystemExit", "3"),
+    ],
+)
+def test_an_error_of_rank_zero_is_raised_alike_on_every_rank(ranks, name, message):
+    for facts in ranks:
+        assert facts[name][:2] == (name, message)
+    assert ranks[0][name] == ranks[1][name]  # its attributes too
+
+
+def test_an_error_that_cannot_be_sent_is_told(ranks):
+    assert ranks[0]["HoldsALambda"][:2] == ("HoldsALambda", "held")
+    assert ranks[1]["HoldsALambda"][:2] == ("RuntimeError", "rank 0 failed with HoldsALambda: held")
+
+
+def test_a_result_that_cannot_be_sent_fails_on_every_rank(ranks):
+    for facts in ranks:
+        assert isinstance(facts["unpicklable"], tuple)
+        assert "pickle" in facts["unpicklable"][1]
+
+
+def test_no_rank_passes_a_barrier_before_the_last_has_come(ranks):
+    assert ranks[1]["waited_seconds"] >= 0.4

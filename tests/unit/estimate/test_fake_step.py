@@ -1,0 +1,193 @@
+"""A step on fake tensors holds what the same step on real ones holds, to the byte, and takes no memory itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from functools import partial
+
+import pytest
+import torch
+from support.fake_steps import LENGTH, OPTIMIZERS, Decoder, fake_step, made, run, stepped
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from adaptive_batch.estimate import FakeDevice
+from adaptive_batch.memory import (
+    MemoryCurve,
+    optimizer_state_tensors,
+    plain_tensors,
+    storage_bytes,
+)
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import DryRun
+
+PLENTY = 2**40
+
+
+def rehearsal(optimizer="AdamW fused", *, in_backward=False, accumulates=False, **options):
+    model = Decoder(**options)
+    taking = made(model, optimizer, in_backward)
+    return DryRun(
+        model=model,
+        optimizer=taking,
+        forward_backward=partial(run, model, lambda batch: None),
+        step=lambda: stepped(model, taking),
+        accumulates=accumulates,
+        memory=CountedMemory(torch.device("cpu")),
+        budget_bytes=PLENTY,
+    )
+
+
+CASES = [
+    *({"optimizer": optimizer} for optimizer in OPTIMIZERS),
+    *({"optimizer": optimizer, "in_backward": True} for optimizer in ("AdamW", "SGD momentum")),
+    {"accumulates": True},
+    {"checkpointing": True},
+    {"checkpointing": True, "accumulates": True, "optimizer": "AdamW foreach"},
+    {"checkpointing": True, "in_backward": True, "optimizer": "AdamW fused"},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case.values())))
+def test_a_fake_step_holds_what_a_real_one_holds_after_each_operation(case):
+    step = fake_step(**case)
+    traces = {rows: step.trace(rows) for rows in (1, 2, 3, 9)}
+    curve = MemoryCurve.from_traces((2, traces[2].trace), (3, traces[3].trace))
+    with rehearsal(**case) as trial:
+        assert step.resident.total == trial.resident_bytes
+        assert step.optimizer_peak_bytes == trial.optimizer_peak_bytes
+        assert (step.optimizer_peak_bytes is None) == case.get("in_backward", False)
+        for rows, fake in traces.items():
+            real = trial(rows)
+            assert max(fake.trace.live_bytes) == real.peak_bytes
+            if case.get("in_backward"):  # a rehearsal puts each parameter back in its hook
+                continue
+            assert list(fake.trace.live_bytes) == list(real.trace.live_bytes)
+        assert curve.peak_bytes(37) == trial(37).peak_bytes
+
+
+def test_what_is_resident_is_told_by_kind():
+    step = fake_step(accumulates=True)
+    real = Decoder()
+    trained = [parameter for parameter in real.parameters() if parameter.requires_grad]
+    taking = OPTIMIZERS["AdamW fused"](trained)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    taking.step()
+    assert step.resident.parameters == storage_bytes(real.parameters())
+    assert step.resident.buffers == storage_bytes(real.buffers())
+    assert step.resident.optimizer == storage_bytes(optimizer_state_tensors([taking]))
+    assert step.resident.gradients == storage_bytes(parameter.grad for parameter in trained)
+    assert fake_step().resident.gradients == 0
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_tensor_of_a_fake_step_is_real(in_backward):
+    with torch.device("meta"):
+        model = Decoder()
+    step = fake_step("AdamW8bit", in_backward=in_backward, model=model)
+    step.trace(2)
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors += [plain for state in optimizer_state_tensors(step._optimizers) for plain in plain_tensors(state)]
+    assert len(tensors) > 3 * len(list(model.parameters()))
+    assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def test_a_model_of_many_gigabytes_takes_no_memory():
+    before = _resident_pages()
+    words = 2**24  # 4 GiB of embeddings, and 8 of states
+    step = fake_step(words=words)
+    peak = max(step.trace(64).trace.live_bytes)
+    assert step.resident.parameters > 4 * 2**30
+    assert peak > 64 * LENGTH * words * 4
+    assert _resident_pages() - before < 2**28
+
+
+def _resident_pages() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_real_tensors_are_let_go_of_when_a_model_is_moved():
+    model = Decoder()
+    expected = storage_bytes(model.parameters())
+    references = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+    assert not any(reference.expired() for reference in references)
+    FakeDevice().move(model)
+    gc.collect()
+    assert all(reference.expired() for reference in references)
+    assert storage_bytes(model.parameters()) == expected
+
+
+def test_tied_parameters_stay_tied():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    device = FakeDevice()
+    device.move(model)
+    assert model[1].weight is model[0].weight
+    assert storage_bytes(model.parameters()) == 8 * 8 * 4
+
+
+def test_rows_of_another_length_are_traced_by_code_of_their_own():
+    with torch.device("meta"):
+        model = Decoder()
+    device = FakeDevice()
+    step = fake_step(model=model, device=device)
+    other = max(step.trace(3, forward_backward=partial(run, model, device.batch, length=40)).trace.live_bytes)
+    plain = max(step.trace(3).trace.live_bytes)
+    with rehearsal() as trial:
+        assert plain == trial(3).peak_bytes
+        trial._forward_backward = partial(run, trial._model, lambda batch: None, length=40)
+        assert other == trial(3).peak_bytes
+
+
+def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
+    images = {"images": [[torch.ones(3, 4, 4)]], "sizes": (torch.ones(2),)}
+    batch = {"tokens": torch.arange(6).reshape(2, 3), "names": ["a", "b"], "mask": None, "encoder_input": images}
+    FakeDevice().batch(batch)
+    inner = batch["encoder_input"]
+    assert [type(tensor) for tensor in (inner["images"][0][0], inner["sizes"][0])] == [FakeTensor, FakeTensor]
+    assert isinstance(batch["tokens"], FakeTensor)
+    assert (batch["tokens"].shape, batch["tokens"].dtype) == ((2, 3), torch.int64)
+    assert (batch["names"], batch["mask"]) == (["a", "b"], None)
+
+
+def test_what_a_device_takes_for_an_operation_is_added_while_it_runs():
+    def workspace(operation, args, kwargs):
+        return 10_000_000 if operation is torch.ops.aten.embedding_dense_backward.default else 0
+
+    plain, more = fake_step().trace(2), fake_step(device=FakeDevice(workspace=workspace)).trace(2)
+    added = [high - low for low, high in zip(plain.trace.live_bytes, more.trace.live_bytes, strict=True)]
+    assert sorted(set(added)) == [0, 10_000_000]
+    assert added.count(10_000_000) == 1
+    assert plain.trace.program == more.trace.program
+
+
+def test_two_traces_of_one_size_are_alike():
+    step = fake_step("AdamW8bit", checkpointing=True)
+    assert step.trace(4) == step.trace(4)
+
+
+def test_an_uncounted_region_counts_what_stays_of_it():
+    device = FakeDevice()
+    with device.counting() as counter:
+        counter.add([])
+        base = torch.zeros(100)  # begins the count: nothing is resident
+        with device.uncounted():
+            kept = torch.zeros(1000) + 1
+            torch.zeros(5000)
+        peak = counter.peak_bytes
+        after = base + 1
+    assert peak == storage_bytes([base, kept])
+    assert counter.live_bytes == counter.peak_bytes == storage_bytes([base, kept, after])
+
+
+def test_a_copy_of_a_fake_model_can_be_planned_beside_it():
+    device = FakeDevice()
+    with torch.device("meta"):
+        model = Decoder()
+    twin = copy.deepcopy(model)
+    one, other = fake_step(model=model, device=device), fake_step(model=twin, device=FakeDevice())
+    assert one.trace(2).trace == other.trace(2).trace

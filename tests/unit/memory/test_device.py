@@ -1,0 +1,461 @@
+"""Out of memory or not; sizes; and that counting live tensors agrees with what the allocator is asked for."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import pytest
+import torch
+import torchao.optim
+from support.fakes import FakeBackend
+from support.training_cases import CPU, PLENTY, Case, Training
+from torch._utils import ExceptionWrapper
+from torch.profiler import ProfilerActivity, profile
+
+from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.memory import (
+    GIB,
+    device_memory,
+    host_available_bytes,
+    is_out_of_memory,
+    optimizer_state_tensors,
+    parse_size,
+    recover,
+    storage_bytes,
+)
+from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
+
+MIB = 2**20
+
+CUDA_HELP = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+    "\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
+    "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+
+OUT_OF_MEMORY = {
+    "CUDA caching allocator": torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of which 1.12 GiB is free. "
+        "Including non-PyTorch memory, this process has 22.52 GiB memory in use. Of the allocated memory 21.91 GiB is allocated "
+        "by PyTorch, and 163.42 MiB is reserved by PyTorch but unallocated."
+    ),
+    "CUDA caching allocator before it had a type": RuntimeError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.80 GiB total capacity; 6.90 GiB already allocated; 17.31 MiB "
+        "free; 6.95 GiB reserved in total by PyTorch)"
+    ),
+    "CUDA driver": RuntimeError("CUDA error: out of memory" + CUDA_HELP),
+    "CUDA virtual memory": RuntimeError("CUDA driver error: out of memory"),
+    "HIP": RuntimeError("HIP out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 15.98 GiB"),
+    "HIP driver": RuntimeError("HIP error: out of memory"),
+    "XPU": RuntimeError("XPU out of memory. Tried to allocate 1.56 GiB. GPU 0 has a total capacity of 15.56 GiB."),
+    "MPS": RuntimeError(
+        "MPS backend out of memory (MPS allocated: 17.30 GB, other allocations: 576.00 KB, max allowed: 18.13 GB). Tried to "
+        "allocate 1024.00 MB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory "
+        "allocations (may cause system failure)."
+    ),
+    "NPU": RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total capacity)"),
+    "CPU on Linux": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+        "1099511627776 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    "CPU on Windows": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 1099511627776 bytes."
+    ),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cuDNN": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "cuDNN, not supported": RuntimeError(
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+    ),
+    "cuDNN, no engine": RuntimeError("GET was unable to find an engine to execute this computation"),
+    "cuDNN, no engine, version 8": RuntimeError("FIND was unable to find an engine to execute this computation"),
+    "cuFFT": RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    "Triton at launch": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "NCCL": torch.distributed.DistBackendError(
+        "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with NCCL_DEBUG=INFO "
+        "for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Cuda failure 2 'out of memory'"
+    ),
+    "Python": MemoryError(),
+    "NumPy": type("_ArrayMemoryError", (MemoryError,), {})(
+        "Unable to allocate 8.00 GiB for an array with shape (32768, 32768) and data type float64"
+    ),
+    "C++": RuntimeError("std::bad_alloc"),
+}
+
+SOMETHING_ELSE = {
+    "Triton's shared memory": RuntimeError(
+        "out of resource: shared memory, Required: 147456, Hardware limit: 101376. Reducing block sizes or `num_stages` may help."
+    ),
+    "illegal memory access": RuntimeError("CUDA error: an illegal memory access was encountered" + CUDA_HELP),
+    "device-side assertion": RuntimeError("CUDA error: device-side assert triggered" + CUDA_HELP),
+    "grid limit": RuntimeError("CUDA error: invalid configuration argument" + CUDA_HELP),
+    "int32 index": RuntimeError("integer out of range"),
+    "cuBLAS, executing": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb)`"
+    ),
+    "a worker's shared memory": RuntimeError(
+        "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared "
+        "memory. Please try to raise your shared memory limit."
+    ),
+    "a user's words": ValueError("CUDA out of memory is what you get with batch_size=4096"),
+    "a user's KeyError": KeyError("out of memory"),
+    "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x4)"),
+    "ours": DoesNotFitError("one row needs 25.10 GiB, cuda:0 allows 23.60 GiB"),
+    "no error": None,
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_MEMORY)
+def test_words_for_having_run_out_are_recognised(name):
+    assert is_out_of_memory(OUT_OF_MEMORY[name])
+
+
+@pytest.mark.parametrize("name", SOMETHING_ELSE)
+def test_other_faults_are_not_taken_for_it(name):
+    assert not is_out_of_memory(SOMETHING_ELSE[name])
+
+
+def raised(function):
+    try:
+        function()
+    except BaseException as error:
+        return error
+
+
+def raised_from(error, cause):
+    def run():
+        raise error from cause
+
+    return raised(run)
+
+
+def wrapped_by_data_parallel(error):
+    try:
+        raise error
+    except BaseException:
+        wrapper = ExceptionWrapper(where="in replica 0 on device 0")
+    return raised(wrapper.reraise)
+
+
+@pytest.mark.parametrize("name", OUT_OF_MEMORY)
+def test_it_is_recognised_when_re_raised_with_a_cause(name):
+    assert is_out_of_memory(raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name]))
+    assert is_out_of_memory(raised_from(ValueError("step 3"), raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name])))
+
+
+@pytest.mark.parametrize("name", [name for name in OUT_OF_MEMORY if name != "NCCL"])
+def test_it_is_recognised_when_data_parallel_has_wrapped_it(name):
+    error = wrapped_by_data_parallel(OUT_OF_MEMORY[name])
+    assert "in replica 0 on device 0" in str(error)
+    assert is_out_of_memory(error)
+
+
+def test_other_faults_stay_other_when_wrapped():
+    for error in filter(None, SOMETHING_ELSE.values()):
+        assert not is_out_of_memory(raised_from(RuntimeError("a trial failed"), error))
+        assert not is_out_of_memory(wrapped_by_data_parallel(error))
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once():
+    error = RuntimeError("going round")
+    error.__cause__ = error
+    assert not is_out_of_memory(error)
+
+
+def test_an_allocator_that_really_runs_out_is_recognised():
+    code = """
+        import resource, torch
+        from adaptive_batch.memory import is_out_of_memory
+        torch.set_num_threads(1)
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
+        weight = torch.zeros(256, 1024, requires_grad=True)
+        try:
+            kept = []
+            while True:
+                kept.append((torch.ones(65536, 256) @ weight).exp())
+        except Exception as error:
+            kept.clear()
+            print(type(error).__name__, is_out_of_memory(error), str(error).splitlines()[0])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("RuntimeError True"), done.stdout + done.stderr
+    assert "DefaultCPUAllocator" in done.stdout
+
+
+# sizes
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        ("12GiB", 12 * GIB),
+        ("1.5 gib", 3 * GIB // 2),
+        (" 900MiB ", 900 * MIB),
+        ("8GB", 8 * 10**9),
+        ("64KiB", 65536),
+        ("1TiB", 1024 * GIB),
+        ("77 B", 77),
+        (4096, 4096),
+        (0.9, 900),
+        (1.0, 1000),
+    ],
+)
+def test_a_size_is_read(value, size):
+    assert parse_size(value, total_bytes=1000) == size
+
+
+@pytest.mark.parametrize(
+    "value", ["12", "GiB", "-1GiB", "0GiB", "12 parsecs", "", 0, 1, -5, 0.0, 1.5, True, None, float("nan")]
+)
+def test_what_is_no_size_is_refused(value):
+    with pytest.raises(ValueError, match='give a size such as "12GiB"'):
+        parse_size(value, total_bytes=1000)
+
+
+# counting
+
+
+def resident(training):
+    yield from (*training.model.parameters(), *training.model.buffers())
+    yield from (p.grad for p in training.model.parameters() if p.grad is not None)
+    yield from optimizer_state_tensors(training.optimizers)
+
+
+def peak_by_profiler(training, run):
+    """What was resident and the highest sum of the allocator's own reports."""
+    before = storage_bytes(resident(training))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return before + peak
+
+
+def peak_by_counting(training, run):
+    with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
+        run()
+    return usage.peak_bytes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer", ["AdamW fused", "AdamW foreach"])
+def test_counting_agrees_with_the_allocator(optimizer, dtype, checkpointing):
+    training = Training(Case(optimizer, dtype=dtype, checkpointing=checkpointing, resumed=True))
+    for run in (lambda: training.forward_backward(160), training.step):
+        expected = peak_by_profiler(training, run)
+        assert peak_by_counting(training, run) == pytest.approx(expected, rel=1e-3)
+
+
+def counted(run, *held, budget_bytes=PLENTY):
+    with CountedMemory(CPU).measure(held, budget_bytes=budget_bytes) as usage:
+        run()
+    return usage
+
+
+def test_views_and_in_place_operations_count_once():
+    held = torch.zeros(MIB, dtype=torch.uint8)
+
+    def run():
+        view = held.view(1024, 1024)[::2].t()
+        view.add_(1).mul_(2)
+        held.resize_(MIB)
+        torch.add(held, 1, out=held)
+
+    usage = counted(run, held, held.view(2, -1), held[5:])
+    assert (usage.resident_bytes, usage.peak_bytes) == (MIB, MIB)
+
+
+def test_a_storage_that_grows_in_place_is_counted_anew():
+    def run():
+        grown = torch.zeros(MIB, dtype=torch.uint8)
+        grown.resize_(3 * MIB)
+        torch.zeros(MIB, dtype=torch.uint8)
+
+    assert counted(run).peak_bytes == 4 * MIB
+
+
+def test_freed_storages_leave():
+    def run():
+        for _ in range(5):
+            torch.zeros(MIB, dtype=torch.uint8)
+        a, b = torch.zeros(MIB, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
+        del a
+        c = torch.zeros(MIB, dtype=torch.uint8)
+        del b, c
+
+    assert counted(run).peak_bytes == 2 * MIB
+
+
+def test_low_bit_states_count_by_what_they_wrap():
+    parameter = torch.nn.Parameter(torch.zeros(256, 256))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torchao.optim.AdamW8bit([parameter])
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    states = list(optimizer_state_tensors([optimizer]))
+    values = 256 * 256
+    scales, tables, step = values // 256 * 4, 256 * 4, 4
+    assert storage_bytes(states) == 2 * (values + scales + tables) + step
+    assert counted(lambda: None, *states).resident_bytes == storage_bytes(states)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit"])
+def test_counting_agrees_with_the_allocator_on_low_bit_optimizers(optimizer):
+    """The eager program: compiled, the step takes less."""
+    with torch.compiler.set_stance("force_eager"):
+        training, twin = (Training(Case(optimizer)) for _ in range(2))
+        twin.step()  # tables that torchao keeps for all are made once
+        expected = peak_by_profiler(training, training.step)
+        twin = Training(Case(optimizer))
+        assert peak_by_counting(twin, twin.step) == pytest.approx(expected, rel=1e-3)
+
+
+def test_passing_the_budget_raises_where_it_happens():
+    training = Training(Case("AdamW"))
+    for phase in ("forward", "backward"):
+        training.model.burden = {phase: GIB}
+        error = raised(lambda: counted(lambda: training.forward_backward(2), budget_bytes=GIB // 2))
+        assert isinstance(error, torch.OutOfMemoryError)
+        assert is_out_of_memory(error)
+        assert training.phase == phase
+        assert "over the budget of 0.500 GiB" in str(error)
+
+
+def test_what_is_resident_alone_may_pass_the_budget():
+    with pytest.raises(torch.OutOfMemoryError):
+        counted(lambda: None, torch.zeros(MIB, dtype=torch.uint8), budget_bytes=MIB - 1)
+    assert counted(lambda: None, torch.zeros(MIB, dtype=torch.uint8), budget_bytes=MIB).peak_bytes == MIB
+
+
+def test_a_compiled_region_is_counted_as_the_eager_program():
+    function = torch.compile(lambda x: ((x + 1) * 2).sum())
+    x = torch.zeros(MIB, dtype=torch.uint8)
+    assert counted(lambda: function(x), x).peak_bytes >= 3 * MIB
+
+
+def test_a_cpu_has_what_is_available_and_what_is_held():
+    memory = device_memory(CPU)
+    held = torch.zeros(64 * MIB, dtype=torch.uint8)
+    assert 0 < host_available_bytes() <= memory.total_bytes()
+    assert memory.available_bytes([held]) <= memory.total_bytes()
+    assert memory.describe().startswith("cpu (")
+
+
+# an accelerator, behind a fake of its allocator
+
+DEVICE = torch.device("cuda", 0)
+
+
+def accelerator(**options):
+    backend = FakeBackend(total=16 * GIB, **options)
+    return backend, AcceleratorMemory(DEVICE, backend=backend)
+
+
+def test_an_accelerator_has_what_is_free_and_what_this_process_holds():
+    backend, memory = accelerator(used_by_others=3 * GIB)
+    backend.hold(4 * GIB)
+    assert memory.available_bytes([]) == 13 * GIB
+    assert (memory.total_bytes(), memory.describe()) == (16 * GIB, "Fake 1000 (16.0 GiB)")
+
+
+def test_the_allocator_itself_refuses_what_passes_the_budget_and_is_free_again_after():
+    backend, memory = accelerator()
+    backend.fraction = 0.75
+    with pytest.raises(torch.OutOfMemoryError), memory.measure([], budget_bytes=8 * GIB):
+        backend.hold(9 * GIB)
+    assert backend.fractions == [1.0, 0.5, 0.75]
+    with memory.measure([], budget_bytes=14 * GIB):
+        assert backend.fraction == 0.75  # a limit that the user has set stays
+
+
+def test_the_peak_is_of_reserved_memory_since_the_measurement_began():
+    backend, memory = accelerator()
+    backend.hold(10 * GIB)
+    backend.hold(2 * GIB)
+    with memory.measure([], budget_bytes=15 * GIB) as usage:
+        backend.hold(6 * GIB)
+        backend.hold(3 * GIB)
+    assert (usage.resident_bytes, usage.peak_bytes, usage.retried) == (2 * GIB, 6 * GIB, False)
+    assert backend.peak_reserved == backend.reserved  # statistics of training start afresh
+
+
+def test_an_allocator_that_had_to_retry_is_told():
+    backend, memory = accelerator()
+    with memory.measure([], budget_bytes=15 * GIB) as usage:
+        backend.retries += 1
+    assert usage.retried
+
+
+def test_a_backend_that_cannot_limit_is_held_to_the_budget_after():
+    backend, memory = accelerator()
+    backend.set_per_process_memory_fraction = None
+    with pytest.raises(torch.OutOfMemoryError, match="over the budget"), memory.measure([], budget_bytes=4 * GIB):
+        backend.hold(5 * GIB)
+
+
+class SaysNothing:
+    """A backend as ``torch.accelerator`` was: it synchronizes, and knows nothing of memory."""
+
+    def synchronize(self, _):
+        pass
+
+
+def test_a_device_that_does_not_say_what_it_peaks_at_is_refused_for_probes_alone():
+    device = torch.device("cuda", 0)
+    memory = AcceleratorMemory(device, backend=SaysNothing())
+    with pytest.raises(
+        SettingError, match=r"device='cuda:0': torch .* no batch can be probed there; train with a batch"
+    ):
+        memory.check_it_can_be_measured()
+    memory.release()
+    assert memory.num_retries() == 0
+
+
+def test_a_cpu_and_an_allocator_that_says_it_can_be_measured():
+    device_memory(CPU).check_it_can_be_measured()
+    accelerator()[1].check_it_can_be_measured()
+
+
+def test_retries_are_counted_since_the_allocator_began_and_a_cpu_has_none():
+    backend, memory = accelerator()
+    assert (memory.num_retries(), device_memory(CPU).num_retries()) == (0, 0)
+    for _ in range(2):
+        assert isinstance(raised(lambda: backend.hold(17 * GIB)), torch.OutOfMemoryError)
+    assert memory.num_retries() == 2
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_recovering_frees_what_a_failed_backward_left_in_autograds_engine():
+    """Of two branches that wait in the engine the first fails, so that the other is never run."""
+
+    def failed_backward():
+        x = torch.ones(8, requires_grad=True)
+        kept = x.exp()
+        reference = weakref.ref(kept.untyped_storage())
+        branch = kept.sin()
+        assert isinstance(raised((branch.sum() + FailsInBackward.apply(x).sum()).backward), torch.OutOfMemoryError)
+        return reference
+
+    reference = failed_backward()
+    gc.collect()
+    left = reference() is not None
+    recover(device_memory(CPU))
+    assert (left, reference()) == (True, None)

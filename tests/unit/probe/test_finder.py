@@ -1,0 +1,273 @@
+"""What a search finds was tried; its file is whole or not believed; ranks agree."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fakes import IdealDevice
+
+from adaptive_batch.memory import GIB
+from adaptive_batch.probe import (
+    BinarySearch,
+    Halving,
+    Predictive,
+    ProbeResult,
+    Trial,
+    load_result,
+    run_search,
+    save_result,
+)
+
+BUDGET = 16 * GIB
+MAXIMUM = 256
+
+
+def linear(true_maximum: int) -> IdealDevice:
+    """A device on which so many rows are the most that fit."""
+    row = int(0.7 * BUDGET / (true_maximum + 0.5))
+    return IdealDevice(
+        lambda rows: BUDGET * 3 // 10 + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=BUDGET // 2
+    )
+
+
+SEARCHES = {
+    "predict": lambda: Predictive(budget_bytes=BUDGET, maximum=MAXIMUM),
+    "binary": lambda: BinarySearch(maximum=MAXIMUM),
+    "halve": lambda: Halving(start=MAXIMUM),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("true_maximum", [1, 2, 3, 37, 64, 255, 256, 1000])
+def test_the_bound_was_tried_and_fits(search, true_maximum):
+    device = linear(true_maximum)
+    result = run_search(device, search=SEARCHES[search](), sequence_length=512, budget_bytes=BUDGET)
+    assert result.max_batch_size in [t.batch_size for t in result.trials if t.fits]
+    assert result.max_batch_size == result.batch_size <= min(true_maximum, MAXIMUM)
+    assert [t.batch_size for t in result.trials] == device.tried
+    assert len(result.seconds) == len(result.trials)
+    assert result.num_out_of_memory == sum(rows > true_maximum for rows in device.tried)
+    if search != "halve":
+        assert result.max_batch_size == min(true_maximum, MAXIMUM)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("true_maximum", [1, 2, 3, 37, 64, 255])
+def test_a_size_rounded_to_a_power_of_two_is_tried_too(search, true_maximum):
+    device = linear(true_maximum)
+    result = run_search(device, search=SEARCHES[search](), round_to_power_of_two=True)
+    assert result.batch_size == 1 << (result.max_batch_size.bit_length() - 1)
+    assert {result.batch_size, result.max_batch_size} <= {t.batch_size for t in result.trials if t.fits}
+    assert len(device.tried) == len(set(device.tried))
+
+
+@pytest.mark.parametrize("round_to_power_of_two", [False, True])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_bound_is_zero_when_nothing_fits(search, round_to_power_of_two):
+    device = IdealDevice(lambda rows: BUDGET + 1, budget_bytes=BUDGET)
+    result = run_search(device, search=SEARCHES[search](), round_to_power_of_two=round_to_power_of_two)
+    assert (result.max_batch_size, result.batch_size) == (0, 0)
+    assert result.num_out_of_memory == len(result.trials) > 0
+    assert "max_batch_size: 0" in result.table()
+
+
+@given(answers=st.lists(st.booleans()), search=st.sampled_from(list(SEARCHES)))
+def test_whatever_a_device_answers_only_sizes_that_were_tried_and_fit_are_returned(answers, search):
+    left = list(answers)
+    result = run_search(
+        lambda rows: Trial(rows, bool(left and left.pop())), search=SEARCHES[search](), round_to_power_of_two=True
+    )
+    fitting = {t.batch_size for t in result.trials if t.fits} | {0}
+    assert {result.max_batch_size, result.batch_size} <= fitting
+    assert result.batch_size <= result.max_batch_size
+
+
+def test_an_error_of_a_trial_ends_the_search():
+    def fail(rows):
+        raise RuntimeError(f"a trial of {rows} rows failed, and not for lack of memory: index out of range")
+
+    with pytest.raises(RuntimeError, match="a trial of 1 rows failed"):
+        run_search(fail, search=SEARCHES["predict"]())
+
+
+def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
+    row = GIB // 4
+    device = IdealDevice(lambda rows: 4 * GIB + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=5 * GIB)
+    result = run_search(
+        device,
+        search=Predictive(budget_bytes=BUDGET, maximum=40),
+        round_to_power_of_two=True,
+        sequence_length=2048,
+        resident_bytes=4 * GIB,
+        budget_bytes=BUDGET,
+    )
+    lines = result.table().splitlines()
+    assert lines[0].split() == ["rows", "length", "peak", "GiB", "fits", "seconds", "rows/s"]
+    assert lines[1].split()[:4] == ["1", "2048", "4.250", "yes"]
+    assert "fixed: 4.000 GiB (weights, buffers, optimizer state, gradients that stay)" in lines
+    assert "optimizer's step: 5.000 GiB at its peak, whatever the batch" in lines
+    assert "each row: 0.2500 GiB more, between the two largest sizes that fit" in lines
+    assert "free at the bound: 2.000 GiB of the 16.000 GiB allowed" in lines
+    assert lines[-1] == "max_batch_size: 40; rounded down to a power of two: 32"
+    assert (result.bytes_per_row(), result.peak_bytes()) == (row, 14 * GIB)
+
+
+def test_the_peak_of_the_bound_includes_the_optimizers_phase():
+    device = IdealDevice(lambda rows: rows * GIB, budget_bytes=BUDGET, optimizer_peak_bytes=15 * GIB)
+    assert run_search(device, search=Halving(start=2)).peak_bytes() == 15 * GIB
+
+
+# the file
+
+
+@pytest.fixture
+def result() -> ProbeResult:
+    return run_search(
+        linear(37),
+        search=SEARCHES["predict"](),
+        round_to_power_of_two=True,
+        sequence_length=512,
+        resident_bytes=9,
+        budget_bytes=BUDGET,
+    )
+
+
+def test_a_saved_result_comes_back_the_same(result, tmp_path):
+    path = tmp_path / "adaptive_batch" / "probe.json"
+    save_result(result, path, fingerprint="f")
+    assert load_result(path, fingerprint="f") == result
+    assert json.loads(path.read_text())["max_batch_size"] == 37
+
+
+def test_without_a_file_there_is_no_result_and_nothing_to_say(tmp_path, caplog):
+    assert load_result(tmp_path / "probe.json", fingerprint="f") is None
+    assert caplog.text == ""
+
+
+def test_a_result_of_other_settings_is_not_believed_and_it_is_said(result, tmp_path, caplog):
+    save_result(result, tmp_path / "probe.json", fingerprint="theirs")
+    with caplog.at_level(logging.INFO, logger="adaptive_batch"):
+        assert load_result(tmp_path / "probe.json", fingerprint="ours") is None
+    assert "probe.json is of other settings" in caplog.text
+
+
+def test_results_of_other_lengths_are_kept_beside_the_latest(result, tmp_path):
+    path = tmp_path / "probe.json"
+    other = replace(result, sequence_length=1024)
+    save_result(result, path, fingerprint="512")
+    save_result(other, path, fingerprint="1024")
+    save_result(result, path, fingerprint="512")
+    assert load_result(path, fingerprint="512") == result
+    assert load_result(path, fingerprint="1024") == other
+    assert json.loads(path.read_text())["fingerprint"] == "512"
+
+
+def torn(text):
+    return text[: len(text) // 2]
+
+
+def edited(**changes):
+    return lambda text: json.dumps(json.loads(text) | changes)
+
+
+def without(key):
+    return lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != key})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torn,
+        lambda text: "",
+        lambda text: "\0" * 500,
+        lambda text: "[1, 2, 3]",
+        lambda text: "null",
+        lambda text: "37",
+        edited(format=0),
+        edited(trials=[{"rows": 3}]),
+        edited(trials=[]),
+        edited(trials=7),
+        edited(max_batch_size=4000),
+        edited(batch_size=4000),
+        edited(max_batch_size=0, batch_size=0),
+        edited(max_batch_size=None),
+        edited(max_batch_size=[1]),
+        without("format"),
+        without("trials"),
+        without("resident_bytes"),
+        without("earlier"),
+        edited(earlier=[{}]),
+        edited(earlier=3),
+        edited(fingerprint=None),
+    ],
+)
+def test_a_torn_foreign_or_old_file_is_not_believed_and_it_is_said(result, tmp_path, caplog, change):
+    path = tmp_path / "probe.json"
+    save_result(result, path, fingerprint="f")
+    path.write_text(change(path.read_text()))
+    with caplog.at_level(logging.INFO, logger="adaptive_batch"):
+        assert load_result(path, fingerprint="f") is None
+    assert f"{path}" in caplog.text
+    assert "probing again" in caplog.text
+
+
+def test_saving_is_whole_or_not_at_all(result, tmp_path):
+    path = tmp_path / "probe.json"
+    save_result(result, path, fingerprint="f")
+    with pytest.raises(TypeError):
+        save_result(replace(result, resident_bytes=object()), path, fingerprint="f")  # dies in the midst of writing
+    assert load_result(path, fingerprint="f") == result
+    save_result(result, path, fingerprint="g")
+    assert load_result(path, fingerprint="g") == result
+
+
+# two ranks: the smaller device decides; each rank writes what it found, and the facts below read that
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
+    found = {}
+    for search, make in SEARCHES.items():
+        device = linear((37, 23)[rank])
+        found[search] = run_search(device, search=make(), round_to_power_of_two=True), device.tried
+    silent = IdealDevice(lambda rows: rows, budget_bytes=9)  # the other rank's device cannot say what it used
+    result = run_search(
+        lambda rows: replace(silent(rows), peak_bytes=rows if rank else None), search=SEARCHES["predict"]()
+    )
+    found["silent"] = result, silent.tried
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.start_processes(run_rank, args=(folder,), nprocs=2, start_method="forkserver")
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_rank_with_the_least_memory_decides_for_all(ranks, search):
+    (ours, our_tries), (theirs, their_tries) = (found[search] for found in ranks)
+    assert our_tries == their_tries
+    assert replace(ours, seconds=()) == replace(theirs, seconds=())
+    assert ours.max_batch_size == (16 if search == "halve" else 23)
+    assert ours.batch_size == 16
+
+
+def test_the_largest_peak_of_any_rank_counts(ranks):
+    for found in ranks:
+        result, tried = found["silent"]
+        assert result.max_batch_size == 9
+        assert tried[-1] in (9, 10)
+        assert all(t.peak_bytes == t.batch_size for t in result.trials if t.fits)

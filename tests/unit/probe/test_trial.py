@@ -1,0 +1,441 @@
+"""A trial measures what a training step takes, and leaves no trace. All combinations: benchmarks/traceless.py."""
+
+from __future__ import annotations
+
+import re
+import weakref
+
+import pytest
+import torch
+from support.fakes import FakeBackend
+from support.training_cases import (
+    CPU,
+    LENGTH,
+    OPTIMIZERS,
+    PLENTY,
+    VOCABULARY,
+    Case,
+    Mishap,
+    Training,
+    differences,
+    traces,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.memory import GIB, OptimizerInBackward, optimizer_state_tensors
+from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
+from adaptive_batch.probe import BinarySearch, DryRun, run_search
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The model is tiny: several threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Each optimizer in both places; dtype, checkpointing and a resumed optimizer take turns.
+SHORT_FORM = [
+    Case(
+        optimizer,
+        in_backward=in_backward,
+        dtype=torch.bfloat16 if (index + in_backward) % 2 else torch.float32,
+        checkpointing=bool(index // 2 % 2) != in_backward,
+        resumed=bool((index + 1) // 2 % 2) == in_backward,
+    )
+    for index, optimizer in enumerate(OPTIMIZERS)
+    for in_backward in (False, True)
+]
+
+
+@pytest.mark.parametrize("case", SHORT_FORM, ids=str)
+def test_a_probe_leaves_no_trace_however_it_ends(case):
+    assert {outcome: differing for outcome, differing in traces(case) if differing} == {}
+
+
+def test_the_comparison_sees_what_a_step_changes():
+    """Else the facts above could not fail."""
+    for case in (Case("counting", resumed=True), Case("AdamW8bit", resumed=True), Case("AdamW", in_backward=True)):
+        with torch.compiler.set_stance("force_eager"):
+            training = Training(case)
+            before = training.everything()
+            training.train(1)
+        differing = differences(before, training.everything())
+        for name in ("torch", "python", "numpy", "parameter embed.weight", "buffer seen", "buffer mean", "state 0"):
+            assert name in differing
+
+
+# the peak is that of training
+
+
+def resident(training):
+    yield from (*training.model.parameters(), *training.model.buffers())
+    yield from (p.grad for p in training.model.parameters() if p.grad is not None)
+    yield from optimizer_state_tensors(training.optimizers)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum"])
+def test_a_trial_peaks_where_training_peaks(name, checkpointing, micro_batches):
+    training = Training(Case(name, checkpointing=checkpointing))
+    training.train(1)
+    with training.rehearsal(accumulates=micro_batches > 1) as trial:
+        predicted = {rows: trial(rows) for rows in (1, 2, 7, 40)}
+    for rows, tried in predicted.items():
+        with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
+            for _ in range(micro_batches):
+                training.forward_backward(rows)
+            training.step()
+        training.optimizer.zero_grad(set_to_none=True)
+        assert max(tried.peak_bytes, tried.optimizer_peak_bytes) == usage.peak_bytes
+    assert predicted[40].peak_bytes > predicted[7].peak_bytes > trial.resident_bytes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_a_trial_peaks_where_training_peaks_with_the_optimizer_in_backward(checkpointing):
+    training = Training(Case("AdamW", in_backward=True, checkpointing=checkpointing))
+    with training.rehearsal() as trial:
+        predicted = {rows: trial(rows) for rows in (1, 2, 7, 40)}
+    training.train(1)  # a fresh optimizer has no state yet, and its first step takes less
+    for rows, tried in predicted.items():
+        with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
+            training.forward_backward(rows)
+        assert tried.peak_bytes == usage.peak_bytes
+        assert tried.optimizer_peak_bytes is None
+
+
+def test_gradients_that_stay_add_one_copy_of_the_trained_parameters():
+    training = Training(Case("SGD momentum"))
+    gradients = sum(p.nbytes for p in training.model.parameters() if p.requires_grad)
+    with training.rehearsal() as trial:
+        without = trial.resident_bytes
+    with training.rehearsal(accumulates=True) as trial:
+        assert trial.resident_bytes == without + gradients
+
+
+def test_gradients_are_there_again_in_the_trial_after_one_that_did_not_fit():
+    training = Training(Case("SGD momentum"))
+    with training.rehearsal(accumulates=True, budget_bytes=GIB) as trial:
+        before = trial(3).peak_bytes
+        training.model.burden = {"backward": GIB}
+        assert not trial(2).fits
+        training.model.burden = {}
+        assert trial(3).peak_bytes == before
+
+
+class RunsOutAt(TorchDispatchMode):
+    """Out of memory at one operation."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.left = operation
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_a_trial_that_ran_out_anywhere_holds_nothing_afterwards(checkpointing):
+    """A failed backward may leave tasks in autograd's engine that keep its graph alive."""
+    training = Training(Case("SGD momentum", checkpointing=checkpointing))
+    alive, at, phases = [], 0, set()
+    for module in training.model.modules():
+        module.register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output.untyped_storage())))
+
+    def forward_backward(rows):
+        with RunsOutAt(at):
+            training.forward_backward(rows)
+
+    with training.rehearsal(forward_backward=forward_backward) as trial:
+        for at in range(1, 1000, 7):
+            if trial(2).fits:
+                break
+            phases.add(training.phase)
+            assert [at for reference in alive if reference() is not None] == []
+    assert phases == {"forward", "backward"}
+
+
+# what does not fit
+
+
+def peaks(training):
+    with training.rehearsal() as trial:
+        return trial(1).peak_bytes, trial.optimizer_peak_bytes
+
+
+def refusal(training, budget_bytes):
+    with pytest.raises(DoesNotFitError) as caught, training.rehearsal(budget_bytes=budget_bytes):
+        pass
+    return str(caught.value)
+
+
+class BigStep(torch.optim.SGD):
+    """Takes 64 MiB while it steps."""
+
+    def step(self, closure=None):
+        torch.zeros(2**26, dtype=torch.uint8)
+        super().step(closure)
+
+
+def test_one_row_that_does_not_fit_is_told_with_numbers_and_remedies():
+    message = refusal(Training(Case("AdamW")), 2**10)
+    needs = re.match(r"one row of 24 tokens needs \d\.\d\d MiB, cpu allows 1024 bytes; ", message)
+    assert needs, message
+    for remedy in (
+        "tokenizer.max_seq_len",
+        "enable_activation_checkpointing=True",
+        "8-bit optimizer",
+        "allow more memory",
+    ):
+        assert remedy in message
+
+
+def test_an_optimizer_step_that_does_not_fit_is_told_so():
+    training = Training(Case("big", resumed=True), optimizers={"big": lambda p: BigStep(p, lr=0.1, momentum=0.9)})
+    message = refusal(training, 2**26)
+    assert re.match(r"the optimizer's step needs 64\.\d\d MiB, cpu allows 64\.00 MiB; ", message), message
+
+
+def test_a_row_that_fits_only_before_the_optimizer_has_state_does_not_fit():
+    long = Training(Case("SGD momentum"))
+    with long.rehearsal(forward_backward=lambda rows: long.forward_backward(64 * rows)) as trial:
+        beside_state = trial(1).peak_bytes
+        assert trial.optimizer_peak_bytes < beside_state
+    with (
+        pytest.raises(DoesNotFitError, match="one row of 24 tokens needs"),
+        long.rehearsal(forward_backward=lambda rows: long.forward_backward(64 * rows), budget_bytes=beside_state - 1),
+    ):
+        pass
+    with long.rehearsal(
+        forward_backward=lambda rows: long.forward_backward(64 * rows), budget_bytes=beside_state
+    ) as trial:
+        assert trial(1).fits
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_budget_that_one_row_needs_is_the_smallest_that_lets_it_in(in_backward):
+    training = Training(Case("AdamW", in_backward=in_backward))
+    needed = max(peak for peak in peaks(training) if peak)
+    refusal(training, needed - 1)
+    with training.rehearsal(budget_bytes=needed) as trial:
+        assert trial(1).fits
+
+
+@pytest.mark.parametrize(
+    "error", [Mishap("index out of range"), RuntimeError("CUDA error: device-side assert triggered")]
+)
+def test_another_failure_names_the_size_and_is_not_called_too_large(error):
+    training = Training(Case("AdamW"))
+
+    def fail(rows):
+        training.forward_backward(rows)
+        if rows == 8:
+            raise error
+
+    expected = re.escape(f"a trial of 8 rows failed, and not for lack of memory: {error}")
+    with pytest.raises(RuntimeError, match=expected), training.rehearsal(forward_backward=fail) as trial:
+        trial(8)
+
+
+def test_an_interrupt_passes_through_and_leaves_no_trace():
+    training = Training(Case("AdamW", resumed=True))
+    before = training.everything()
+
+    def interrupted(rows):
+        training.forward_backward(rows)
+        if rows == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), training.rehearsal(forward_backward=interrupted) as trial:
+        trial(2)
+    assert differences(before, training.everything()) == []
+
+
+def test_a_size_that_made_the_allocator_retry_is_too_large():
+    training = Training(Case("SGD momentum"))
+    backend = FakeBackend(total=16 * GIB)
+
+    def forward_backward(rows):
+        training.forward_backward(rows)
+        backend.hold(rows * GIB)
+        backend.hold(0)
+        backend.retries += rows == 4
+
+    memory = AcceleratorMemory(CPU, backend=backend)
+    with training.rehearsal(forward_backward=forward_backward, memory=memory, budget_bytes=8 * GIB) as trial:
+        assert [trial(rows).fits for rows in (2, 4, 3, 9, 8)] == [True, False, True, False, True]
+        assert trial(7).peak_bytes == 7 * GIB
+    assert backend.fraction == 1.0
+
+
+# evaluating
+
+
+def evaluate(training, rows):
+    training.phase = "evaluation"
+    assert not any(module.training for module in training.model.modules())
+    with torch.no_grad():
+        training.model(torch.randint(VOCABULARY, (rows, LENGTH)))
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in backward"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+def test_trials_of_evaluating_leave_no_trace_however_they_end(in_backward, resumed):
+    training = Training(Case("AdamW", in_backward=in_backward, resumed=resumed))
+    before, objects = training.everything(), training.objects()
+
+    def fail(rows):
+        evaluate(training, rows)
+        raise Mishap("index out of range")
+
+    with training.rehearsal(budget_bytes=GIB) as trial:
+        assert trial.evaluation(lambda rows: evaluate(training, rows), 5).fits
+        training.model.burden = {"forward": GIB}
+        assert not trial.evaluation(lambda rows: evaluate(training, rows), 3).fits
+        training.model.burden = {}
+        assert trial(2).fits
+        assert trial.evaluation(lambda rows: evaluate(training, rows), 3).fits
+    assert differences(before, training.everything()) + differences(objects, training.objects()) == []
+    with (
+        pytest.raises(RuntimeError, match="a trial of evaluating 3 rows failed, and not for lack of memory: index out"),
+        training.rehearsal() as trial,
+    ):
+        trial.evaluation(fail, 3)
+    assert differences(before, training.everything()) + differences(objects, training.objects()) == []
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_trial_of_evaluating_peaks_where_evaluating_between_two_steps_does(accumulates):
+    training = Training(Case("AdamW"))
+    training.train(1)
+    with training.rehearsal(accumulates=accumulates) as trial:
+        found = {rows: trial.evaluation(lambda rows: evaluate(training, rows), rows) for rows in (1, 7, 40)}
+        assert all(tried.peak_bytes < trial(rows).peak_bytes for rows, tried in found.items())
+    training.optimizer.zero_grad(set_to_none=True)
+    training.model.eval()
+    for rows, tried in found.items():
+        with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
+            evaluate(training, rows)
+        assert tried.peak_bytes == usage.peak_bytes
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (0, 1)], ids=str)
+def test_each_module_is_tried_in_the_mode_that_training_has_it_in_and_evaluated_in_that_of_evaluation(frozen):
+    """As where normalization with running statistics is kept as it was before."""
+    training = Training(Case("AdamW"))
+    modules = list(training.model.modules())
+    for number in frozen:
+        training.model.layers[number].eval()
+    before = [module.training for module in modules]
+    seen = []
+
+    def forward_backward(rows):
+        seen.append([module.training for module in modules])
+        training.forward_backward(rows)
+
+    def evaluates(rows):
+        evaluate(training, rows)
+        if rows == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with training.rehearsal(forward_backward=forward_backward) as trial:
+        assert trial(2).fits
+        for rows in (3, 5):
+            assert trial.evaluation(evaluates, rows).fits == (rows == 5)
+            assert trial(2).fits
+    assert [module.training for module in modules] == before
+    assert all(modes == before for modes in seen)
+    assert len(seen) == 5
+    training.model.eval()
+    with training.rehearsal(forward_backward=forward_backward) as trial:
+        trial(2)
+    assert seen[-1] == [True] * len(modules)
+    assert not any(module.training for module in modules)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_trial_of_training_takes_the_same_after_one_of_evaluating(accumulates):
+    """Gradients and the mode of training are there again."""
+    training = Training(Case("AdamW"))
+    with training.rehearsal(accumulates=accumulates, budget_bytes=GIB) as trial:
+        before = trial(3).peak_bytes
+        for burden in ({}, {"forward": GIB}):
+            training.model.burden = burden
+            assert trial.evaluation(lambda rows: evaluate(training, rows), 3).fits == (not burden)
+            training.model.burden = {}
+            assert trial(3).peak_bytes == before
+
+
+def test_more_rows_can_be_evaluated_than_trained():
+    training = Training(Case("AdamW"))
+    with training.rehearsal() as trial:
+        budget_bytes = trial(6).peak_bytes
+    with training.rehearsal(budget_bytes=budget_bytes) as trial:
+        trained = run_search(trial, search=BinarySearch(maximum=500))
+        evaluated = run_search(
+            lambda rows: trial.evaluation(lambda rows: evaluate(training, rows), rows), search=BinarySearch(maximum=500)
+        )
+        assert trial.evaluation(lambda rows: evaluate(training, rows), evaluated.max_batch_size).fits
+        assert not trial.evaluation(lambda rows: evaluate(training, rows), evaluated.max_batch_size + 1).fits
+    assert trained.max_batch_size == 6
+    assert evaluated.max_batch_size > 2 * trained.max_batch_size
+
+
+# the optimizer in backward
+
+
+def test_in_backward_each_parameter_is_stepped_and_its_gradient_freed_at_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    OptimizerInBackward({p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()})
+    model(torch.ones(3, 4)).sum().backward()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert not torch.equal(parameter, old)
+
+
+def test_in_backward_state_made_in_a_rehearsal_is_resident_in_its_trials_and_gone_after():
+    training = Training(Case("AdamW", in_backward=True))
+    trained = sum(p.nbytes for p in training.model.parameters() if p.requires_grad)
+    with training.rehearsal() as trial:
+        states = sum(t.nbytes for t in optimizer_state_tensors(training.optimizers))
+        assert states >= 2 * trained
+        assert trial.resident_bytes >= states + trained
+    assert list(optimizer_state_tensors(training.optimizers)) == []
+
+
+def test_the_host_must_have_room_for_the_copies():
+    class Vast(nn.Module):
+        """Says that it has a buffer of a pebibyte."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+            self.weight.grad = torch.ones(4)
+            self.register_buffer("vast", torch.empty(2**50, dtype=torch.uint8, device="meta"))
+
+    model = Vast()
+    gradient = model.weight.grad
+    rehearsal = DryRun(
+        model=model,
+        optimizer=torch.optim.SGD([model.weight], lr=0.1),
+        forward_backward=lambda rows: None,
+        step=lambda: None,
+        accumulates=False,
+        memory=CountedMemory(CPU),
+        budget_bytes=PLENTY,
+    )
+    with (
+        pytest.raises(DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host .* the host has \d+\.\d\d GiB"),
+        rehearsal,
+    ):
+        pass
+    assert model.weight.grad is gradient

@@ -1,0 +1,404 @@
+"""A report shows what was recorded, all of it and nothing else, on a page that needs no other file."""
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from PIL import Image
+from support.run_records import NASTY, PROBE, Records, full_records
+
+from adaptive_batch.__main__ import main
+from adaptive_batch.errors import SettingError
+from adaptive_batch.report import read_records, write_report
+from adaptive_batch.report.drawing import DARK, GROUNDS, LIGHT, MARKS, Points
+from adaptive_batch.report.page import render
+from adaptive_batch.report.run_figures import figures_of
+from adaptive_batch.report.run_history import EVENTS, Timeline
+from adaptive_batch.report.summary import facts_of
+
+EVERY_FIGURE = [
+    "probe", "batch_size", "micro_batches", "lr", "loss-over-samples", "loss-over-time", "padding", "tokens-per-second",
+    "peak-memory", "noise-scale",
+]  # fmt: skip
+
+
+def timeline_of(records: Records) -> Timeline:
+    return Timeline.of([json.loads(line) for line in records.lines])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_report(full_records().write(tmp_path_factory.mktemp("run"), probe=PROBE))
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return written[0].read_text()
+
+
+def lines_of(figure):
+    """What a figure draws: each named line with its points."""
+    axes = Figure().subplots()
+    figure.draw(axes)
+    return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.get_lines()}
+
+
+def marks_in(figure):
+    """The places of the marks above the axes, by their shape."""
+    axes = Figure().subplots()
+    figure.draw(axes)
+    return {line.get_marker(): list(line.get_xdata()) for line in axes.get_lines() if not line.get_clip_on()}
+
+
+def figures_in(page: str) -> list[str]:
+    return re.findall(r'<figure id="([^"]+)"', page)
+
+
+# --- what is on the page ------------------------------------------------------------------------------------------------
+
+
+def test_every_figure_is_there_when_its_numbers_are(page):
+    assert figures_in(page) == EVERY_FIGURE
+    assert "Not recorded" not in page
+
+
+@pytest.mark.parametrize(
+    ("metric", "figures", "title"),
+    [
+        ("lr", {"lr"}, "learning rate"),
+        ("loss", {"loss-over-samples", "loss-over-time"}, "loss over samples, loss over time"),
+        ("padding_fraction", {"padding"}, "padding"),
+        ("tokens_per_second_per_gpu", {"tokens-per-second"}, "tokens per second"),
+    ],
+)
+def test_a_figure_without_numbers_is_left_out_and_named(metric, figures, title):
+    records = Records()
+    records.start()
+    for number in range(1, 6):
+        records.step(number, **{metric: None})
+    page, _ = render(timeline_of(records), PROBE, name="run")
+    assert set(figures_in(page)) == set(EVERY_FIGURE) - figures - {"peak-memory", "noise-scale"}
+    missing = re.search(r"Not recorded, and so not shown: (.*?)\.</p>", page)
+    assert missing
+    assert title in missing[1]
+
+
+def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run():
+    records = full_records()
+    records.add("capacity", message="longer rows: a micro-batch holds 4", before=8, after=4)
+    timeline = timeline_of(records)
+    page, _ = render(timeline, PROBE, name="run")
+    explained = re.search(r'<ul class="marks".*?</ul>', page, re.DOTALL)
+    assert explained
+    assert [event for event in EVENTS if event in explained[0]] == list(EVENTS)
+    drawn, _ = figures_of(timeline, PROBE)
+    shapes = {marker for marker, _, _ in MARKS.values()}
+    assert [figure.name for figure in drawn if set(marks_in(figure)) != shapes] == ["probe"]
+    assert marks_in(drawn[1])[MARKS["restarted"][0]] == [timeline.steps[419].samples]
+
+
+def test_the_head_has_the_facts_of_the_run():
+    facts = dict(facts_of(timeline_of(full_records()), PROBE))
+    assert facts["rows"] == "4,096"
+    assert (facts["epochs"], facts["steps"], facts["samples"]) == ("1", "600", "28,800")
+    assert (facts["bound"], facts["first batch"], facts["last batch"]) == ("24", "16", "64")
+    assert (facts["restarts"], facts["out of memory"]) == ("1", "1")
+    assert facts["final val_loss"] == "2.467"
+    assert facts["time"] == "5:36 min"  # ten hours between the stop and the restart are not in it
+
+
+def test_a_short_last_step_is_not_taken_for_the_last_batch():
+    records = Records()
+    records.start()
+    for number, rows in enumerate((16, 24, 24, 8), start=1):
+        records.step(number, rows=rows)
+    facts = dict(facts_of(timeline_of(records), None))
+    assert (facts["first batch"], facts["last batch"]) == ("16", "24 (last step 8)")
+
+
+def test_the_probe_shows_what_fits_what_does_not_and_the_budget():
+    (figure, *_), _ = figures_of(timeline_of(Records()), PROBE)
+    shown = lines_of(figure)
+    assert shown["fits"] == [(1, 2), (16, 9), (24, 13)]
+    assert shown["does not fit"] == [(32, 14)]  # without a peak, where the budget ends
+    assert {y for _, y in shown["budget 14 GiB"]} == {14}
+    assert shown["bound: 24 rows"] == [(24, 13)]
+
+
+def test_text_of_the_run_is_escaped_everywhere(tmp_path):
+    records = Records()
+    records.start()
+    records.add(NASTY, message=f"{NASTY}\n{NASTY}", before=NASTY, after=1)
+    records.step(1, loss=NASTY)
+    folder = records.write(tmp_path / 'out<put>&"', probe={**PROBE, "sequence_length": NASTY})
+    page = write_report(folder)[0].read_text()
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "out<put>" not in page
+    assert page.count("&lt;script&gt;") >= 4
+
+
+def test_a_kind_that_is_recorded_very_often_is_cut_in_the_middle_and_says_so():
+    records = Records()
+    records.start()
+    for number in range(1, 1001):
+        records.add("validation", message=f"validated {number}.", val_loss=2.0)
+    records.add("batch_size", message="batch_size 1 -> 2", before=1, after=2)
+    page, _ = render(timeline_of(records), None, name="run")
+    assert [f"validated {number}." in page for number in (1, 50, 51, 950, 951, 1000)] == [1, 1, 0, 0, 1, 1]
+    assert "900 more of the kind validation" in page
+    assert "batch_size 1 -&gt; 2" in page
+
+
+# --- the page alone ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_refers_to_nothing_outside(page):
+    without_names = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert not re.search(r"https?:|//\w+\.|src=|@import|<script|<iframe|<object|<embed", without_names)
+    assert set(re.findall(r"url\(([^)])", without_names)) <= {"#"}
+    references = re.findall(r'href="([^"]*)"', without_names)
+    assert references
+    assert all(reference.startswith("#") or reference == "data:," for reference in references)
+
+
+def test_each_figure_is_xml_with_a_name_a_description_and_ids_of_its_own(page):
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) > 100
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        root = ElementTree.fromstring(svg)
+        assert root.get("role") == "img"
+        for name in root.get("aria-labelledby").split():
+            assert re.search(rf'<(figcaption|p) id="{name}">[^<]+<', page), name
+        here = {element.get("id") for element in root.iter() if element.get("id")}
+        xlink = "{http://www.w3.org/1999/xlink}href"
+        pointed = {element.get(xlink)[1:] for element in root.iter() if element.get(xlink)}
+        pointed |= set(re.findall(r"url\(#([^)]+)\)", svg))
+        assert pointed <= here
+
+
+def test_each_colour_of_a_figure_has_one_for_a_dark_ground(page):
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        assert set(re.findall(r"(?:fill|stroke): (#\w+)", svg)) <= set(LIGHT.values())
+    dark = page[page.index("prefers-color-scheme") :]
+    for name, colour in LIGHT.items():
+        assert f'[style*="stroke: {colour}"]{{stroke:{DARK[name]}!important}}' in dark
+        assert f'[style*="fill: {colour}"]{{fill:{DARK[name]}!important}}' in dark
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize(("scheme", "colours"), [("light", LIGHT), ("dark", DARK)])
+def test_colours_stand_out_in_light_and_in_dark(scheme, colours):
+    """4.5 for text and 3 for lines are what WCAG 2 asks for (1.4.3, 1.4.11)."""
+    for ground in GROUNDS[scheme]:
+        for name, colour in colours.items():
+            low, high = sorted((luminance(colour), luminance(ground)))
+            contrast = (high + 0.05) / (low + 0.05)
+            assert contrast >= {"text": 4.5, "muted": 4.5, "grid": 1}.get(name, 3), name
+    assert set(DARK) == set(LIGHT)
+
+
+def test_the_picture_has_the_same_figures_and_is_not_blank(written):
+    picture = Image.open(written[1]).convert("RGB")
+    assert min(picture.size) > 1000
+    found = {colour for count, colour in picture.getcolors(maxcolors=1 << 24) if count > 50}
+    drawn = {tuple(bytes.fromhex(LIGHT[name][1:])) for name in ("blue", "vermilion", "green", "purple", "text")}
+    assert drawn <= found
+    assert (255, 255, 255) in found
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_a_restart_rolled_back_are_apart():
+    timeline = timeline_of(full_records())
+    assert [step.number for step in timeline.steps] == list(range(1, 601))
+    assert [[step.number for step in stretch] for stretch in timeline.rolled_back] == [list(range(421, 481))]
+    assert timeline.restarts == 1
+    page, _ = render(timeline, None, name="run")
+    assert "Steps that restarts rolled back: 60." in page
+
+
+def test_only_the_last_run_of_a_file_is_shown_and_that_is_said():
+    records = full_records()
+    records.start()
+    records.samples = {0: 0}
+    records.step(1)
+    timeline = timeline_of(records)
+    assert ([step.number for step in timeline.steps], timeline.other_runs, timeline.restarts) == ([1], 1, 0)
+    assert "Only the last run of the file is shown; other runs in it: 1." in render(timeline, None, name="run")[0]
+
+
+def test_what_a_restart_rolled_back_is_not_marked_but_what_happened_stays_marked():
+    records = Records()
+    records.start()
+    for number in range(1, 11):
+        records.step(number)
+    records.add("batch_size", message="taken", before=16, after=32)
+    records.add("capacity", message="out", before=16, after=8, out_of_memory=True)
+    records.start(after=5, resumed=True)
+    records.step(6)
+    timeline = timeline_of(records)
+    assert [(event, one.step, one.samples) for event, one in timeline.marked] == [
+        ("out of memory", 10, 160),
+        ("restarted", 5, 80),
+    ]
+    assert "(rolled back by a restart)" in render(timeline, None, name="run")[0]
+
+
+# --- what is not as it should be ----------------------------------------------------------------------------------------
+
+
+def test_a_record_that_was_cut_at_any_byte_still_makes_a_timeline(tmp_path):
+    whole = full_records(60).write(tmp_path) / "adaptive_batch" / "run.jsonl"
+    content = whole.read_bytes()
+    for size in range(0, len(content), 97):
+        whole.write_bytes(content[:size] + b"\n" + content[size : size + 20])
+        timeline = Timeline.of(read_records(whole))
+        figures, missing = figures_of(timeline, None)
+        assert len(figures) + len(missing) == len(EVERY_FIGURE)
+
+
+def test_torn_lines_and_numbers_that_are_none_still_make_a_page(tmp_path):
+    records = Records()
+    records.start()
+    for number in range(1, 40):
+        records.step(number, **({"loss": "nan"} if number == 7 else {"loss": "inf"} if number == 9 else {}))
+    records.lines[20] = records.lines[20][:30]
+    records.lines[22:22] = [
+        "5",
+        "null",
+        "[]",
+        '{"kind": 3}',
+        '{"kind": "step"}',
+        '{"kind": "x", "time": "soon"}',
+        "\0\0",
+    ]
+    page = write_report(records.write(tmp_path))[0].read_text()
+    assert "Values that are not finite: 2." in page
+    assert "loss-over-samples" in figures_in(page)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", 1e300, -1e300, 0, 1e-300, True, "text", [], 10**400])
+def test_any_value_of_a_metric_makes_a_page(value):
+    records = Records()
+    records.start()
+    for number in range(1, 4):
+        records.step(number, loss=value, lr=value, padding_fraction=value, gradient_noise_scale=value, batch_size=value)
+    page, picture = render(timeline_of(records), {**PROBE, "budget_bytes": value, "max_batch_size": value}, name="run")
+    assert "loss-over-samples" in figures_in(page)
+    assert Image.open(io.BytesIO(picture)).size[0] > 500
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_very_short_runs_make_a_page(tmp_path, num_steps):
+    records = Records()
+    records.start()
+    for number in range(1, num_steps + 1):
+        records.step(number)
+    page = write_report(records.write(tmp_path))[0].read_text()
+    assert ("No optimizer step is recorded." in page) == (num_steps == 0)
+    assert ("lr" in figures_in(page)) == (num_steps > 0)
+
+
+def test_a_probe_alone_makes_a_page(tmp_path):
+    folder = Records().write(tmp_path, probe=PROBE)
+    (folder / "adaptive_batch" / "run.jsonl").unlink()
+    assert figures_in(write_report(folder)[0].read_text()) == ["probe"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"trials": 3}', '{"trials": [3, {"batch_size": "x"}]}'])
+def test_a_probe_that_cannot_be_read_is_left_out(tmp_path, content):
+    records = Records()
+    records.start()
+    records.step(1)
+    folder = records.write(tmp_path)
+    (folder / "adaptive_batch" / "probe.json").write_text(content)
+    page = write_report(folder)[0].read_text()
+    assert "probe" not in figures_in(page)
+    assert "peak memory of trials" in page
+
+
+def test_a_folder_without_a_run_is_refused_with_what_would_do(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["report", str(tmp_path)])
+    assert exit_.value.code == 2
+    assert (
+        "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's output_dir"
+        in capsys.readouterr().err
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("output", ["report.png", "nowhere/report.html", "."])
+def test_an_output_that_cannot_be_a_page_is_refused(tmp_path, output):
+    full_records(12).write(tmp_path)
+    with pytest.raises(SettingError, match=r"give a file that ends in \.html, in a folder that is there"):
+        write_report(tmp_path, output=tmp_path / output)
+
+
+def test_the_command_says_where_page_and_picture_are(tmp_path, capsys):
+    folder = full_records(12).write(tmp_path / "run")
+    assert main(["report", str(folder), "--output", str(tmp_path / "look.html")]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "look.html"), str(tmp_path / "look.png")]
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "look.html", "look.png"}
+
+
+def test_without_matplotlib_one_line_names_the_extra(tmp_path):
+    folder = full_records(12).write(tmp_path)
+    program = textwrap.dedent(
+        """
+        import sys
+        sys.modules["matplotlib"] = None
+        from adaptive_batch.__main__ import main
+        sys.exit(main(["report", sys.argv[1]]))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "pip install 'adaptive-batch[report]'" in line
+
+
+# --- long runs --------------------------------------------------------------------------------------------------------
+
+
+@given(y=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), window=st.integers(1, 70))
+def test_the_running_mean_is_the_mean_of_the_values_before(y, window):
+    means = Points.of(range(len(y)), y).running_mean(window).y
+    assert len(means) == len(y)
+    for place, mean in enumerate(means):
+        values = y[max(0, place + 1 - window) : place + 1]
+        assert mean == pytest.approx(math.fsum(values) / len(values), abs=1e-9)
+
+
+def test_a_long_run_makes_a_small_page_soon_and_keeps_its_spike(tmp_path):
+    records = full_records(100_000)
+    place, step = next((p, r) for p, line in enumerate(records.lines) if (r := json.loads(line)).get("step") == 55_555)
+    records.lines[place] = json.dumps({**step, "loss": 123.25})
+    folder = records.write(tmp_path, probe=PROBE)
+    start = time.process_time()
+    page, _ = write_report(folder)
+    assert time.process_time() - start < 20
+    assert page.stat().st_size < 2_000_000
+    assert "largest 123.2" in page.read_text()
+    svg = re.search(r'<figure id="loss-over-samples".*?</svg>', page.read_text(), re.DOTALL)[0]
+    curve = max(re.findall(r' d="(.*?)"', svg, re.DOTALL), key=len)
+    heights = [float(point.split()[2]) for point in curve.strip().splitlines() if point[0] in "ML"]
+    assert 1000 < len(heights) < 20_000
+    assert sum(height < min(heights) + 50 for height in heights) < 10  # the spike alone is at the top

@@ -1,0 +1,118 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaptive_batch.__main__ import main
+from adaptive_batch.errors import SettingError
+from adaptive_batch.torchtune import config_path, copy_config, shipped_configs
+
+NAMES = {
+    "demo_cpu",
+    "gemma2_2B",
+    "llama3_1_70B_8gpu",
+    "llama3_1_8B",
+    "llama3_1_8B_8gpu",
+    "llama3_2_1B",
+    "llama3_2_3B",
+    "phi4_14B",
+    "qwen2_5_0_5B",
+    "qwen2_5_1_5B",
+    "qwen2_5_7B",
+}
+
+
+def test_every_config_is_listed_with_one_line_that_says_what_it_is():
+    listed = shipped_configs()
+    assert {name for name, _ in listed} == NAMES
+    assert [name for name, _ in listed] == sorted(NAMES)
+    for _, description in listed:
+        assert 20 < len(description) <= 120
+        assert not description.startswith("#")
+
+
+def test_a_config_is_found_by_its_name_alone():
+    assert config_path("demo_cpu").name == "demo_cpu.yaml"
+    for no_name in ("", "demo", "demo_cpu.yaml", "../configs/demo_cpu", "DEMO_CPU"):
+        assert config_path(no_name) is None
+
+
+def test_a_copy_into_a_folder_keeps_its_name_and_its_bytes(tmp_path):
+    copy = copy_config("demo_cpu", tmp_path)
+    assert copy == tmp_path / "demo_cpu.yaml"
+    assert copy.read_bytes() == config_path("demo_cpu").read_bytes()
+
+
+def test_a_copy_to_a_file_takes_that_name(tmp_path):
+    assert copy_config("llama3_2_1B", tmp_path / "mine.yaml") == tmp_path / "mine.yaml"
+    assert (tmp_path / "mine.yaml").read_bytes() == config_path("llama3_2_1B").read_bytes()
+
+
+@pytest.mark.parametrize("destination", [".", "demo_cpu.yaml"])
+def test_a_file_that_is_there_is_never_overwritten(tmp_path, destination):
+    mine = tmp_path / "demo_cpu.yaml"
+    mine.write_text("batch_size: 3\n")
+    with pytest.raises(SettingError, match="is there already, and is not overwritten"):
+        copy_config("demo_cpu", tmp_path / destination)
+    assert mine.read_text() == "batch_size: 3\n"
+
+
+def test_a_link_that_points_nowhere_is_not_written_through(tmp_path):
+    link = tmp_path / "demo_cpu.yaml"
+    link.symlink_to(tmp_path / "elsewhere.yaml")
+    with pytest.raises(SettingError, match="is there already"):
+        copy_config("demo_cpu", link)
+    assert not (tmp_path / "elsewhere.yaml").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SettingError, match=f"there is no folder {tmp_path / 'no'}; make it first"):
+        copy_config("demo_cpu", tmp_path / "no" / "demo.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("llama3_1_8b", "llama3_1_8B"), ("Demo-CPU", "demo_cpu"), ("qwen2_5_0.5B", "qwen2_5_0_5B"), ("zzz", "phi4_14B")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_names(tmp_path, name, near):
+    with pytest.raises(SettingError, match=near) as refused:
+        copy_config(name, tmp_path)
+    assert (refused.value.key, refused.value.value) == ("NAME", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_lists_a_config_on_each_line(capsys):
+    assert main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(NAMES)
+    assert len({line.index(description) for line, (_, description) in zip(lines, shipped_configs(), strict=True)}) == 1
+
+
+def test_the_command_needs_no_torch():
+    program = "import sys; sys.modules.update(dict.fromkeys(['torch', 'torchtune', 'omegaconf'])); "
+    program += "from adaptive_batch.__main__ import main; main(['configs'])"
+    listed = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    assert "demo_cpu" in listed
+
+
+def test_the_command_copies_and_says_where(tmp_path, capsys):
+    assert main(["configs", "demo_cpu", str(tmp_path)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == tmp_path / "demo_cpu.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["configs", "demo_cpu"], "give where to copy it: configs demo_cpu DEST"),
+        (["configs", "demo_cpi", "."], "near it: demo_cpu"),
+        ([], "required: command"),
+    ],
+)
+def test_the_command_refuses_mistakes_with_exit_status_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""A search on real trials that starts from what is known: a curve that was estimated on fake tensors, or counted before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from support.cli import SmallSetup
+
+from adaptive_batch.memory import DeviceMemory, Usage
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import ProbeResult
+from adaptive_batch.torchtune import BatchSizeFinder, Checkpoints, Settings, TrainingParts
+
+BLOCK = 64 * 1024
+
+
+class InBlocks(CountedMemory):
+    """A CPU that answers as an accelerator's allocator does: peaks in whole blocks, and no word of single operations."""
+
+    granularity_bytes = BLOCK
+
+    @contextmanager
+    def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
+        with super().measure(resident, budget_bytes=budget_bytes) as usage:
+            yield usage
+        usage.trace = None
+        if usage.peak_bytes is not None:
+            usage.peak_bytes = -(-usage.peak_bytes // BLOCK) * BLOCK
+
+
+class SearchInBlocks(BatchSizeFinder):
+    def _memory(self) -> DeviceMemory:
+        return InBlocks(torch.device("cpu"))
+
+
+def searched(small: SmallSetup, *overrides: str, kind: type[BatchSizeFinder] = BatchSizeFinder) -> ProbeResult:
+    """One search, as the probe recipe runs it, into a folder of its own."""
+    folder = small.fresh_folder()
+    given = [override for override in overrides if override != "~fused"]
+    cfg = OmegaConf.merge(
+        OmegaConf.load(small.config),
+        OmegaConf.from_dotlist([f"output_dir={folder}", "probe.round_to_power_of_two=False", *given]),
+    )
+    assert isinstance(cfg, DictConfig)
+    if "~fused" in overrides:
+        del cfg.optimizer["fused"]
+    settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
+    parts = TrainingParts(cfg, settings)
+    parts.build_data()
+    bounds = kind(parts)
+    bounds.check()
+    checkpoints = Checkpoints(cfg, settings)
+    parts.build_model(checkpoints)
+    parts.build_optimizer()
+    path = Path(cfg.output_dir) / "adaptive_batch" / "probe.json"
+    return bounds.of_training(length="longest", batch_size=settings.batch_size, path=path)[-1]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("ADAPTIVE_BATCH_CACHE", str(tmp_path))
+    return tmp_path / "curves"
+
+
+def test_a_counted_search_is_remembered_whatever_the_budget(small: SmallSetup, own_cache: Path) -> None:
+    first = searched(small, "probe.device_memory=8MiB")
+    other = searched(small, "probe.device_memory=6MiB")
+    alone = searched(small, "probe.device_memory=6MiB", "probe.cache=False")
+    assert len(first.trials) > 1
+    assert len(other.trials) == 1
+    assert other.max_batch_size == alone.max_batch_size < first.max_batch_size
+    assert len(list(own_cache.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_another_loss_dtype_or_optimizer_is_not_taken_for_known(small: SmallSetup, own_cache: Path) -> None:
+    searched(small, "probe.device_memory=8MiB")
+    for change in (
+        "enable_activation_checkpointing=True",
+        "loss._component_=torch.nn.CrossEntropyLoss",
+        "optimizer.fused=False",
+        "dtype=bf16",
+    ):
+        assert len(searched(small, "probe.device_memory=8MiB", change).trials) > 1, change
+    assert len(list(own_cache.iterdir())) == 5
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_be_read_is_as_good_as_none(small: SmallSetup, own_cache: Path) -> None:
+    first = searched(small, "probe.device_memory=8MiB")
+    (path,) = own_cache.iterdir()
+    whole = path.read_text()
+    for torn in ("", "[]", whole[: len(whole) // 2], json.dumps({"format": 1, "lines": []})):
+        path.write_text(torn)
+        assert searched(small, "probe.device_memory=8MiB").trials == first.trials
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("enable_activation_checkpointing=True",),
+        ("optimizer_in_bwd=True",),
+        ("dataset.packed=True",),
+        ("gradient_accumulation_steps=2",),
+        ("optimizer._component_=torchao.optim.AdamW8bit", "~fused"),
+    ],
+    ids=lambda overrides: " ".join(overrides) or "as it is",
+)
+def test_where_bytes_are_not_counted_fake_tensors_leave_three_trials_and_no_oom(
+    small: SmallSetup, own_cache: Path, overrides: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = overrides
+    memory = "probe.device_memory=8MiB"
+    with caplog.at_level("INFO", logger="adaptive_batch"):
+        planned = searched(small, memory, *chosen, kind=SearchInBlocks)
+    exact = searched(small, memory, *chosen, "probe.cache=False")
+    assert "estimated on fake tensors" in caplog.text
+    assert len(planned.trials) <= 3
+    assert planned.num_out_of_memory <= 1
+    assert exact.max_batch_size - 1 <= planned.max_batch_size <= exact.max_batch_size
+    again = searched(small, memory, *chosen, kind=SearchInBlocks)
+    assert again.max_batch_size == planned.max_batch_size
+    assert caplog.text.count("estimated on fake tensors") == 1
+
+
+@pytest.mark.slow
+def test_a_plan_that_cannot_be_made_only_makes_the_search_longer(
+    small: SmallSetup, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = ("loss._component_=test_seeded_probe.LooksAtValues", "probe.device_memory=8MiB")
+    with caplog.at_level("INFO", logger="adaptive_batch"):
+        found = searched(small, *looks, kind=SearchInBlocks)
+    assert "searching without a plan, which could not be made" in caplog.text
+    assert found.max_batch_size == searched(small, *looks, "probe.cache=False").max_batch_size
+
+
+class LooksAtValues(torch.nn.CrossEntropyLoss):
+    """A loss that asks for a number, which fake tensors do not have."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(logits, labels)
+        assert loss.item() >= 0
+        return loss
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_loses_no_search(
+    small: SmallSetup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "curves").touch()  # where a folder should be
+    found = searched(small, "probe.device_memory=8MiB")
+    assert len(found.trials) > 1

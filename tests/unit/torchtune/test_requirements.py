@@ -1,0 +1,274 @@
+"""What is no full fine-tuning is refused before anything loads, in training, probe and plan; torchtune's full fine-tune configs are not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchtune
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from support.cli import OURS
+from support.model_families import Combination
+from torchtune import config
+from torchtune.modules.peft import LoRALinear
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.torchtune import Settings, TrainingParts, complete, set_up_terminal, use_shipped_config
+from adaptive_batch.torchtune.requirements import TO_TRAIN, check_all_is_trained, check_file, check_loss, plainly
+from adaptive_batch.torchtune.sharded import check_names
+
+STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+FULL = sorted(
+    str(path.relative_to(STOCK))
+    for pattern in ("*full_single_device.yaml", "*full_low_memory.yaml", "*full.yaml", "*full_multinode.yaml")
+    for path in STOCK.glob(f"*/{pattern}")
+    if "qat" not in path.name
+)
+SMALL = Combination("qwen2", 32)
+LORA = {
+    "_component_": "torchtune.models.qwen2.lora_qwen2",
+    "lora_attn_modules": ["q_proj"],
+    "lora_rank": 2,
+    "lora_alpha": 4,
+}
+
+
+def skeleton(cfg):
+    with torch.device("meta"):
+        return config.instantiate(cfg.model)
+
+
+def check(cfg):
+    """All that is checked of what a configuration trains."""
+    complete(cfg, needs=TO_TRAIN)
+    check_names(cfg)
+    check_loss(config.instantiate(cfg.loss), cfg)
+    if "vision" not in cfg.model._component_:  # its builders need torchvision
+        check_all_is_trained(skeleton(cfg), cfg)
+
+
+# --- other recipes ------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_full_configs_of_torchtune():
+    assert len(FULL) > 40
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_config_of_torchtune_is_taken(name):
+    check(OmegaConf.load(STOCK / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "says"),
+    [
+        (
+            "llama3_2/1B_lora_single_device",
+            "model",
+            "give the full model: model=torchtune.models.llama3_2.llama3_2_1b ~",
+        ),
+        ("llama3_2/1B_qlora_single_device", "model", "model=torchtune.models.llama3_2.llama3_2_1b ~model.lora_attn_"),
+        ("qwen2/0.5B_lora", "model", "model=torchtune.models.qwen2.qwen2_0_5b ~model.lora_attn_modules ~model.apply_"),
+        ("llama3/8B_dora", "model", "~model.lora_alpha ~model.use_dora"),
+        ("llama3_2/8B_to_1B_KD_lora_single_device", "teacher_model", "nothing is distilled here"),
+        ("llama2/7B_qat_full", "quantizer", "with nothing quantized"),
+        ("llama3_1/8B_full_dpo", "loss", "it has no ignore_index"),
+        ("mistral/7B_full_ppo_low_memory", "policy_model", "no reinforcement learning"),
+    ],
+)
+def test_a_config_of_another_recipe_is_refused(name, key, says):
+    with pytest.raises(SettingError) as refused:
+        check(OmegaConf.load(STOCK / f"{name}.yaml"))
+    assert refused.value.key == key
+    assert says in str(refused.value)
+
+
+def test_what_is_to_be_typed_for_the_full_model_builds_it():
+    cfg = OmegaConf.load(STOCK / "llama3_2/1B_lora_single_device.yaml")
+    with pytest.raises(SettingError) as refused:
+        check_all_is_trained(skeleton(cfg), cfg)
+    chosen, *removed = refused.value.remedy.partition("give the full model: ")[2].split()
+    cfg.model._component_ = chosen.removeprefix("model=")
+    for key in removed:
+        del cfg.model[key.removeprefix("~model.")]
+    check_all_is_trained(skeleton(cfg), cfg)
+
+
+def test_a_model_with_adapters_whose_full_one_is_not_known_is_refused_without_a_guess():
+    cfg = SMALL.config()
+    cfg.model._component_ = "test_requirements.with_adapters"
+    with pytest.raises(SettingError, match=r"every weight is; give the full model$"):
+        check_all_is_trained(with_adapters(), cfg)
+
+
+def with_adapters():
+    """A model whose full one has no name of its own."""
+    return config.instantiate(OmegaConf.merge(SMALL.config(), {"model": LORA}).model)
+
+
+@pytest.mark.parametrize("recipe", [OURS, "adaptive_probe"])
+def test_adapters_are_refused_before_weights_load_and_data_are_read(small, recipe):
+    own = ("tokenizer.path=nowhere", "checkpointer.checkpoint_dir=nowhere", "dataset.data_files=nowhere")
+    changed = [f"model.{key}={value}".replace("'", "") for key, value in LORA.items()]
+    with pytest.raises(
+        SettingError, match=r"model='torchtune\.models\.qwen2\.lora_qwen2': adapters are not trained here"
+    ):
+        small.run_in_process(recipe, *own, *changed)
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------------
+
+
+def test_compile_is_off_where_it_is_missing_as_in_torchtunes_recipe():
+    cfg = SMALL.config()
+    del cfg.compile
+    parts = TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    assert parts.cfg.compile is False
+    assert cfg.compile is False  # the recipe reads it too
+
+
+@pytest.mark.parametrize("key", TO_TRAIN)
+def test_a_key_that_is_missing_is_named(key):
+    cfg = SMALL.config()
+    del cfg[key]
+    with pytest.raises(SettingError, match=f"^{key}=None: it is missing; give "):
+        TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"output_dir": "${nowhere}/x"}, r"output_dir='\${nowhere}/x': Interpolation key 'nowhere' not found"),
+        ({"dataset.source": "${no.where}"}, r"dataset\.source='\${no\.where}': Interpolation key"),
+        (
+            {"model": "torchtune.models.qwen2.qwen2"},
+            r"model='torchtune\.models\.qwen2\.qwen2': give a block with _comp",
+        ),
+        ({"loss": None}, "loss=None: give a block with _component_"),
+        ({"dataset": [{"source": "json"}]}, r"dataset={'source': 'json'}: give a block with _component_"),
+        ({"model": "${nowhere}"}, r"model='\${nowhere}': Interpolation key 'nowhere' not found"),
+        ({"mine": [1, "${nowhere}"]}, r"mine\[1\]='\${nowhere}': Interpolation key 'nowhere' not found"),
+        ({"dtype": "fp8"}, "dtype='fp8': give bf16 or fp32"),
+        ({"device": "gpu"}, "device='gpu': Expected one of cpu, cuda.* give cuda or cpu"),
+        ({"clip_grad_norm": "lots"}, "clip_grad_norm='lots': give the largest norm"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0: give the largest norm"),
+        ({"custom_sharded_layers": "output"}, "custom_sharded_layers='output': give a list of names"),
+        ({"custom_sharded_layers": [1]}, r"custom_sharded_layers=\[1\]: give a list of names"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_used_is_named(changed, says):
+    cfg = SMALL.config()
+    for key, value in changed.items():
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    settings = Settings.from_config(OmegaConf.to_container(cfg))
+    with pytest.raises(SettingError, match=says):
+        TrainingParts(cfg, settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- 1\n", "it holds a list; give a block of keys"),
+        ("a: [1,\n b: }\n", "it is no YAML: .* in line 2"),
+        ("a: 1\na: 2\n", "it is no YAML: found duplicate key a in line 2"),
+        ("a: '${b'\n", "it cannot be read: no viable alternative at input"),
+    ],
+    ids=["a list", "torn", "a key twice", "a torn reference"],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, says):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=says) as refused:
+        use_shipped_config(["recipe", "--config", str(path)])
+    assert refused.value.value == str(path)
+
+
+def test_an_error_about_the_configuration_keeps_where_it_came_from():
+    error = caught(lambda: OmegaConf.create("a: '${b'"))
+    assert plainly(error).__cause__ is error
+    assert plainly(ValueError("of another kind")) is None
+
+
+class LooksAtValues(torch.nn.Linear):
+    """A model that cannot be built without memory."""
+
+    def __init__(self, **ignored):
+        super().__init__(2, 2)
+        self.rates = [float(rate) for rate in torch.linspace(0, 1, 3)]
+        self.adapter = LoRALinear(2, 2, rank=1, alpha=1.0)
+
+
+def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_there():
+    cfg = SMALL.config()
+    cfg.model = {"_component_": f"{__name__}.LooksAtValues"}
+    parts = TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    parts.check_all_is_trained()
+    with pytest.raises(SettingError, match=r"^model='test_requirements\.LooksAtValues': adapters are not trained here"):
+        parts._build(NoWeights())
+
+
+class NoWeights:
+    def load_weights(self):
+        return {}
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(SettingError, match="--config="):
+        check_file(str(path))
+
+
+# --- on the terminal ----------------------------------------------------------------------------------------------------
+
+
+def caught(read):
+    try:
+        read()
+    except OmegaConfBaseException as error:
+        return error
+    raise AssertionError("nothing was wrong")
+
+
+def test_what_a_configuration_lacks_is_one_line_wherever_it_is_asked_for(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    set_up_terminal()
+    cfg = OmegaConf.create({"output_dir": "${nowhere}/x", "checkpointer": {}})
+    for read, said in (
+        (lambda: cfg.metric_logger, "SettingError: metric_logger=None: it is missing; give a block with _component_, as in "
+         "torchtune's full fine-tune configs"),
+        (lambda: cfg.shuffle, "SettingError: shuffle=None: it is missing; give True or False"),
+        (lambda: cfg.checkpointer.output_dir, "SettingError: checkpointer.output_dir=None: it is missing; give "),
+        (lambda: cfg.output_dir, "SettingError: output_dir='${nowhere}/x': Interpolation key 'nowhere' not found; give it a "
+         "value of its own"),
+    ):  # fmt: skip
+        error = caught(read)
+        sys.excepthook(type(error), error, None)
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith(said)
+
+
+def test_a_component_that_cannot_be_imported_is_one_line_with_the_cause():
+    cfg = OmegaConf.create({"_component_": "torchtune.models.nowhere.nothing"})
+    with pytest.raises(Exception, match="Error loading") as error:
+        config.instantiate(cfg)
+    said = str(plainly(error.value))
+    assert said.startswith("_component_='torchtune.models.nowhere.nothing': Error loading ")
+    assert "No module named" in said
+    assert "\n" not in said
+
+
+def test_a_block_without_a_component_is_one_line_too():
+    with pytest.raises(Exception, match="Cannot instantiate") as error:
+        config.instantiate(OmegaConf.create({"lr": 1}))
+    assert str(plainly(error.value)).startswith("_component_=None: Cannot instantiate specified object. ")
+
+
+def test_other_errors_stay_what_they_are():
+    assert plainly(KeyError("model")) is None
+    error = SettingError("a", 1, "b")
+    assert plainly(error) is error

@@ -1,0 +1,334 @@
+"""Settings are frozen, default to torchtune's behaviour, and read every stock config."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from adaptive_batch.__main__ import main
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import budget_bytes
+from adaptive_batch.schedules import Reference
+from adaptive_batch.torchtune import Settings, without_effect, without_effect_on_probe
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, keys_of, load_function
+from adaptive_batch.torchtune.settings import OURS, EstimateSettings, ProbeSettings, ValidationSettings
+
+GIB = 1024**3
+PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
+
+
+def test_absent_means_torchtunes_behaviour():
+    settings = Settings.from_config(PLAIN)
+    assert not settings.adaptive
+    assert settings.drop_last
+    assert settings.batch_increase_function is None
+    assert settings.probe == ProbeSettings()
+
+
+def test_null_is_absent():
+    assert Settings.from_config(PLAIN | dict.fromkeys(OURS)) == Settings.from_config(PLAIN)
+
+
+def test_any_adaptive_key_trains_the_last_short_step_unless_told_otherwise():
+    adaptive = PLAIN | {"use_maximum_batch_size": True}
+    assert not Settings.from_config(adaptive).drop_last
+    assert Settings.from_config(adaptive | {"drop_last": True}).drop_last
+    assert not Settings.from_config(PLAIN | {"drop_last": False}).drop_last
+
+
+def test_what_is_for_several_ranks_has_no_effect_on_one():
+    config = PLAIN | {
+        "sync_gradients_every_micro_batch": False,
+        "fsdp_cpu_offload": True,
+        "custom_sharded_layers": ["a"],
+    }
+    settings = Settings.from_config(config)
+    said = {key for key, _ in without_effect(settings, config)}
+    assert said == {"sync_gradients_every_micro_batch", "fsdp_cpu_offload", "custom_sharded_layers"}
+    assert without_effect(settings, config, ranks=2) == []
+    assert without_effect(Settings.from_config(PLAIN), PLAIN) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "without"),
+    [
+        ({}, 1, set()),
+        ({"sequence_length": 32, "device_memory": "1GiB", "trial_timeout": 9, "search": "halve"}, 2, set()),
+        ({"sequence_length": 32, "sequence_lengths": [64]}, 1, {"sequence_length"}),
+        (
+            {"trial_timeout": 9, "assumed_maximum": 4},
+            1,
+            {"trial_timeout", "assumed_maximum"},
+        ),
+    ],
+    ids=["none", "a probe", "lengths", "a probe of one rank"],
+)
+def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
+    said = without_effect_on_probe(block(ProbeSettings)("probe", keys), ranks=ranks)
+    assert {key for key, _ in said} == {f"probe.{key}" for key in without}
+
+
+def test_a_length_that_is_there_twice_is_refused():
+    with pytest.raises(SettingError, match=r"probe\.sequence_lengths=\[64, 32, 64\]: 64 is there twice; leave one out"):
+        block(ProbeSettings)("probe", {"sequence_lengths": [64, 32, 64]})
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_settings(tmp_path):
+    copy = tmp_path / "configuration.md"
+    copy.write_text(PAGE.read_text())
+    assert main(["keys", str(copy)]) == 0
+    assert copy.read_text() == PAGE.read_text(), "run: python -m adaptive_batch keys docs/configuration.md"
+
+
+def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
+    undocumented = [name for name, key in keys_of(Settings).items() if not key.doc]
+    assert set(undocumented) <= set(TORCHTUNE_KEYS)
+    for keys in (ProbeSettings, EstimateSettings, Settings):
+        for each in dataclasses.fields(keys):
+            key = each.metadata["key"]
+            assert key.doc or each.name in undocumented
+            if isinstance(each.default, (bool, int, float, str)):
+                assert key.read(each.name, each.default) == each.default
+
+
+@pytest.mark.parametrize("config", [{"plan_only": True}], ids=str)
+def test_an_old_spelling_is_refused_with_the_new_one(config):
+    with pytest.raises(SettingError, match=r"^plan_only=True: there is no such key; preview is meant$"):
+        Settings.from_config(PLAIN | config)
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings.from_config(PLAIN).batch_size = 3
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("use_max_batch_size", "use_maximum_batch_size"),
+        ("use_maximum_batchsize", "use_maximum_batch_size"),
+        ("batch_increase_fn", "batch_increase_function"),
+        ("batch_increase_func", "batch_increase_function"),
+        ("droplast", "drop_last"),
+        ("probes", "probe"),
+        ("micro_batchsize", "micro_batch_size"),
+        ("micro_batch_token", "micro_batch_tokens"),
+        ("batch_token", "batch_tokens"),
+        ("lr_scale", "lr_scaling"),
+    ],
+)
+def test_a_key_that_is_nearly_ours_is_refused_with_the_right_one(key, meant):
+    with pytest.raises(SettingError, match=f"{meant} is probably meant"):
+        Settings.from_config(PLAIN | {key: 1})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "my_note",
+        "data_dir",
+        "demo_dir",
+        "compile_mode",
+        "batch",
+        "wandb_project",
+        "num_workers",
+        "train_batch_size",
+        "dataset_train",
+    ],
+)
+def test_a_users_own_key_is_left_alone(key):
+    Settings.from_config(PLAIN | {key: 1})
+
+
+@pytest.mark.parametrize(
+    ("device_memory", "available", "headroom", "budget"),
+    [
+        (None, 8 * GIB, 0.0, 8 * GIB),
+        (None, 8 * GIB, 0.25, 6 * GIB),
+        ("4GiB", 8 * GIB, 0.5, 2 * GIB),
+        ("9GiB", 8 * GIB, 0.0, 8 * GIB),  # no more than can be had
+        (0.5, 9 * GIB, 0.0, 8 * GIB),  # a share of what the device has
+        (1024, 8 * GIB, 0.0, 1024),
+    ],
+)
+def test_the_budget_is_what_is_asked_for_and_can_be_had_less_headroom(device_memory, available, headroom, budget):
+    given = {"headroom": headroom, "total_bytes": 16 * GIB, "available_bytes": available}
+    assert budget_bytes(device_memory, **given) == budget
+
+
+def test_a_function_may_lie_in_a_class_or_a_submodule():
+    assert load_function("os.path.join", key="k")("a", "b") == "a/b"
+    assert load_function("collections.OrderedDict.fromkeys", key="k")
+
+
+def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path, monkeypatch):
+    (tmp_path / "half_written.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        SettingError, match=r"importing half_written failed: No module named 'a_package_that_is_not_there'"
+    ):
+        load_function("half_written.f", key="batch_increase_function")
+
+
+def test_a_ready_made_function_comes_from_a_block():
+    block = {"_component_": "adaptive_batch.schedules.at_epochs", "additions": {1: 8}}
+    function = Settings.from_config(PLAIN | {"batch_increase_function": block}).batch_increase_function
+    assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
+
+
+# --- what follows from the keys -----------------------------------------------------------------------------------------
+
+RAMP = {"_component_": "adaptive_batch.schedules.ramp_by_doubling", "end": 8, "over": "1ep"}
+VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}
+
+
+def test_the_keys_of_memory_and_tokens_default_to_what_happens_without_them():
+    settings = Settings.from_config(PLAIN)
+    assert settings.micro_batch_size is settings.micro_batch_tokens is settings.batch_tokens is None
+    assert (settings.sample_order, settings.sample_window) == ("dataloader", None)
+    assert (settings.min_rows_per_batch, settings.max_rows_per_batch, settings.long_rows) == (1, None, "error")
+    assert (settings.uniform_micro_batches, settings.pad_to_multiple_of) == (None, 1)
+    assert (settings.lr_scaling, settings.reference_batch_size) == ("none", None)
+    assert settings.on_out_of_memory == "shrink"
+    assert settings.validation is None
+
+
+def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
+    in_backward = PLAIN | {"optimizer_in_bwd": True}
+    assert Settings.from_config(in_backward).on_out_of_memory == "raise"
+    with pytest.raises(SettingError, match=r"^on_out_of_memory='shrink'.*cannot be replayed; give raise, or set"):
+        Settings.from_config(in_backward | {"on_out_of_memory": "shrink"})
+
+
+def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
+    by_tokens = PLAIN | {"batch_tokens": 1000}
+    assert Settings.from_config(by_tokens).micro_batch_tokens == "auto"
+    assert Settings.from_config(by_tokens | {"micro_batch_tokens": 500}).micro_batch_tokens == 500
+    by_rows = Settings.from_config(by_tokens | {"micro_batch_size": 2})
+    assert (by_rows.micro_batch_size, by_rows.micro_batch_tokens) == (2, None)
+    assert not by_rows.needs_bound
+
+
+@pytest.mark.parametrize(
+    ("config", "adaptive", "needs_bound", "fits_itself"),
+    [
+        ({"use_maximum_batch_size": True}, True, True, False),
+        (
+            {"batch_increase_function": {"_component_": "adaptive_batch.schedules.geometric", "factor": 2}},
+            True,
+            True,
+            False,
+        ),
+        ({"micro_batch_size": 1}, True, False, False),
+        ({"micro_batch_size": "auto"}, True, True, True),
+        ({"micro_batch_tokens": 100}, True, False, False),
+        ({"micro_batch_tokens": "auto"}, True, True, True),
+        ({"batch_tokens": 100}, True, True, True),
+        ({"sample_order": "dataloader"}, False, False, False),
+        ({"sample_order": "random"}, True, False, False),
+        ({"sample_order": "seqlen"}, True, False, False),
+        ({"uniform_micro_batches": "rows"}, True, False, False),
+        ({"pad_to_multiple_of": 8}, True, False, False),
+        ({"pad_to_multiple_of": 1}, False, False, False),
+        # what leaves batches, and how they are run, as they are
+        ({"lr_scaling": "linear"}, False, False, False),
+        ({"on_out_of_memory": "raise"}, False, False, False),
+        (VALIDATED, False, False, False),
+        (VALIDATED | {"batch_size_val": "auto"}, False, False, False),
+    ],
+    ids=str,
+)
+def test_what_each_key_asks_for(config, adaptive, needs_bound, fits_itself):
+    settings = Settings.from_config(PLAIN | config)
+    found = (settings.adaptive, settings.needs_bound, settings.fits_itself)
+    assert found == (adaptive, needs_bound, fits_itself)
+    assert settings.drop_last is not adaptive
+
+
+def test_validation_takes_the_configured_batch_where_it_has_none_of_its_own():
+    def validation(**keys):
+        return Settings.from_config(PLAIN | VALIDATED | keys).validation
+
+    assert validation() == ValidationSettings(every_n_steps=10, batch_size=2, fits_itself=False, max_batches=None)
+    assert validation(batch_size_val=5).batch_size == 5
+    assert validation(batch_size_val="auto") == ValidationSettings(10, 2, True, None)
+    assert validation(max_validation_batches=-1).max_batches is None  # torchtune's later recipes write all so
+    assert validation(max_validation_batches=3).max_batches == 3
+
+
+def test_a_reference_is_rows_or_tokens():
+    def reference(value):
+        return Settings.from_config(PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}).reference_batch_size
+
+    assert reference(64) == Reference(64, "rows")
+    assert reference("8192tok") == Reference(8192, "tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({}, []),
+        (dict.fromkeys(OURS), []),
+        (
+            {"min_rows_per_batch": 2, "max_rows_per_batch": 3, "long_rows": "drop"},
+            ["min_rows_per_batch", "max_rows_per_batch", "long_rows"],
+        ),
+        ({"batch_tokens": 100, "min_rows_per_batch": 2, "max_rows_per_batch": 3, "long_rows": "drop"}, []),
+        ({"batch_tokens": 100, "gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),
+        # it is part of the batch that the rate belongs to, unless that is given
+        ({"batch_tokens": 100, "gradient_accumulation_steps": 2, "lr_scaling": "sqrt"}, []),
+        (
+            {"batch_tokens": 100, "gradient_accumulation_steps": 2, "lr_scaling": "sqrt", "reference_batch_size": 8},
+            ["gradient_accumulation_steps"],
+        ),
+        ({"shuffle": False}, []),
+        ({"shuffle": False, "sample_order": "random"}, ["shuffle"]),
+        ({"shuffle": True, "sample_order": "random"}, []),
+        ({"sample_window": 8}, ["sample_window"]),
+        ({"sample_window": 8, "sample_order": "random"}, ["sample_window"]),
+        ({"sample_window": 8, "sample_order": "seqlen"}, []),
+        ({"grow_beyond_maximum": True}, ["grow_beyond_maximum"]),
+        ({"grow_beyond_maximum": True, "batch_size_schedule": RAMP}, []),
+        ({"batch_size_schedule": RAMP, "use_maximum_batch_size": True}, ["use_maximum_batch_size"]),
+        (
+            {"keep_last_n_checkpoints": 2, "enable_async_checkpointing": True},
+            ["keep_last_n_checkpoints", "enable_async_checkpointing"],
+        ),
+        ({"save_every_n_steps": 5, "keep_last_n_checkpoints": 2, "enable_async_checkpointing": True}, []),
+        ({"resume_allow_changes": ["dataset"]}, ["resume_allow_changes"]),
+        ({"resume_allow_changes": ["dataset"], "resume_from_checkpoint": True}, []),
+        ({"lr_clock": "tokens"}, ["lr_clock"]),
+        ({"lr_clock": "tokens", "lr_scheduler": {"_component_": "a.b"}}, []),
+        ({"log_gradient_noise_scale": True}, ["log_gradient_noise_scale"]),
+        ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, []),
+        (
+            {"log_gradient_noise_scale": True, "micro_batch_size": 2, "sample_order": "seqlen"},
+            ["log_gradient_noise_scale"],
+        ),
+        ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto"}, ["probe.assumed_maximum"]),
+        ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto", "preview": True}, []),
+        ({"reference_batch_size": 8}, ["reference_batch_size"]),
+        ({"reference_batch_size": 8, "lr_scaling": "linear"}, []),
+        (
+            {"dataset_val": {"_component_": "a.b"}, "batch_size_val": 2, "max_validation_batches": 1},
+            ["dataset_val", "batch_size_val", "max_validation_batches"],
+        ),
+        (VALIDATED | {"batch_size_val": 2, "max_validation_batches": 1}, []),
+        ({"probe": {"maximum": 8}}, ["probe"]),
+        ({"probe": {"maximum": 8}, "micro_batch_size": "auto"}, []),
+        (VALIDATED | {"probe": {"maximum": 8}, "batch_size_val": "auto"}, []),
+    ],
+    ids=str,
+)
+def test_keys_that_are_set_and_do_nothing_are_named(config, named):
+    config = PLAIN | config
+    assert [key for key, _ in without_effect(Settings.from_config(config), config)] == named
+
+
+@pytest.mark.parametrize("dataset", ["my_dataset", {}, {"source": "json"}, [], [{"source": "json"}]], ids=str)
+def test_what_is_validated_on_is_a_block_or_a_list_of_them(dataset):
+    with pytest.raises(SettingError, match=r"^dataset_val=.*_component_"):
+        Settings.from_config(PLAIN | VALIDATED | {"dataset_val": dataset})

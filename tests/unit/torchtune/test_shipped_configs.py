@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torchtune
+from omegaconf import OmegaConf
+from torchtune import config
+
+from adaptive_batch.torchtune import Settings, config_path, shipped_configs
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block
+from adaptive_batch.torchtune.settings import OURS, ProbeSettings
+
+STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+
+NAMES = [name for name, _ in shipped_configs()]
+# Parameters as the publishers count them (model cards and safetensors' indices), and torchtune's config of the same model.
+MODELS = {
+    "gemma2_2B": (2_614_341_888, "gemma2/2B_full"),
+    "llama3_1_70B_8gpu": (70_553_706_496, "llama3_1/70B_full"),
+    "llama3_1_8B": (8_030_261_248, "llama3_1/8B_full_single_device"),
+    "llama3_1_8B_8gpu": (8_030_261_248, "llama3_1/8B_full"),
+    "llama3_2_1B": (1_235_814_400, "llama3_2/1B_full_single_device"),
+    "llama3_2_3B": (3_212_749_824, "llama3_2/3B_full_single_device"),
+    "phi4_14B": (14_659_507_200, "phi4/14B_full_low_memory"),
+    "qwen2_5_0_5B": (494_032_768, "qwen2_5/0.5B_full_single_device"),
+    "qwen2_5_1_5B": (1_543_714_304, "qwen2_5/1.5B_full_single_device"),
+    "qwen2_5_7B": (7_615_616_512, "qwen2_5/7B_full_single_device"),
+}
+ON_8_GPUS = [name for name in MODELS if name.endswith("_8gpu")]
+# Bytes of a parameter with its gradient and optimizer states, all in bf16 but those of 8 bits.
+BYTES_OF_A_PARAMETER = {"torch.optim.AdamW": 8, "torchao.optim.AdamW8bit": 6}
+FOR_MANY_RANKS = {
+    "sync_gradients_every_micro_batch",
+    "custom_sharded_layers",
+    "tensor_parallel_dim",
+    "tensor_parallel_plan",
+} | {
+    "fsdp_cpu_offload",
+    "fsdp_reshard_after_forward",
+}
+NUM_PARAMETERS = {name: count for name, (count, _) in MODELS.items()} | {"demo_cpu": 853_632}
+
+
+def shipped(name):
+    return OmegaConf.load(config_path(name))
+
+
+def test_every_shipped_config_is_looked_at_here():
+    assert set(NAMES) == set(NUM_PARAMETERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torchtune_finds_the_config_well_formed(name):
+    config.validate(shipped(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_has_as_many_parameters_as_its_publisher_says(name):
+    with torch.device("meta"):
+        model = config.instantiate(shipped(name).model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_is_known(name):
+    keys = set(shipped(name))
+    assert keys - set(TORCHTUNE_KEYS) - set(OURS) - {"model_dir", "demo_dir"} == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_our_keys_are_shown_with_their_defaults(name):
+    cfg = shipped(name)
+    assert cfg.use_maximum_batch_size is False
+    assert cfg.batch_increase_function is None
+    settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
+    assert not settings.adaptive
+    shown = dict(cfg.probe)
+    if name == "demo_cpu":
+        assert shown.pop("device_memory") == "256MiB"
+        del cfg.probe["device_memory"]
+        shown["device_memory"] = None
+    assert block(ProbeSettings)("probe", dict(cfg.probe)) == ProbeSettings()
+    of_many = {"trial_timeout"} if cfg.get("sync_gradients_every_micro_batch") is None else set()
+    assert set(shown) == set(ProbeSettings.__dataclass_fields__) - {"sequence_lengths"} - of_many
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_tokenizer_checkpoint_and_rate_are_those_of_torchtunes_own_config(name):
+    ours = shipped(name)
+    stock = OmegaConf.load(STOCK / f"{MODELS[name][1]}.yaml")
+    for key in ("model", "loss", "dataset", "batch_size", "gradient_accumulation_steps", "epochs", "dtype", "device"):
+        assert ours[key] == stock[key], key
+    assert ours.optimizer.lr == stock.optimizer.lr
+    assert ours.enable_activation_checkpointing == stock.enable_activation_checkpointing
+    for key in ("_component_", "checkpoint_files", "model_type"):
+        assert ours.checkpointer[key] == stock.checkpointer[key], key
+    stock_dir = stock.checkpointer.checkpoint_dir.rstrip("/")
+    expected = {
+        key: value.replace(stock_dir, ours.model_dir) if isinstance(value, str) else value
+        for key, value in stock.tokenizer.items()
+    }
+    assert {"max_seq_len": None} | expected == OmegaConf.to_container(ours.tokenizer, resolve=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_top_of_the_file_says_how_to_launch_it(name):
+    head = config_path(name).read_text().split("\n\n")[0]
+    for line in head.splitlines():
+        assert line.startswith("#")
+        assert len(line) <= 120 or line.startswith("#   "), "only a command, which is to be copied whole, may be longer"
+    on_ranks = "--nproc_per_node 8 " if name in ON_8_GPUS else ""
+    assert f"tune run {on_ranks}adaptive_full_finetune --config {name}\n" in head
+    assert "use_maximum_batch_size=True batch_increase_function=" in head
+    if name in MODELS:
+        cfg = shipped(name)
+        assert f"--output-dir {cfg.model_dir}" in head
+        assert f"python -m adaptive_batch configs {name} ." in head
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_written_to_a_temporary_folder(name):
+    assert "/tmp" not in config_path(name).read_text()

@@ -1,0 +1,307 @@
+"""Gradients are sums of token losses over one count of label tokens, however a step is split."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fault_injection import IGNORED, collate, mean_loss
+from support.training_cases import VOCABULARY, WIDTH, Layer
+from torch import nn
+
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.training import MicroBatchRunner, has_batch_norm
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The model is tiny: several threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Causal(nn.Module):
+    """One layer of a causal transformer, whose padding lies behind each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = Layer()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embed(tokens)))
+
+
+def model():
+    """Without dropout, which draws another mask for each split."""
+    torch.manual_seed(0)
+    return Causal().double().eval()
+
+
+def accumulator(net, capacity, **settings):
+    return MicroBatchRunner(
+        net,
+        collate=collate,
+        to_device=lambda batch: None,
+        mean_loss=lambda batch: mean_loss(net, batch),
+        num_real_tokens=lambda row: len(row["tokens"]),
+        ignore_index=IGNORED,
+        capacity=capacity,
+        **settings,
+    )
+
+
+def row(length, *, masked=0, seed=0):
+    tokens = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return {"tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]}
+
+
+@st.composite
+def rows(draw):
+    length = draw(st.integers(2, 16))
+    return row(length, masked=draw(st.integers(0, length)), seed=draw(st.integers(0, 99)))
+
+
+def gradients(batch, capacity, **settings):
+    net = model()
+    result = accumulator(net, capacity, **settings).run(batch)
+    return result, [parameter.grad for parameter in net.parameters()]
+
+
+def relative_error(found, expected):
+    """Of the largest difference to the largest gradient; some gradients are zero but for rounding."""
+    assert [gradient is None for gradient in found] == [gradient is None for gradient in expected]
+    pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
+    if not pairs:
+        return 0.0
+    difference = max(float((one - other).abs().max()) for one, other in pairs)
+    return difference / max(float(other.abs().max()) for _, other in pairs)
+
+
+CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 9), st.just("rows")) | st.builds(
+    MicroBatchLimit, st.integers(1, 150), st.just("tokens")
+)
+SHAPES = st.builds(
+    MicroBatchLayout,
+    uniform=st.sampled_from([None, "rows", "lengths", "both"]),
+    pad_to_multiple_of=st.integers(1, 8),
+    longest=st.none() | st.integers(1, 20),
+)
+
+
+@given(batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES)
+@settings(max_examples=150, deadline=None)
+def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity, shapes):
+    whole, expected = gradients(batch, MicroBatchLimit(len(batch)))
+    split, found = gradients(batch, capacity, shapes=shapes)
+    assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # it is a float32
+    assert int(split.label_tokens) == int(whole.label_tokens)
+    assert (split.rows, split.tokens) == (whole.rows, whole.tokens)
+    assert split.tokens == sum(len(row["tokens"]) for row in batch)
+    assert relative_error(found, expected) <= 1e-12
+
+
+@given(batch=st.lists(rows(), min_size=1, max_size=6), capacity=CAPACITIES)
+@settings(max_examples=40, deadline=None)
+def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
+    """Computed row by row, weighted by their labels; the scale is a float32, as torchtune's is."""
+    net = model()
+    counts = [sum(label != IGNORED for label in row["labels"][1:]) for row in batch]
+    for one, count in zip(batch, counts, strict=True):
+        if count:
+            (mean_loss(net, collate([one])) * count / sum(counts)).backward()
+    result, found = gradients(batch, capacity)
+    assert int(result.label_tokens) == sum(counts)
+    assert relative_error(found, [parameter.grad for parameter in net.parameters()]) <= 1e-7
+
+
+def test_micro_batches_are_weighted_by_their_label_tokens():
+    """The mean of their means would be another gradient."""
+    batch = [row(3, seed=1), row(16, masked=2, seed=2), row(9, masked=7, seed=3)]
+    _, expected = gradients(batch, MicroBatchLimit(3))
+    _, found = gradients(batch, MicroBatchLimit(1))
+    each = [gradients([one], MicroBatchLimit(1))[1] for one in batch]
+    mean_of_means = [sum(part) / len(batch) for part in zip(*each, strict=True)]
+    assert relative_error(found, expected) <= 1e-12
+    assert relative_error(mean_of_means, expected) > 0.01
+
+
+@pytest.mark.parametrize("capacity", [MicroBatchLimit(4), MicroBatchLimit(1), MicroBatchLimit(20, "tokens")], ids=str)
+def test_gradients_are_clipped_and_their_norm_before_is_told(capacity):
+    batch = [row(length, seed=length) for length in (4, 9, 6, 3)]
+    unclipped, expected = gradients(batch, capacity)
+    norm = torch.stack([gradient.norm() for gradient in expected]).norm()
+    assert unclipped.grad_norm is None
+    for limit in (float(norm) / 8, 2 * float(norm)):
+        clipped, found = gradients(batch, capacity, max_grad_norm=limit)
+        assert float(clipped.grad_norm) == pytest.approx(float(norm), rel=1e-12)
+        scaled = [gradient * min(1.0, limit / (norm + 1e-6)) for gradient in expected]
+        assert relative_error(found, scaled) <= 1e-12
+
+
+def test_a_micro_batch_without_labels_is_skipped_and_a_step_of_them_has_no_gradient():
+    unlabelled, labelled = row(3, masked=3), row(3, masked=1)
+    result, found = gradients([unlabelled, labelled], MicroBatchLimit(1))
+    assert result.micro_batches == 1
+    assert all(torch.isfinite(gradient).all() for gradient in found)
+    result, found = gradients([unlabelled], MicroBatchLimit(1))
+    assert (result.loss, result.micro_batches, found) == (0.0, 0, [None] * len(found))
+
+
+def test_padding_is_counted_per_micro_batch():
+    batch = [row(2), row(8)]
+    assert gradients(batch, MicroBatchLimit(2))[0].padding_fraction == 1 - 10 / 16
+    assert gradients(batch, MicroBatchLimit(1))[0].padding_fraction == 0
+    assert gradients(batch, MicroBatchLimit(1), shapes=MicroBatchLayout("lengths"))[0].padding_fraction == 1 - 10 / 16
+    assert (
+        gradients(batch, MicroBatchLimit(2), shapes=MicroBatchLayout(pad_to_multiple_of=5))[0].padding_fraction == 0.5
+    )
+
+
+def test_rows_are_padded_with_the_token_given_and_have_no_labels_there():
+    net = model()
+    shapes = MicroBatchLayout(pad_to_multiple_of=4)
+    batch = accumulator(net, MicroBatchLimit(2), shapes=shapes, pad_id=7).collate([row(3), row(5)])
+    assert batch["tokens"].shape == batch["labels"].shape == (2, 8)
+    assert batch["tokens"][1, 5:].tolist() == [7] * 3
+    assert (batch["labels"][1, 5:] == IGNORED).all()
+
+
+def test_in_backward_the_loss_is_a_mean_and_not_multiplied_by_its_tokens():
+    batch = [row(4, masked=1)]
+    scaled, found = gradients(batch, MicroBatchLimit(1))
+    result, in_backward = gradients(batch, MicroBatchLimit(1), scale_gradients=False)
+    assert relative_error(in_backward, found) <= 1e-7  # one of them is multiplied by a third, a float32
+    assert result.loss == pytest.approx(scaled.loss)
+
+
+def test_a_model_that_normalizes_over_rows_is_told():
+    assert has_batch_norm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert not has_batch_norm(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+
+
+# what a step says of the gradient's noise
+
+
+def squared_norm(gradients):
+    """Exactly, of whatever type they are."""
+    return sum(float(gradient.double().square().sum()) for gradient in gradients if gradient is not None)
+
+
+def numbers(sample):
+    return {name: float(value) for name, value in vars(sample).items()}
+
+
+LIMITS = st.sampled_from([None, 1e-3, 1e3])
+
+
+@given(batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES, limit=LIMITS)
+@settings(max_examples=60, deadline=None)
+def test_measuring_the_noise_changes_no_bit_of_a_step(batch, capacity, shapes, limit):
+    for dtype in (torch.float64, torch.bfloat16):
+        nets = model().to(dtype), model().to(dtype)
+        results = [
+            accumulator(net, capacity, shapes=shapes, max_grad_norm=limit, measures_noise=measures).run(batch)
+            for net, measures in zip(nets, (False, True), strict=True)
+        ]
+        plain, measured = [vars(result) for result in results]
+        assert plain.pop("noise") is None
+        measured.pop("noise")
+        assert plain == measured
+        for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+@given(
+    batch=st.lists(rows(), min_size=2, max_size=9), capacity=st.builds(MicroBatchLimit, st.integers(1, 8)), limit=LIMITS
+)
+@settings(max_examples=60, deadline=None)
+def test_the_sample_is_of_the_first_micro_batch_with_labels_and_of_the_whole_step(batch, capacity, limit):
+    result, _ = gradients(batch, capacity, measures_noise=True, max_grad_norm=limit)
+    if result.micro_batches < 2:
+        assert result.noise is None
+        return
+    pieces = [batch[start : start + capacity.amount] for start in range(0, len(batch), capacity.amount)]
+    alone = (gradients(piece, capacity) for piece in pieces)
+    first, of_first = next((one, found) for one, found in alone if one.micro_batches)
+    whole, of_whole = gradients(batch, MicroBatchLimit(len(batch)))
+    assert numbers(result.noise) == {
+        "small_rows": pytest.approx(len(batch) * int(first.label_tokens) / int(whole.label_tokens)),
+        "small_squared_norm": pytest.approx(squared_norm(of_first), rel=1e-6),  # it was divided by a float32
+        "big_rows": len(batch),
+        "big_squared_norm": pytest.approx(squared_norm(of_whole), rel=1e-6),
+    }
+
+
+UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
+EQUAL = [row(6, masked=masked, seed=masked) for masked in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "settings"),
+    [
+        (UNEQUAL, MicroBatchLimit(4), {"measures_noise": True}),
+        (UNEQUAL, MicroBatchLimit(1), {}),
+        (UNEQUAL, MicroBatchLimit(1), {"measures_noise": False}),
+        (UNEQUAL, MicroBatchLimit(18, "tokens"), {"measures_noise": True}),
+        ([row(5, masked=5), row(5)], MicroBatchLimit(1), {"measures_noise": True}),
+        ([row(5), row(5, masked=5)], MicroBatchLimit(1), {"measures_noise": True}),
+        ([row(5, masked=5), row(4, masked=4)], MicroBatchLimit(1), {"measures_noise": True}),
+    ],
+    ids=["one piece", "not asked", "refused", "by length", "one labelled, last", "one labelled, first", "no label"],
+)
+def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, capacity, settings):
+    assert gradients(batch, capacity, **settings)[0].noise is None
+
+
+def test_rows_of_one_length_are_a_random_sample_however_they_are_grouped():
+    sample = gradients(EQUAL, MicroBatchLimit(12, "tokens"), measures_noise=True)[0].noise
+    assert numbers(sample)["big_rows"] == 4
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3])
+def test_norms_of_16_bit_gradients_are_as_precise_as_of_others(limit):
+    """Their own type would round each to a part in 256, and the noise is a difference."""
+    nets = [model().bfloat16() for _ in range(2)]
+    sample = accumulator(nets[0], MicroBatchLimit(2), measures_noise=True, max_grad_norm=limit).run(UNEQUAL).noise
+    accumulator(nets[1], MicroBatchLimit(2)).run(UNEQUAL)
+    exact = squared_norm(parameter.grad for parameter in nets[1].parameters())
+    assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-6)
+    assert sample.small_squared_norm.dtype == sample.big_squared_norm.dtype == torch.float32
+
+
+def test_parameters_without_a_gradient_have_no_part_in_the_norm():
+    net = model()
+    net.embed.requires_grad_(False)
+    net.unused = nn.Linear(3, 3)
+    sample = accumulator(net, MicroBatchLimit(2), measures_noise=True).run(UNEQUAL).noise
+    assert [net.embed.weight.grad, net.unused.weight.grad] == [None, None]
+    exact = squared_norm(parameter.grad for parameter in net.parameters())
+    assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-12)
+
+
+def test_the_sample_of_a_replayed_step_is_of_the_attempt_that_went_well():
+    class Limited(Causal):
+        """Runs out of memory at the second micro-batch, unless that is of one row."""
+
+        def forward(self, tokens):
+            runs.append(len(tokens))
+            if len(runs) == 2 and len(tokens) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(tokens)
+
+    runs = []
+    torch.manual_seed(0)
+    net = Limited().double().eval()
+    replayed = accumulator(net, MicroBatchLimit(2), measures_noise=True, on_change=lambda change: None).run(UNEQUAL)
+    assert runs == [2, 2, 1, 1, 1, 1]
+    undisturbed, _ = gradients(UNEQUAL, MicroBatchLimit(1), measures_noise=True)
+    assert numbers(replayed.noise) == numbers(undisturbed.noise)
+
+
+def test_with_the_optimizer_in_backward_no_gradient_is_left_to_measure():
+    with pytest.raises(AssertionError, match="no gradients to measure"):
+        accumulator(model(), MicroBatchLimit(1), scale_gradients=False, measures_noise=True)

@@ -1,0 +1,245 @@
+"""The loss of many rows does not depend on what fits at once, and evaluating changes nothing about training."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fault_injection import IGNORED, Decoder, collate, mean_loss
+from support.training_cases import CPU, VOCABULARY
+
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.training import Evaluator, MicroBatchRunner
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The model is tiny: several threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+FOUR = MicroBatchLimit(4)
+
+
+class Validated:
+    """A small model with dropout in training mode but for a part of it, and what evaluates it."""
+
+    def __init__(self, capacity=FOUR, **settings):
+        torch.manual_seed(0)
+        self.model = Decoder(checkpointing=False).double()
+        self.model.layer.norm.eval()
+        self.shapes_run, self.changes, self.changes_in_training = [], [], []
+        self.too_large = lambda tokens: False
+        self.accumulator = MicroBatchRunner(
+            self.model,
+            collate=collate,
+            to_device=lambda batch: None,
+            mean_loss=self.mean_loss,
+            num_real_tokens=lambda row: len(row["tokens"]),
+            ignore_index=IGNORED,
+            capacity=MicroBatchLimit(8),
+            on_change=self.changes_in_training.append,
+        )
+        self.evaluator = Evaluator(
+            self.model, self.accumulator, collate=collate, capacity=capacity, on_change=self.changes.append, **settings
+        )
+
+    def mean_loss(self, batch):
+        self.shapes_run.append(tuple(batch["tokens"].shape))
+        if self.too_large(batch["tokens"]):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        loss = mean_loss(self.model, batch)
+        assert not loss.requires_grad
+        return loss
+
+    def modes(self):
+        return [module.training for module in self.model.modules()]
+
+
+def row(length, *, masked=0, seed=0):
+    tokens = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return {"tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]}
+
+
+@st.composite
+def rows(draw):
+    length = draw(st.integers(2, 16))
+    return row(length, masked=draw(st.integers(0, length)), seed=draw(st.integers(0, 99)))
+
+
+def mean_of_label_tokens(model, batch):
+    """Row by row."""
+    model.eval()
+    counts = [sum(label != IGNORED for label in one["labels"][1:]) for one in batch]
+    with torch.no_grad():
+        sums = [
+            float(mean_loss(model, collate([one]))) * count for one, count in zip(batch, counts, strict=True) if count
+        ]
+    return sum(sums) / sum(counts) if sum(counts) else math.nan
+
+
+CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 9), st.just("rows")) | st.builds(
+    MicroBatchLimit, st.integers(1, 150), st.just("tokens")
+)
+
+
+@given(batch=st.lists(rows(), max_size=9), capacity=CAPACITIES)
+@settings(max_examples=60, deadline=None)
+def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_capacity(batch, capacity):
+    validated = Validated(capacity)
+    found = validated.evaluator.run(iter(batch))
+    assert found == pytest.approx(mean_of_label_tokens(validated.model, batch), rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("capacity", [MicroBatchLimit(100), MicroBatchLimit(300, "tokens")], ids=str)
+def test_more_rows_than_are_read_at_a_time_are_each_evaluated_once(capacity):
+    batch = [row(2 + seed % 7, masked=seed % 3, seed=seed) for seed in range(600)]
+    validated = Validated(capacity)
+    found = validated.evaluator.run(batch)
+    assert sum(shape[0] for shape in validated.shapes_run) == 600
+    assert found == pytest.approx(mean_of_label_tokens(validated.model, batch), rel=1e-12)
+
+
+@pytest.mark.parametrize("batch", [[], [row(5, masked=5)], [row(3, masked=3), row(4, masked=4)]], ids=len)
+def test_without_labels_the_loss_is_nan_and_nothing_is_run(batch):
+    validated = Validated()
+    assert math.isnan(validated.evaluator.run(batch))
+    assert validated.shapes_run == []
+
+
+def test_it_runs_in_evaluation_mode_and_each_module_is_put_back():
+    validated = Validated()
+    before, during = validated.modes(), []
+    validated.too_large = lambda tokens: during.append(validated.modes())
+    validated.evaluator.run([row(5), row(6)])
+    assert during == [[False] * len(before)]
+    assert validated.modes() == before
+    assert set(before) == {True, False}
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad row"), KeyboardInterrupt()], ids=repr)
+def test_each_module_is_put_back_after_an_error_in_a_forward(error):
+    validated = Validated()
+    before = validated.modes()
+
+    def fail(tokens):
+        raise error
+
+    validated.too_large = fail
+    with pytest.raises(type(error)) as caught:
+        validated.evaluator.run([row(5)])
+    assert caught.value is error
+    assert validated.modes() == before
+    assert len(validated.shapes_run) == 1
+
+
+def test_each_module_is_put_back_after_an_error_in_reading_a_row():
+    validated = Validated()
+    before = validated.modes()
+
+    def broken():
+        yield row(5)
+        raise OSError("disk gone")
+
+    with pytest.raises(OSError, match="disk gone"):
+        validated.evaluator.run(broken())
+    assert validated.modes() == before
+
+
+def test_gradients_statistics_and_random_numbers_are_as_they_were():
+    validated = Validated()
+    for parameter in validated.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: tensor.clone() for name, tensor in validated.model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    validated.evaluator.run([row(5), row(6)])
+    assert all((parameter.grad == 1).all() for parameter in validated.model.parameters())
+    after = validated.model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "after"),
+    [(MicroBatchLimit(8), MicroBatchLimit(2)), (MicroBatchLimit(72, "tokens"), MicroBatchLimit(18, "tokens"))],
+    ids=str,
+)
+def test_running_out_lowers_its_own_capacity_and_never_that_of_training(capacity, after):
+    batch = [row(9, masked=seed % 4, seed=seed) for seed in range(8)]
+    expected = Validated(capacity).evaluator.run(batch)
+    validated = Validated(capacity)
+    before = validated.modes()
+    validated.too_large = lambda tokens: tokens.shape[0] > 2
+    assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
+    assert validated.evaluator.capacity == after
+    assert [change.out_of_memory for change in validated.changes] == [True, True]
+    assert (validated.accumulator.capacity, validated.changes_in_training) == (MicroBatchLimit(8), [])
+    assert validated.modes() == before
+    validated.shapes_run.clear()
+    validated.evaluator.run(batch)
+    assert {shape[0] for shape in validated.shapes_run} == {2}
+
+
+def test_rows_that_were_evaluated_before_it_ran_out_count_once():
+    batch = [row(9, masked=seed % 4, seed=seed) for seed in range(8)]
+    expected = Validated().evaluator.run(batch)
+    validated = Validated()
+    validated.too_large = lambda tokens: len(validated.shapes_run) == 2
+    assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
+    assert validated.shapes_run == [(4, 9)] * 2 + [(2, 9)] * 4
+
+
+def test_one_row_that_does_not_fit_is_told_and_each_module_put_back():
+    validated = Validated()
+    before = validated.modes()
+    validated.too_large = lambda tokens: tokens.shape[1] > 9
+    with pytest.raises(
+        DoesNotFitError, match=r"one row of 10 tokens ran out of memory on cpu, .*tokenizer\.max_seq_len"
+    ):
+        validated.evaluator.run([row(9), row(10), row(9)])
+    assert validated.modes() == before
+
+
+class Thrashing(CountedMemory):
+    """Its allocator retries once each time that something is run."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.asked = 0
+
+    def num_retries(self):
+        self.asked += 1
+        return self.asked
+
+
+@pytest.mark.parametrize(
+    ("capacity", "after"),
+    [(MicroBatchLimit(32), MicroBatchLimit(30)), (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens"))],
+    ids=str,
+)
+def test_where_it_thrashes_the_largest_micro_batch_is_made_a_little_smaller(capacity, after):
+    """Not the rest that comes last."""
+    validated = Validated(capacity, memory=Thrashing())
+    validated.evaluator.run([row(9)] * 32 + [row(3)] * 2)
+    assert [(change.rows, change.out_of_memory) for change in validated.changes] == [(32, False)]
+    assert validated.evaluator.capacity == after
+
+
+def test_as_many_rows_are_run_at_once_as_the_capacity_holds():
+    validated = Validated(MicroBatchLimit(1000))
+    validated.evaluator.run([row(2, seed=i) for i in range(1100)])
+    assert [rows for rows, _ in validated.shapes_run] == [1000, 100]
+    validated = Validated(MicroBatchLimit(100))
+    validated.evaluator.run([row(2, seed=i) for i in range(650)])
+    assert [rows for rows, _ in validated.shapes_run] == [100] * 6 + [50]
+    validated = Validated(MicroBatchLimit(800, "tokens"))
+    validated.evaluator.run([row(2, seed=i) for i in range(1200)])
+    assert [rows for rows, _ in validated.shapes_run] == [400] * 3

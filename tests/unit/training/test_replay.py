@@ -1,0 +1,298 @@
+"""After running out of memory a step is run again, as if it had had less capacity from the start.
+
+Every operation: benchmarks/faults.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from support.fault_injection import (
+    IGNORED,
+    PHASES,
+    AttemptedMemory,
+    Decoder,
+    RunsOutAt,
+    Way,
+    collate,
+    differences,
+    mean_loss,
+    step_rows,
+    sweep,
+    train,
+)
+from support.training_cases import CPU
+
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.training import LimitChange, MicroBatchRunner
+from adaptive_batch.training.oom_retry import OOMRetry
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The model is tiny: several threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# what a replay leaves
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+def test_training_goes_on_as_if_it_had_had_less_capacity_wherever_it_ran_out(unit, checkpointing, nested):
+    swept = list(sweep(Way(unit, checkpointing, nested), every=79))
+    assert {phase for phase, _ in swept} == set(PHASES)
+    assert [differing for _, differing in swept if differing] == []
+
+
+def test_the_comparison_sees_another_step_and_another_capacity():
+    """Else the fact above could not fail."""
+    way = Way("rows", checkpointing=False)
+    trained = train(way)
+    assert differences(trained, train(way)) == []
+    assert differences(trained, train(way, steps=2)) == [*trained.state, "steps", "run_rows"]
+    other = train(way, capacities=[MicroBatchLimit(2)] * 3)
+    assert set(differences(trained, other)) >= {"model", "optimizer", "python", "numpy", "steps"}
+
+
+FOUR = MicroBatchLimit(4)
+SAID = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has none."
+
+
+class Step:
+    """One small model and its accumulator, which runs out where the test says."""
+
+    def __init__(self, *, checkpointing=False, capacity=FOUR, begin=lambda: None, **settings):
+        torch.manual_seed(0)
+        self.model = Decoder(checkpointing=checkpointing)
+        self.too_large = lambda tokens: False
+        self.shapes_run = []
+        self.changes = []
+        settings.setdefault("on_change", self.changes.append)
+        settings.setdefault("memory", AttemptedMemory(begin))
+        self.accumulator = MicroBatchRunner(
+            self.model,
+            collate=collate,
+            to_device=lambda batch: None,
+            mean_loss=self.mean_loss,
+            num_real_tokens=lambda row: len(row["tokens"]),
+            ignore_index=IGNORED,
+            capacity=capacity,
+            **settings,
+        )
+
+    def mean_loss(self, batch):
+        self.shapes_run.append(tuple(batch["tokens"].shape))
+        if self.too_large(batch["tokens"]):
+            raise torch.OutOfMemoryError(SAID)
+        return mean_loss(self.model, batch)
+
+    def gradients(self):
+        return [parameter.grad for parameter in self.model.parameters()]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_nothing_of_a_failed_attempt_is_alive_when_its_replay_begins(checkpointing):
+    """Neither by the error's frames nor by what a failed backward leaves in autograd's engine."""
+    alive, still_alive, failed_in = [], [], set()
+    step = Step(
+        checkpointing=checkpointing,
+        on_change=lambda change: still_alive.append(sum(reference() is not None for reference in alive)),
+        begin=lambda: fault.begin(),
+    )
+
+    def see(module, args, output):
+        alive.append(weakref.ref(output.untyped_storage()))
+
+    for module in step.model.modules():
+        module.register_forward_hook(see)
+    for operation in range(1, 2000, 11):
+        fault = RunsOutAt(operation)
+        step.accumulator.capacity = FOUR
+        with fault:
+            step.accumulator.run(step_rows(0))
+        step.model.zero_grad()
+        alive.clear()
+        if not fault.failed_in:
+            break
+        failed_in.update(fault.failed_in)
+    assert len(still_alive) > 40
+    assert failed_in >= {"backward", "around them"}
+    assert set(still_alive) == {0}
+
+
+def test_the_largest_micro_batch_is_replayed_until_it_fits_and_capacity_stays_lowered():
+    step = Step(capacity=MicroBatchLimit(8))
+    step.too_large = lambda tokens: tokens.shape[0] > 3
+    assert step.accumulator.run(step_rows(0)).micro_batches == 4
+    assert [(change.before.amount, change.after.amount) for change in step.changes] == [(8, 4), (4, 2)]
+    assert step.accumulator.capacity == MicroBatchLimit(2)
+    step.model.zero_grad()
+    assert step.accumulator.run(step_rows(1)).micro_batches == 4
+    assert len(step.changes) == 2
+
+
+# what capacity becomes
+
+
+def rows(*lengths):
+    return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
+
+
+def test_by_rows_capacity_becomes_half_of_the_micro_batch_that_failed():
+    """Also where that was a rest below the capacity."""
+    step = Step(capacity=MicroBatchLimit(8))
+    step.too_large = lambda tokens: tokens.shape == (6, 9)
+    step.accumulator.run(rows(*[3] * 8, *[9] * 6))
+    assert step.changes == [LimitChange(MicroBatchLimit(8), MicroBatchLimit(3), 6, 9, True, SAID)]
+    assert step.shapes_run == [(8, 3), (6, 9), (3, 3), (3, 3), (3, 9), (3, 9), (2, 9)]
+
+
+def test_by_tokens_capacity_becomes_half_of_the_group_that_failed():
+    step = Step(capacity=MicroBatchLimit(40, "tokens"))
+    step.too_large = lambda tokens: tokens.shape == (6, 3)
+    step.accumulator.run(rows(20, 20, *[3] * 6))
+    (change,) = step.changes
+    assert (change.rows, change.length, change.after) == (6, 3, MicroBatchLimit(9, "tokens"))
+    assert step.shapes_run == [(2, 20), (6, 3), (1, 20), (1, 20), (3, 3), (3, 3)]
+
+
+def test_padding_counts_in_the_group_that_failed():
+    step = Step(capacity=MicroBatchLimit(64, "tokens"), shapes=MicroBatchLayout(pad_to_multiple_of=16))
+    step.too_large = lambda tokens: tokens.numel() > 32
+    step.accumulator.run(rows(3, 4, 5, 6))
+    assert step.changes[0].after == MicroBatchLimit(32, "tokens")
+    assert step.shapes_run == [(4, 16), (2, 16), (2, 16)]
+
+
+def test_a_change_is_described_with_its_numbers():
+    change = LimitChange(
+        MicroBatchLimit(64, "tokens"), MicroBatchLimit(24, "tokens"), 6, 8, True, "CUDA out of memory.\nGPU 0"
+    )
+    assert change.describe() == (
+        "out of memory with 6 rows of 8 tokens at once: it is run again, and a micro-batch holds 24 padded tokens from now "
+        "on, not 64 padded tokens (CUDA out of memory.)"
+    )
+    thrashed = LimitChange(MicroBatchLimit(32), MicroBatchLimit(30), 32, 8, False, "")
+    assert thrashed.describe() == (
+        "the allocator gave back its cache and asked again with 32 rows of 8 tokens at once: a micro-batch holds 30 rows "
+        "from now on, not 32 rows"
+    )
+
+
+def test_a_change_is_logged_where_nobody_else_is_told(caplog):
+    step = Step(on_change=None)
+    step.too_large = lambda tokens: tokens.shape[0] > 2
+    step.accumulator.run(step_rows(0))
+    assert [record.getMessage()[:31] for record in caplog.records] == ["out of memory with 4 rows of 9 "]
+
+
+@pytest.mark.parametrize("capacity", [MicroBatchLimit(8), MicroBatchLimit(72, "tokens")], ids=str)
+def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(capacity):
+    step = Step(capacity=capacity)
+    step.too_large = lambda tokens: tokens.shape[1] >= 9
+    with pytest.raises(DoesNotFitError) as caught:
+        step.accumulator.run(step_rows(0))
+    alone = "one row of 9 tokens ran out of memory on cpu, alone in its micro-batch"
+    assert str(caught.value) == f"{alone}: {SAID}; {MEMORY_REMEDIES}"
+    assert step.shapes_run[-1] == (1, 9)
+    assert step.gradients() == [None] * len(step.gradients())
+
+
+# what is not replayed
+
+
+def test_another_error_is_raised_as_it_is_and_nothing_is_replayed():
+    step = Step()
+    error = RuntimeError("CUDA error: device-side assert triggered")
+
+    def fail(tokens):
+        if len(step.shapes_run) == 2:
+            raise error
+
+    step.too_large = fail
+    with pytest.raises(RuntimeError) as caught:
+        step.accumulator.run(step_rows(0))
+    assert caught.value is error
+    assert (len(step.shapes_run), step.changes, step.accumulator.capacity) == (2, [], FOUR)
+
+
+def test_without_replays_the_error_comes_through():
+    step = Step(replays=False)
+    step.too_large = lambda tokens: True
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        step.accumulator.run(step_rows(0))
+    assert (len(step.shapes_run), step.changes, step.accumulator.capacity) == (1, [], FOUR)
+
+
+# thrashing
+
+
+class Thrashing(CountedMemory):
+    """Its allocator retries once each time that something is run."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.asked = 0
+
+    def num_retries(self):
+        self.asked += 1
+        return self.asked
+
+
+@pytest.mark.parametrize(
+    ("capacity", "after"),
+    [
+        (MicroBatchLimit(32), MicroBatchLimit(30)),
+        (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens")),
+        (MicroBatchLimit(2), MicroBatchLimit(1)),
+    ],
+    ids=str,
+)
+def test_a_size_that_thrashes_is_made_a_little_smaller_once_and_nothing_is_replayed(capacity, after):
+    """The largest, not the rest that comes last."""
+    step = Step(capacity=capacity, memory=Thrashing())
+    for _ in range(3):
+        step.accumulator.run(rows(*[9] * 32, 3, 3))
+        step.model.zero_grad()
+    (change,) = step.changes
+    assert (change.after, change.out_of_memory) == (after, False)
+    assert step.accumulator.capacity == after
+    assert sum(shape[0] for shape in step.shapes_run) == 3 * 34
+
+
+def test_one_row_that_thrashes_is_left_as_it_is():
+    step = Step(capacity=MicroBatchLimit(1), memory=Thrashing())
+    step.accumulator.run(rows(9, 9))
+    assert (step.changes, step.accumulator.capacity) == ([], MicroBatchLimit(1))
+
+
+def test_after_thrashing_it_may_still_run_out():
+    step = Step(capacity=MicroBatchLimit(32), memory=Thrashing())
+    step.accumulator.run(rows(*[9] * 32))
+    step.too_large = lambda tokens: tokens.shape[0] > 20
+    step.accumulator.run(rows(*[9] * 32))
+    assert [(change.after.amount, change.out_of_memory) for change in step.changes] == [(30, False), (15, True)]
+
+
+def test_what_was_undone_is_undone_before_anybody_is_told():
+    told = []
+    replay = OOMRetry(MicroBatchLimit(4), memory=CountedMemory(CPU), on_change=lambda change: told.append("changed"))
+
+    def attempt():
+        replay.current = MicroBatch([0, 1, 2, 3], 8)
+        told.append(f"attempted {replay.capacity}")
+        if replay.capacity.amount > 2:
+            raise MemoryError
+        return "done"
+
+    assert replay.run(attempt, undo=lambda: told.append("undone")) == "done"
+    assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]
