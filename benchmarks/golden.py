@@ -469,8 +469,10 @@ class Place:
         self.words[name] = "no error" if not ended.statuses[0] else last or text.splitlines()[-3:]
 
     def audit(self, ended: Ended, name: str = "audit") -> None:
-        """Audit a run, and keep what that says."""
-        self.keep_text(self.module("adaptive_batch", "audit", str(ended.folder)), name)
+        """Audit a run, and keep its verdict; how the audit words what it found is no number."""
+        audited = self.module("adaptive_batch", "audit", str(ended.folder))
+        self.numbers[f"{name}.status"] = audited.statuses
+        self.words[f"{name}.printed"] = self.plain(audited.stdout, audited).splitlines()
 
     def plain(self, text: str, ended: Ended) -> str:
         """Take out of a text what differs from one time to the next."""
@@ -1044,8 +1046,11 @@ class Loop:
             logits = model(batch["tokens"])[:, :-1]
             return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
-        adaptive = importlib.import_module(SAY["loop"]).AdaptiveLoop
-        options = {"batch_size": 8, **options}
+        package = importlib.import_module(SAY["loop"])
+        adaptive, options = package.AdaptiveLoop, {"batch_size": 8, **options}
+        for argument, group in (("sampling", "Sampling"), ("options", "StepOptions")):
+            if kind := getattr(package, group, None):  # since arguments are grouped
+                options[argument] = kind(**{k: options.pop(k) for k in kind.__dataclass_fields__ if k in options})
         return cls(
             model,
             optimizer,

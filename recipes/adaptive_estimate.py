@@ -53,12 +53,7 @@ def recipe_main(cfg: DictConfig) -> None:
     estimate(cfg)
 
 
-def main() -> None:
-    """The command line: shipped configs are found by name, and errors of the configuration are one line."""
+if __name__ == "__main__":
     set_up_terminal()
     use_shipped_config(sys.argv)
-    recipe_main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(recipe_main())

@@ -10,10 +10,8 @@ same keys; any config of those recipes runs unchanged. The keys that are ours ar
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from adaptive_batch.data import StepPlanner
 from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.schedules import NoiseScale, Progress, describe_unscaled
+from adaptive_batch.schedules import NoiseScale, Progress
 from adaptive_batch.torchtune import (
     STATE_KEY,
     BatchSizeFinder,
@@ -39,18 +37,17 @@ from adaptive_batch.torchtune import (
     LimitFinder,
     ModelBuilder,
     RateController,
+    ResumedRun,
     Settings,
     TrainingLog,
     TrainingParts,
     TrainingPreview,
     Validation,
     all_ranks,
+    as_dict,
     base_rate,
-    check_fewer_ranks,
+    check_output_dir,
     check_scheduler,
-    compare,
-    reference_batch,
-    run_conditions,
     set_up_terminal,
     use_shipped_config,
     without_effect,
@@ -73,188 +70,140 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     """
 
     def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
-        self.cfg = cfg
-        self.watch = watch
-        plain = OmegaConf.to_container(cfg, resolve=True)
+        self.cfg, self.watch = cfg, watch
+        plain = as_dict(cfg)
         self.settings = Settings.from_config(plain)
         self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
         self.parts = TrainingParts(cfg, self.settings, builder)
         self.bounds = BatchSizeFinder(self.parts)
         self.bounds.watch = watch
         self.device = self.parts.device
-        self.output_dir = Path(cfg.output_dir)
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-        self.max_steps_per_epoch = self.settings.max_steps_per_epoch
-        self.continues_batch = False
-        self.progress = Progress()
         self.noise_scale = NoiseScale()
-        self.unlabelled = 0
-        self.begun_anew = 0
         self.asked_to_end = False
-        self.run = uuid.uuid4().hex[:12]
 
     # --- setup ------------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self) -> None:
-        """Find the weights, and where training stood if it is resumed; refuse to go on with another run's."""
-        self.checkpoints = Checkpoints(self.cfg, self.settings)
-        state = self.checkpoints.recipe_state
-        # batches go on as they were counted, whatever the number of ranks is now
-        self.parts.ranks = (state or {}).get(STATE_KEY, {}).get("steps", {}).get("ranks", self.parts.ranks)
-        check_fewer_ranks(self.settings, began_on=self.parts.ranks)
-        self.conditions = run_conditions(self.parts)
-        self.differs: list[str] = []
-        self.kept: dict[str, tuple[Any, Any]] = {}
-        self.saved: dict[str, Any] = {}
-        self.begins_epoch_anew = False
-        if state is None:
-            return
-        for name, key in (("seed", training.SEED_KEY), ("max_steps_per_epoch", training.MAX_STEPS_KEY)):
-            if (configured := getattr(self, name)) != state[key]:
-                self.kept[name] = configured, state[key]
-                setattr(self, name, state[key])
-        self.saved = ours = state.get(STATE_KEY, {})
-        self.progress = Progress(**ours["progress"]) if ours else Progress(epoch=state[training.EPOCHS_KEY])
-        if ours:
-            self.run, self.unlabelled, self.begun_anew = ours["run"], ours["unlabelled"], ours["begun_anew"]
-        component = str(self.cfg.optimizer._component_)
-        if ours and ours["optimizer"] != component:
-            raise SettingError(
-                "optimizer._component_", component, f"the checkpoint's state is of {ours['optimizer']}; go on with that"
-            )
-        if ours and ours["optimizer_in_bwd"] != self.settings.optimizer_in_bwd:
-            raise SettingError(
-                "optimizer_in_bwd",
-                self.settings.optimizer_in_bwd,
-                f"the checkpoint's optimizer state was saved with {ours['optimizer_in_bwd']}; go on with that",
-            )
-        self.differs, self.begins_epoch_anew = compare(
-            ours.get("conditions", {}),
-            self.conditions,
-            allowed=self.settings.resume_allow_changes,
-            in_mid_epoch=self.progress.epoch_steps > 0,
-        )
-        if self.begins_epoch_anew:
-            self.begun_anew += 1
-            self.progress = self.progress.at_epoch_start()
-            self.unlabelled = 0
-        # a batch that was found or grown goes on; one that now is to be found for the first time is found
-        if ours and self.settings.batch_changes:
-            found_before = ours["conditions"]["use_maximum_batch_size"] or not self.settings.use_maximum_batch_size
-            knows_bound = ours["limits"]["bound"] is not None or self.settings.grow_beyond_maximum
-            self.continues_batch = found_before and knows_bound
-
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
+        check_output_dir(Path(self.cfg.output_dir))
+        self._setup_data()
+        if self.settings.preview:
+            self._print_preview()
+            return
+        self._setup_log()
+        self._setup_model()
+        self._setup_steps()
+        self._setup_rate()
+        self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
+
+    def _setup_data(self) -> None:
+        """Read the data and the checkpoint that is resumed from, and check all that needs no weights."""
         settings, parts = self.settings, self.parts
-        check_output_dir(self.output_dir)
         parts.build_data()
-        self.load_checkpoint()
+        self.checkpoints = Checkpoints(self.cfg, settings)
+        self.resumed = ResumedRun(parts, self.checkpoints, seed=self.seed)
+        self.progress, self.unlabelled = self.resumed.progress, self.resumed.unlabelled
         parts.check_rows()
         self.planner = StepPlanner(
             parts,
-            parts.batching(seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch),
+            parts.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch),
             layout=parts.shapes,
             ranks=parts.ranks,
             counts_tokens=settings.lr_clock.counts_tokens,
         )
-        follows_schedule = bool(self.saved) and settings.batch_size_schedule is not None
-        if self.saved:
-            keeps = {} if self.continues_batch else {"first_batch_size": None, "grown_in": -1}
-            keeps |= {} if self.continues_batch or follows_schedule else {"batch_size": settings.batch_size}
-            self.planner.load_state_dict(self.saved["steps"] | keeps)
+        self.follows_schedule = settings.batch_size_schedule is not None
+        if self.resumed.saved:
+            self.planner.load_state_dict(
+                self.resumed.state_of_steps(
+                    configured_batch_size=settings.batch_size, follows_schedule=self.follows_schedule
+                )
+            )
         validates_what_fits = settings.validation is not None and settings.validation.fits_itself
         if settings.needs_bound or validates_what_fits:
             self.bounds.check()
         check_scheduler(self.cfg)
         self.plan = TrainingPreview(parts, self.planner)
         self.plan.check(self.progress)
-        if settings.preview:
-            plan = self.plan.alone(self.progress, bounds=self.bounds, saved=self.saved, goes_on=self.continues_batch)
-            if distributed.is_rank_zero():
-                print(plan)
-            return
-        self.log = TrainingLog(parts)
-        self.record = self.log.record
-        self.checkpoints.begin_job(self.run)
-        self.checkpoints.on_failure = self._say_failed_save
-        resumed = self.checkpoints.recipe_state or {}
-        self.log.starts(self.checkpoints, self.progress, run=self.run, begins_epoch_anew=self.begins_epoch_anew)
-        self.log.changes(
-            self.saved,
-            conditions=self.conditions,
-            differs=self.differs,
-            kept=self.kept,
-            epochs=resumed.get(training.TOTAL_EPOCHS_KEY),
-            continues_batch=self.continues_batch,
-            without_effect=self.without_effect,
+
+    def _print_preview(self) -> None:
+        text = self.plan.alone(
+            self.progress, bounds=self.bounds, saved=self.resumed.saved, goes_on=self.resumed.keeps_batch
         )
-        self.capacity = LimitFinder(parts, self.bounds, self.record, run=self.run)
+        if distributed.is_rank_zero():
+            print(text)
+
+    def _setup_log(self) -> None:
+        self.log = TrainingLog(self.parts)
+        self.record = self.log.record
         self.planner.event = self.record.decision
+        self.checkpoints.begin_job(self.resumed.name)
+        self.checkpoints.on_failure = self._log_failed_save
+        self.log.starts(self.checkpoints, self.resumed)
+        self.log.changes(self.resumed, without_effect=self.without_effect)
+
+    def _setup_model(self) -> None:
+        """Load weights and optimizer, and find what fits."""
+        parts, resumed = self.parts, self.resumed
+        self.capacity = LimitFinder(parts, self.bounds, self.record, run=resumed.name)
         if self.watch:
             self.watch.on_end = self._write_down_end
         parts.build_model(self.checkpoints, on_change=self.capacity.lower)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         parts.build_optimizer()
-        if resumed:
+        if self.checkpoints.recipe_state is not None:
             self.checkpoints.load_optimizer(parts)
             self.log.whose_rate()
         self.planner.batch_size = self.capacity.find(
             self.planner.batch_size,
-            goes_on=self.continues_batch or follows_schedule,
-            saved=self.saved,
+            goes_on=resumed.keeps_batch or (bool(resumed.saved) and self.follows_schedule),
+            saved=resumed.saved,
         )
-        self.validation = (
-            Validation(parts, self.bounds, capacities=self.capacity, record=self.record)
-            if settings.validation
-            else None
-        )
+        self.validation = None
+        if self.settings.validation:
+            self.validation = Validation(parts, self.bounds, capacities=self.capacity, record=self.record)
+
+    def _setup_steps(self) -> None:
+        """Plan the epoch, and look ahead at what comes after it."""
+        settings, saved = self.settings, self.resumed.saved
         self._check_schedule_fits()
         self.planner.limits = self.capacity.limits
         self.progress = self.planner.begin(self.progress)
-        parts.accumulator.capacity = self.planner.limit
+        self.parts.accumulator.capacity = self.planner.limit
         self.log.epoch(self.progress.epoch, self.planner, self.capacity)
-        reference = self.planner.reference
+        steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
-        if every > settings.epochs * reference.steps and not settings.grows:
-            message = f"the run has {settings.epochs * reference.steps} steps, so nothing is validated"
+        if every > settings.epochs * steps and not settings.grows:
+            message = f"the run has {settings.epochs * steps} steps, so nothing is validated"
             self.record.decision("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
-        if not self.saved:
-            self.progress = replace(self.progress, steps=self.progress.epoch * reference.steps)
-        changed = bool(self.differs) or self.saved.get("configured_batch_size") != settings.batch_size
-        self.plan.look_ahead(self.progress, saved=self.saved, changed=changed)
+        if not saved:
+            self.progress = replace(self.progress, steps=self.progress.epoch * steps)
+        changed = bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
+        self.plan.look_ahead(self.progress, saved=saved, changed=changed)
         self.full_batch_loss = FullBatchLoss(self.plan.full_batch_rows)
-        if self.saved:
-            self.noise_scale.load_state_dict(self.saved["noise_scale"])
-        if self.saved and not self.begins_epoch_anew:
-            self.full_batch_loss.load_state_dict(self.saved["full_batch_loss"])
+        if saved:
+            self.noise_scale.load_state_dict(saved["noise_scale"])
+        if saved and not self.resumed.begins_epoch_again:
+            self.full_batch_loss.load_state_dict(saved["full_batch_loss"])
+
+    def _setup_rate(self) -> None:
+        parts, settings = self.parts, self.settings
         self.rate = RateController(
             parts,
             self.planner,
             parts.optimizers,
             progress=self.progress,
             total_steps=self.plan.schedule_steps,
-            saved=self.saved.get("learning_rate", {}),
+            saved=self.resumed.saved.get("learning_rate", {}),
             record=self.record,
         )
-        if message := self.rate.describe():
-            reference = reference_batch(self.parts)
-            self.record.decision("lr", message, reference=str(reference), rule=settings.lr_scaling)
-        if settings.grows and self.progress.epoch < settings.epochs:
-            rate = base_rate(parts)
-            table, stages = self.plan.table(
-                self.progress, base_rate=rate, capacity=self.capacity.limits, saved=self.saved
-            )
-            self.record.decision("stages", f"the plan:\n{table}", stages=stages)
-            most, configured = self.plan.full_batch_rows, settings.step_rows * self.parts.ranks
-            if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
-                message = describe_unscaled(rate, batch=most, reference=configured)
-                self.record.decision("lr", message, lr=rate, global_batch=most, reference=configured)
+        self.log.rate_and_stages(
+            self.rate, self.plan, self.progress, limits=self.capacity.limits, saved=self.resumed.saved
+        )
         # a compiled model would be compiled for one row more
         if distributed.world_size() > 1 and settings.on_out_of_memory == "shrink" and not self.cfg.compile:
             parts.accumulator.learn_collectives()
-        self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
 
     def _check_schedule_fits(self) -> None:
         """Refuse a schedule that may ask for more rows than fit here, where they cannot be split."""
@@ -296,10 +245,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self.log.epoch(epoch, self.planner, self.capacity)
                 within = self.progress.epoch_steps > 0
                 if epoch == first_epoch and not within:
-                    self._restore_random_state()
+                    self.resumed.restore_random_state(self.progress)
                 self.planner.start_epoch(self.progress)
                 if epoch == first_epoch and within:  # beginning to read rows draws, as it had in the saved run
-                    self._restore_random_state()
+                    self.resumed.restore_random_state(self.progress)
                 with logging_redirect_tqdm([logging.getLogger("adaptive_batch")]):
                     self._train_epoch()
                 self.progress = self.progress.after_epoch()
@@ -393,19 +342,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             reasons=reasons,
         )
 
-    def _restore_random_state(self) -> None:
-        """Go on with the random numbers of the checkpoint, after everything that building and searching drew."""
-        goes_on = self.settings.restores_random_state or self.saved.get("preempted") or self.progress.epoch_steps
-        if self.saved and goes_on:
-            states = self.saved["random_states"]
-            if len(states) == distributed.world_size():
-                RandomState.from_state_dict(states[distributed.rank()], self.device).restore()
-            else:  # no rank's is another's
-                training.set_seed(seed=self.seed + self.progress.steps)
-
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""
-        if self.validation and self.progress.steps % self.settings.validation.every_n_steps == 0:
+        settings = self.settings.validation
+        if self.validation and settings and self.progress.steps % settings.every_n_steps == 0:
             loss = self.validation.run()
             self.log.validation(loss, rows=self.validation.num_rows, step=self.progress.steps)
 
@@ -454,7 +394,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         except CheckpointError as error:
             if ends:
                 raise
-            self._say_failed_save(error)
+            self._log_failed_save(error)
             return
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
         self.record.decision("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
@@ -466,7 +406,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Whether this process was asked to end; of several ranks, whether all of them know that one was."""
         return self.preemption.requested if distributed.world_size() == 1 else self.asked_to_end
 
-    def _say_failed_save(self, error: CheckpointError) -> None:
+    def _log_failed_save(self, error: CheckpointError) -> None:
         message = f"training goes on without a resume point: {error}"
         self.record.decision("checkpoint_failed", message, step=self.progress.steps)
 
@@ -478,21 +418,23 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _state(self) -> dict[str, Any]:
         """All that resuming needs beside weights and optimizer, as plain values and tensors."""
         return {
-            training.SEED_KEY: self.seed,
+            training.SEED_KEY: self.resumed.seed,
             training.EPOCHS_KEY: self.progress.epoch,
             training.TOTAL_EPOCHS_KEY: self.settings.epochs,
-            training.MAX_STEPS_KEY: self.max_steps_per_epoch,
+            training.MAX_STEPS_KEY: self.resumed.max_steps_per_epoch,
             training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
             STATE_KEY: {
-                "run": self.run,
+                "run": self.resumed.name,
                 "epochs": self.settings.epochs,
                 "configured_batch_size": self.settings.batch_size,
-                "optimizer": str(self.cfg.optimizer._component_),
-                "optimizer_in_bwd": self.settings.optimizer_in_bwd,
                 "base_rate": base_rate(self.parts),
                 "unlabelled": self.unlabelled,
-                "begun_anew": self.begun_anew,
-                "conditions": self.conditions,
+                "times_begun_again": self.resumed.times_begun_again,
+                "optimizer": {
+                    "optimizer._component_": str(self.cfg.optimizer._component_),
+                    "optimizer_in_bwd": self.settings.optimizer_in_bwd,
+                },
+                "conditions": self.resumed.conditions,
                 "progress": self.progress.state_dict(),
                 "steps": self.planner.state_dict(),
                 "limits": self.capacity.limits.state_dict(),
@@ -512,17 +454,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Close the logs, if they were opened."""
         if hasattr(self, "log"):
             self.log.close()
-
-
-def check_output_dir(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, before anything is built."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError as error:
-        raise SettingError("output_dir", str(folder), f"it cannot be made ({error}); give a folder of yours") from None
-    if not writable:
-        raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
 
 
 def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:

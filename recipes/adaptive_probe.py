@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune import config, training
 
 from adaptive_batch import distributed
@@ -24,6 +24,7 @@ from adaptive_batch.torchtune import (
     Settings,
     TrainingParts,
     all_ranks,
+    as_dict,
     set_up_terminal,
     use_shipped_config,
     without_effect_on_probe,
@@ -44,7 +45,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None) -> list[ProbeResult]:
         SettingError: a setting cannot be used; no weights have been loaded yet.
         DoesNotFitError: not even one row fits, at any length.
     """
-    settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
+    settings = Settings.from_config(as_dict(cfg))
     parts = TrainingParts(cfg, settings)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     parts.build_data()
@@ -102,12 +103,7 @@ def recipe_main(cfg: DictConfig) -> None:
         probe(cfg, watch)
 
 
-def main() -> None:
-    """The command line: shipped configs are found by name, and our own errors are shown plainly."""
+if __name__ == "__main__":
     set_up_terminal()
     use_shipped_config(sys.argv)
-    recipe_main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(recipe_main())

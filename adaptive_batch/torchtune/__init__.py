@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from .rate import RateController as RateController
     from .rate import check_scheduler as check_scheduler
     from .rate import reference_batch as reference_batch
+    from .requirements import as_dict as as_dict
+    from .requirements import check_output_dir as check_output_dir
     from .requirements import complete as complete
     from .resume import Checkpoints as Checkpoints
     from .resume_policy import compare as compare
     from .resume_policy import run_conditions as run_conditions
+    from .resumed_run import ResumedRun as ResumedRun
     from .settings import Settings as Settings
     from .settings import reference_tables as reference_tables
     from .settings import write_reference as write_reference
@@ -58,6 +61,9 @@ __getattr__ = lazy_names(
         "without_effect": ".checks",
         "without_effect_on_probe": ".checks",
         "TrainingParts": ".parts",
+        "ResumedRun": ".resumed_run",
+        "as_dict": ".requirements",
+        "check_output_dir": ".requirements",
         "FullModel": ".model",
         "ModelBuilder": ".model",
         "set_up_terminal": ".parts",
@@ -88,15 +94,18 @@ __all__ = [
     "LimitFinder",
     "ModelBuilder",
     "RateController",
+    "ResumedRun",
     "Settings",
     "TrainingLog",
     "TrainingParts",
     "TrainingPreview",
     "Validation",
     "all_ranks",
+    "as_dict",
     "base_rate",
     "check",
     "check_fewer_ranks",
+    "check_output_dir",
     "check_scheduler",
     "compare",
     "complete",

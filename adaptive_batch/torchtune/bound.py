@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from adaptive_batch import distributed
 from adaptive_batch._util import file_signature, fingerprint
@@ -27,6 +26,7 @@ from adaptive_batch.training import MaxBatchSearch, WorstRows
 
 from .fake_parts import expected_curve
 from .parts import TrainingParts, package_version
+from .requirements import as_dict
 
 log = logging.getLogger("adaptive_batch")
 
@@ -318,8 +318,7 @@ class BatchSizeFinder:
     def settings_name(self, tokens: int) -> str:
         """A name for the part of it that is the same wherever it is run."""
         parts, probe = self._parts, self.settings.probe
-        plain = OmegaConf.to_container(parts.cfg, resolve=True)
-        assert isinstance(plain, dict)
+        plain = as_dict(parts.cfg)
         return fingerprint(
             {key: plain.get(key) for key in _MEMORY_KEYS},
             {name: package_version(name) for name in _PACKAGES},
@@ -330,8 +329,7 @@ class BatchSizeFinder:
     def curve_name(self, rows: WorstRows, *, accumulates: bool, evaluates: bool) -> str:
         """A name for everything that a peak depends on, whatever it may be."""
         parts = self._parts
-        plain = OmegaConf.to_container(parts.cfg, resolve=True)
-        assert isinstance(plain, dict)
+        plain = as_dict(parts.cfg)
         chosen = {key: plain.get(key) for key in (*_MEMORY_KEYS, "log_gradient_noise_scale", "batch_size_schedule")}
         return fingerprint(
             chosen,

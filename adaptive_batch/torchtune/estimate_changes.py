@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -90,5 +91,5 @@ def share_of_layers(model: torch.nn.Module) -> float:
         if "embeddings" not in name or not hasattr(model, "output"):  # looking up multiplies nothing
             sizes["layers" if "layers." in name else "others"] += parameter.numel()
     if not isinstance(getattr(model, "output", None), torch.nn.Linear) and hasattr(model, "tok_embeddings"):
-        sizes["others"] += model.tok_embeddings.weight.numel()  # a tied output layer
+        sizes["others"] += cast(torch.nn.Embedding, model.tok_embeddings).weight.numel()  # a tied output layer
     return sizes["layers"] / max(1, sum(sizes.values()))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -49,7 +49,7 @@ from .estimate_changes import candidates, share_of_layers, with_overrides
 from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed
 from .keys import load_function
 from .ranks import check_parallel
-from .requirements import complete
+from .requirements import as_dict, complete
 from .settings import Settings
 
 _LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least
@@ -84,7 +84,7 @@ def estimate_devices(
     """
     start = time.perf_counter()
     complete(cfg, needs=FakeParts.needs)
-    settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
+    settings = Settings.from_config(as_dict(cfg))
     asked = settings.estimate
     if distributed.is_launched():
         remedy = "run the estimate in one process; give ranks by estimate.world_size"
@@ -230,7 +230,7 @@ class Estimator:
     @contextmanager
     def _step(self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int) -> Iterator[_Step]:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
-            settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
+            settings = Settings.from_config(as_dict(cfg))
             device = FakeDevice(workspace=self._workspace if self._on_accelerator else None)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
             parts = FakeParts(cfg, settings, device, reads_data=reads_data)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -108,7 +108,7 @@ class FakeParts(TrainingParts):
             self._leave_out("flex attention: packed rows are counted with a mask of tokens x tokens, and it needs less")
         real = self.collate
 
-        def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             with _disable_current_modes():
                 return self._collate_packed(rows) if self.packed else real(rows)
 
@@ -177,7 +177,7 @@ class FakeParts(TrainingParts):
         if self.on_accelerator:  # its kernels keep no weights of attention for dropout, and a CPU's would
             for module in model.modules():
                 if isinstance(getattr(module, "attn_dropout", None), float):
-                    module.attn_dropout = 0.0
+                    cast(Any, module).attn_dropout = 0.0
         return model
 
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -211,6 +211,19 @@ class FakeParts(TrainingParts):
         return optimizer
 
 
+class NoWeights:
+    """Stands for weights where the model is built without them."""
+
+    is_divided = False
+
+    def load_weights(self) -> Mapping[str, Any]:
+        """Return none."""
+        return {}
+
+    def load_divided(self, model: torch.nn.Module) -> None:
+        """Load none."""
+
+
 def fake_step(
     parts: FakeParts, rows: Rows, *, accumulates: bool, keep_gradients: Callable[[], object] | None = None
 ) -> FakeStep:
@@ -221,7 +234,7 @@ def fake_step(
         rows: gives that many rows.
         accumulates, keep_gradients: as in :class:`FakeStep`.
     """
-    parts.build_model(None)
+    parts.build_model(NoWeights())
     parts.build_optimizer()
     return FakeStep(
         model=parts.model,
@@ -302,7 +315,7 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             for number in range(self._moments):
                 self._make_state(parameter, number)

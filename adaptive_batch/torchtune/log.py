@@ -13,13 +13,16 @@ from adaptive_batch import distributed
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
-from adaptive_batch.training import FullBatchLoss, StepResult
+from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
 
 from .capacity import LimitFinder
 from .parts import TrainingParts
+from .preview import TrainingPreview
 from .ranks import describe_ranks
+from .rate import RateController, reference_batch
 from .resume import Checkpoints
 from .resume_policy import say_changes
+from .resumed_run import ResumedRun
 
 log = utils.get_logger("INFO")
 
@@ -57,8 +60,9 @@ class TrainingLog:
             self._metrics.close()
         self.record.close()
 
-    def starts(self, checkpoints: Checkpoints, progress: Progress, *, run: str, begins_epoch_anew: bool) -> None:
-        """A line on where training starts or goes on, and with which checkpoint."""
+    def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
+        """Log where training starts or resumes, and with which checkpoint."""
+        progress = run.progress
         for line in checkpoints.passed_over:
             self.record.decision("passed_over", line)
         rows, resumed = len(self._parts.dataset), checkpoints.recipe_state is not None
@@ -70,40 +74,26 @@ class TrainingLog:
             "start",
             f"{f'resuming from {checkpoints.source}' if resumed else 'starting'} with {where}; {rows} rows{of_ranks}",
             resumed=resumed,
-            run=run,
+            run=run.name,
             rows=rows,
             ranks=distributed.world_size(),
             progress=progress.state_dict(),
         )
-        if begins_epoch_anew:
-            message = f"epoch {progress.epoch} begins anew: which of its rows are left is not known with other rows"
+        if run.begins_epoch_again:
+            message = f"epoch {progress.epoch} begins again: which of its rows are left is not known with other rows"
             self.record.decision("epoch_restarted", message, epoch=progress.epoch)
         if not resumed and checkpoints.holds_earlier_run:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
             self.record.decision("replaces", f"{message}; until its first save, resuming goes on with the earlier")
 
-    def changes(
-        self,
-        saved: Mapping[str, Any],
-        *,
-        conditions: Mapping[str, Any],
-        differs: Sequence[str],
-        kept: Mapping[str, tuple[Any, Any]],
-        epochs: int | None,
-        continues_batch: bool,
-        without_effect: Sequence[tuple[str, str]],
-    ) -> None:
-        """A line for each setting that differs from the checkpoint's, or that has no effect.
+    def changes(self, run: ResumedRun, *, without_effect: Sequence[tuple[str, str]]) -> None:
+        """Log each setting that differs from the checkpoint's, or that has no effect.
 
         Args:
-            saved: the recipe's state in the checkpoint; empty without one.
-            conditions: what results depend on now.
-            differs: those of them that differ.
-            kept: settings that have no effect, each with its value and that of the checkpoint.
-            epochs: of the checkpoint; None without one.
-            continues_batch: the checkpoint's batch size goes on.
+            run: what the checkpoint brings.
             without_effect: settings that do nothing, each with the reason.
         """
+        saved, epochs = run.saved, run.epochs
         settings, record = self._settings, self.record
         if epochs is not None and epochs != settings.epochs:
             message = f"epochs {epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
@@ -117,14 +107,14 @@ class TrainingLog:
         configured = settings.batch_size
         before = saved["steps"]["batch_size"] if saved else configured
         scheduled = settings.batch_size_schedule is not None  # which says what a step holds
-        if continues_batch and configured != before:
+        if run.keeps_batch and configured != before:
             message = f"batch_size {before}: configured is {configured}, the checkpoint's goes on"
             record.decision("batch_size", message, before=before, after=before)
-        elif configured != before and not (continues_batch or scheduled or settings.use_maximum_batch_size):
+        elif configured != before and not (run.keeps_batch or scheduled or settings.use_maximum_batch_size):
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
             record.decision("batch_size", message, before=before, after=configured)
-        say_changes(differs, saved.get("conditions", {}), conditions, record=record)
-        for name, (value, goes_on) in kept.items():
+        say_changes(run.differs, saved.get("conditions", {}), run.conditions, record=record)
+        for name, (value, goes_on) in run.ignored.items():
             message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
             record.decision("no_effect", message, key=name, configured=value, after=goes_on)
         for key, reason in without_effect:
@@ -139,6 +129,29 @@ class TrainingLog:
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
             self.record.decision("lr", message, configured=float(configured), lr=saved)
+
+    def rate_and_stages(
+        self,
+        rate: RateController,
+        plan: TrainingPreview,
+        progress: Progress,
+        *,
+        limits: MicroBatchLimits,
+        saved: Mapping[str, Any],
+    ) -> None:
+        """Log how the learning rate is scaled, and the stages of what is left of training."""
+        settings, parts, record = self._settings, self._parts, self.record
+        if message := rate.describe():
+            record.decision("lr", message, reference=str(reference_batch(parts)), rule=settings.lr_scaling)
+        if not settings.grows or progress.epoch >= settings.epochs:
+            return
+        base = base_rate(parts)
+        table, stages = plan.table(progress, base_rate=base, capacity=limits, saved=saved)
+        record.decision("stages", f"the plan:\n{table}", stages=stages)
+        most, configured = plan.full_batch_rows, settings.step_rows * parts.ranks
+        if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
+            message = describe_unscaled(base, batch=most, reference=configured)
+            record.decision("lr", message, lr=base, global_batch=most, reference=configured)
 
     def epoch(self, epoch: int, batches: StepPlanner, capacity: LimitFinder) -> None:
         """A line on the epoch that begins, where anything adaptive is on."""

@@ -69,6 +69,7 @@ class FullModel:
         state = weights.load_weights()
         with training.set_default_dtype(dtype), device:
             model = config.instantiate(cfg.model)
+        assert isinstance(model, torch.nn.Module)
         self.check(model, cfg)
         if cfg.compile:
             training.compile_model(model)

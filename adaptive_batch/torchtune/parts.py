@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -43,7 +43,7 @@ log = logging.getLogger("adaptive_batch")
 # What a row may have for its tokens to say what it takes: images, for example, take memory of their own.
 _MEASURED_BY_TOKENS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
 
-Collate = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+Collate = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 
 
 def use_shipped_config(arguments: list[str]) -> None:
@@ -166,7 +166,10 @@ class TrainingParts:
             raise SettingError("tokenizer", error.filename, remedy) from error
         self.loss_fn = config.instantiate(cfg.loss)
         self.dataset, self.packed = self._dataset("dataset")
-        self.dataset_val, self._packed_val = self._dataset("dataset_val") if self.settings.validation else (None, False)
+        self.dataset_val: Any = None
+        self._packed_val = False
+        if self.settings.validation:
+            self.dataset_val, self._packed_val = self._dataset("dataset_val")
         rows, ranks = len(self.dataset), distributed.data_parallel_size()
         if rows < ranks:
             remedy = f"its rows ({rows}) are fewer than the ranks ({ranks}); start at most {rows}, or give it more rows"
@@ -198,7 +201,7 @@ class TrainingParts:
         self.collate: Collate = padded_collate_packed if self.packed else self._padded
         self.collate_val: Collate = padded_collate_packed if self._packed_val else self._collate_lengthened
 
-    def _collate_lengthened(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _collate_lengthened(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A batch of validation, padded as :attr:`shapes_val` asks for."""
         length = self.shapes_val.padded(max(len(row["tokens"]) for row in rows))
         ignored = self.loss_fn.ignore_index
@@ -389,7 +392,7 @@ class TrainingParts:
             training.compile_loss(self.loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=self.dtype)
         if type(self.loss_fn).__name__ == "CEWithChunkedOutputLoss":
-            model.set_num_output_chunks(self.loss_fn.num_output_chunks)
+            cast(Any, model).set_num_output_chunks(self.loss_fn.num_output_chunks)
         self.model = model
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         limit = cfg.get("clip_grad_norm")
@@ -449,7 +452,8 @@ class TrainingParts:
         if not isinstance(logits, list):
             labels = labels.reshape(-1)
             logits = logits.reshape(-1, logits.size(-1))
-        return self.loss_fn(logits, labels)
+        loss: torch.Tensor = self.loss_fn(logits, labels)
+        return loss
 
     # --- optimizer --------------------------------------------------------------------------------------------------
 
@@ -466,7 +470,8 @@ class TrainingParts:
         self.optimizers = list(optimizers.values())
 
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return config.instantiate(self.cfg.optimizer, parameters)
+        optimizer: torch.optim.Optimizer = config.instantiate(self.cfg.optimizer, parameters)
+        return optimizer
 
     @property
     def names_of_parameters(self) -> dict[torch.nn.Parameter, str]:

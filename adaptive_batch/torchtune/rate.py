@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch.optim import Optimizer
 from torchtune import config
 
@@ -26,6 +26,7 @@ from adaptive_batch.schedules import (
 
 from .keys import load_function
 from .parts import TrainingParts
+from .requirements import as_dict
 
 
 class RateController:
@@ -152,7 +153,7 @@ def check_scheduler(cfg: DictConfig) -> None:
     optimizer = stand_in(1.0)
     steps = 10**6  # more than any warm-up
     rate = LearningRate(optimizer, config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1))
-    asked = Clock.from_config(OmegaConf.to_container(cfg).get("lr_clock"))
+    asked = Clock.from_config(as_dict(cfg).get("lr_clock"))
     if cfg.get("lr_clock", None) is not None and asked != Clock("steps", "steps") and not rate.follows_clock:
         raise SettingError(
             "lr_clock",

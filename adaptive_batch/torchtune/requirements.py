@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,3 +190,21 @@ def check_file(path: str) -> None:
 
 def _component(block: Any) -> Any:
     return block.get("_component_", None) if isinstance(block, DictConfig) else block
+
+
+def check_output_dir(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything is built."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as error:
+        raise SettingError("output_dir", str(folder), f"it cannot be made ({error}); give a folder of yours") from None
+    if not writable:
+        raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
+
+
+def as_dict(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration as plain dicts and lists, with its references resolved."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

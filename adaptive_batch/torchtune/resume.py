@@ -241,13 +241,20 @@ class Checkpoints:
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
         state = None if recipe_state is None else {**recipe_state, training.OPT_KEY: optimizer}
 
-        epochs = self._epochs
-        distributed.on_rank_zero(lambda: epochs and epochs.save(model, recipe_state=state, epoch=epoch))
+        def save() -> None:
+            if self._epochs:
+                self._epochs.save(model, recipe_state=state, epoch=epoch)
+
+        distributed.on_rank_zero(save)
 
     def mark_preempted(self, epoch: int) -> None:
         """Mark a saved epoch: its run was asked to end."""
-        epochs = self._epochs
-        distributed.on_rank_zero(lambda: epochs and epochs.mark_preempted(epoch))
+
+        def mark() -> None:
+            if self._epochs:
+                self._epochs.mark_preempted(epoch)
+
+        distributed.on_rank_zero(mark)
 
     def save_step(self, step: int, parts: TrainingParts, *, state: Mapping[str, Any]) -> float:
         """Save a resume point; returns the seconds for which training waited.

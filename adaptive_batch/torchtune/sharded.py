@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -169,4 +169,4 @@ def compute_rotary_buffers(model: torch.nn.Module, *, dtype: torch.dtype, device
     with training.set_default_dtype(dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):
-                module.rope_init()
+                cast(Any, module).rope_init()

@@ -60,6 +60,13 @@ from adaptive_batch.schedules import (
 from .limits import MicroBatchLimits
 from .max_batch_search import MaxBatchSearch, WorstRows, is_compiled
 from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
+from .model_checks import (
+    check_gradients_are_clear,
+    check_parameters,
+    check_ranks,
+    is_replicated,
+    whole_count,
+)
 from .oom_retry import LimitChange
 from .step import agree_on_step
 
@@ -71,7 +78,6 @@ _MEMORY_REMEDIES = (
     "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less state or a chunked loss, "
     "or allow more memory"
 )
-_NAMED = 3  # parameters that a message names, of however many
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,7 @@ class AdaptiveLoop:
         for key, value in (("collate", collate), ("mean_loss", mean_loss)):
             if not callable(value):
                 raise SettingError(key, value, "give a function")
-        _check_parameters(model, optimizer)
+        check_parameters(model, optimizer)
         if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
             raise SettingError("max_grad_norm", max_grad_norm, "give a number above 0, or None to clip nothing")
         if micro_batch_size is not None:
@@ -220,15 +226,8 @@ class AdaptiveLoop:
         self._model, self._optimizer = model, optimizer
         self._device = next(model.parameters()).device
         self._memory = options.memory or device_memory(self._device, shared_by=distributed.local_world_size())
-        self._sharding = Sharding(model, finishes=not _is_replicated(model), syncs_every_micro_batch=syncs)
-        if distributed.world_size() > 1 and not (self._sharding.is_sharded and _is_divided_by_rows(model)):
-            needed = "several ranks need one that torch's fully_shard, and nothing else, has divided over all of them"
-            raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
-        if distributed.world_size() > 1 and (whole := _undivided(model)):
-            needed = f"{_some(whole)} are not divided by fully_shard, so each rank would train its own"
-            raise SettingError(
-                "model", type(model).__name__, f"{needed}; call fully_shard on the whole model too, after its parts"
-            )
+        self._sharding = Sharding(model, finishes=not is_replicated(model), syncs_every_micro_batch=syncs)
+        check_ranks(model, is_sharded=self._sharding.is_sharded)
         if has_batch_norm(model):
             log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
         self._rows = DatasetAdapter(dataset, row_length)
@@ -273,7 +272,7 @@ class AdaptiveLoop:
             sharding=self._sharding,
             filler=lambda: self._labelled_row,
             row_length=self._rows.length,
-            num_labels=lambda batch: _whole(self._num_labels(batch["batch"])),
+            num_labels=lambda batch: whole_count(self._num_labels(batch["batch"])),
             remedies=_MEMORY_REMEDIES,
         )
         self._keeps_gradients = distributed.world_size() > 1 and not syncs
@@ -450,7 +449,7 @@ class AdaptiveLoop:
         """
         step, accumulator = self._next_of(rows), self._accumulator
         reshard(self._model)
-        self._check_gradients_are_clear()
+        check_gradients_are_clear(self._model, self._optimizer, mine=self._sharding.of_this_rank)
         self._learn_collectives()
         accumulator.capacity = self._limit_for(step)
         agreed = agree_on_step(accumulator, rows, batch=step.asked, num_rows=step.rows)
@@ -469,25 +468,6 @@ class AdaptiveLoop:
         progress = replace(self.progress, batch=step.asked).after_step(rows=result.rows, tokens=result.tokens)
         self.progress = progress.after_epoch() if self._steps.is_over(progress) else progress
         return result
-
-    def _check_gradients_are_clear(self) -> None:
-        dirty = {
-            name: parameter
-            for name, parameter in self._model.named_parameters()
-            if parameter.grad is not None and bool(self._sharding.of_this_rank(parameter.grad).any())
-        }
-        if not dirty:
-            return
-        stepped = _stepped_by(self._optimizer)
-        others = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
-        if len(others) < len(dirty):
-            remedy = "call optimizer.step() and optimizer.zero_grad() after each run"
-        else:
-            remedy = (
-                f"{_some(others)} are not the optimizer's, so its zero_grad() leaves theirs; freeze them with requires_grad_(False), "
-                "or call model.zero_grad() after each step"
-            )
-        raise ValueError(f"gradients are there before a step: {remedy}")
 
     def _learn_collectives(self) -> None:
         """Once, so that even the first micro-batch can fail on one rank and be brought to its end."""
@@ -618,53 +598,8 @@ class AdaptiveLoop:
         raise SettingError("dataset", type(self._rows).__name__, "no row has a label")
 
 
-def _check_parameters(model: object, optimizer: object) -> None:
-    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not know; say what it leaves out."""
-    if not isinstance(model, nn.Module):
-        raise SettingError("model", type(model).__name__, "give an nn.Module")
-    if not isinstance(optimizer, Optimizer):
-        remedy = "give one torch.optim.Optimizer; where several step the model, that with most state"
-        raise SettingError("optimizer", type(optimizer).__name__, remedy)
-    reshard(model)
-    known = {id(parameter) for parameter in model.parameters()}
-    if not known:
-        raise SettingError("model", type(model).__name__, "it has no parameters")
-    others = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
-    if others:
-        remedy = (
-            f"{others} tensors of the optimizer are no parameters of it; put all that is trained into one nn.Module"
-        )
-        raise SettingError("model", type(model).__name__, remedy)
-    stepped = _stepped_by(optimizer)
-    left = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in stepped]
-    if left and distributed.is_rank_zero():
-        log.warning(
-            "%s need gradients and are not the optimizer's: freeze them with requires_grad_(False), or, where another optimizer steps "
-            "them, clear their gradients after each step too, and note that its state is in no trial of find_bound",
-            _some(left),
-        )
-
-
-def _stepped_by(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{len(names)} parameters ({', '.join(names[:_NAMED])}{more})"
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _whole(count: Any) -> torch.Tensor:
-    """What `num_labels` has answered, if it is a whole number."""
-    tensor = torch.as_tensor(count)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
-        remedy = "give a function that returns a whole number: how many labels are averaged over"
-        raise SettingError("num_labels", count, remedy)
-    return tensor.to(torch.int64)
 
 
 def _check_tokens(tokens: int | str | None, rows: int | None, sampling: Sampling) -> int | str | None:
@@ -691,28 +626,6 @@ def _reference_batch(value: int | str | None, *, default: int) -> Reference:
         return parse_reference(default if value is None else value)
     except ValueError as error:
         raise SettingError("reference_batch_size", value, str(error)) from None
-
-
-def _is_divided_by_rows(model: nn.Module) -> bool:
-    """Whether each rank runs rows of its own: with tensor parallelism some run the same."""
-    dimensions = [sum(not place.is_replicate() for place in one.placements) for one in _divided(model)]
-    everywhere = all(one.device_mesh.size() == distributed.world_size() for one in _divided(model))
-    return everywhere and max(dimensions) <= 1
-
-
-def _is_replicated(model: nn.Module) -> bool:
-    """Whether ranks also hold copies of parts, which they keep alike by collectives of another kind."""
-    return any(one.device_mesh.ndim > 1 for one in _divided(model))
-
-
-def _divided(model: nn.Module) -> list[Any]:
-    return [parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
-
-
-def _undivided(model: nn.Module) -> list[str]:
-    """The parameters that train and of which each rank holds a whole one."""
-    divided = {id(one) for one in _divided(model) if not all(place.is_replicate() for place in one.placements)}
-    return [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in divided]
 
 
 def _are(rows: Sequence[Any], others: Sequence[Any]) -> bool:

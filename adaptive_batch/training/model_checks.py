@@ -1,0 +1,133 @@
+"""What a model, an optimizer and a count of labels must be for a loop of any kind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batch import distributed
+from adaptive_batch.distributed import reshard
+from adaptive_batch.errors import SettingError
+
+log = logging.getLogger("adaptive_batch")
+
+_NAMED = 3  # parameters that a message names, of however many
+
+
+def check_parameters(model: object, optimizer: object) -> None:
+    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not know; say what it leaves out."""
+    if not isinstance(model, nn.Module):
+        raise SettingError("model", type(model).__name__, "give an nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        remedy = "give one torch.optim.Optimizer; where several step the model, that with most state"
+        raise SettingError("optimizer", type(optimizer).__name__, remedy)
+    reshard(model)
+    known = {id(parameter) for parameter in model.parameters()}
+    if not known:
+        raise SettingError("model", type(model).__name__, "it has no parameters")
+    others = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    if others:
+        remedy = (
+            f"{others} tensors of the optimizer are no parameters of it; put all that is trained into one nn.Module"
+        )
+        raise SettingError("model", type(model).__name__, remedy)
+    stepped = _stepped_by(optimizer)
+    left = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in stepped]
+    if left and distributed.is_rank_zero():
+        log.warning(
+            "%s need gradients and are not the optimizer's: freeze them with requires_grad_(False), or, where another optimizer steps "
+            "them, clear their gradients after each step too, and note that its state is in no trial of find_bound",
+            some_names(left),
+        )
+
+
+def _stepped_by(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def some_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)} parameters ({', '.join(names[:_NAMED])}{more})"
+
+
+def check_ranks(model: nn.Module, *, is_sharded: bool) -> None:
+    """Refuse a model that several ranks do not divide among them as a whole.
+
+    Raises:
+        SettingError: naming what is not divided.
+    """
+    if distributed.world_size() == 1:
+        return
+    if not (is_sharded and _is_divided_by_rows(model)):
+        needed = "several ranks need one that torch's fully_shard, and nothing else, has divided over all of them"
+        raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
+    if whole := _undivided(model):
+        needed = f"{some_names(whole)} are not divided by fully_shard, so each rank would train its own"
+        remedy = "call fully_shard on the whole model too, after its parts"
+        raise SettingError("model", type(model).__name__, f"{needed}; {remedy}")
+
+
+def _is_divided_by_rows(model: nn.Module) -> bool:
+    """Whether each rank runs rows of its own: with tensor parallelism some run the same."""
+    dimensions = [sum(not place.is_replicate() for place in one.placements) for one in _divided(model)]
+    everywhere = all(one.device_mesh.size() == distributed.world_size() for one in _divided(model))
+    return everywhere and max(dimensions) <= 1
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether ranks also hold copies of parts, which they keep alike by collectives of another kind."""
+    return any(one.device_mesh.ndim > 1 for one in _divided(model))
+
+
+def _divided(model: nn.Module) -> list[Any]:
+    return [parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
+
+
+def _undivided(model: nn.Module) -> list[str]:
+    """The parameters that train and of which each rank holds a whole one."""
+    divided = {id(one) for one in _divided(model) if not all(place.is_replicate() for place in one.placements)}
+    return [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in divided]
+
+
+def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: Any) -> None:
+    """Refuse gradients that are there before a step.
+
+    Args:
+        model: that trains.
+        optimizer: of its parameters.
+        mine: returns this rank's part of a gradient.
+
+    Raises:
+        ValueError: with the parameters that have some.
+    """
+    dirty = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and bool(mine(parameter.grad).any())
+    }
+    if not dirty:
+        return
+    stepped = _stepped_by(optimizer)
+    others = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
+    if len(others) < len(dirty):
+        remedy = "call optimizer.step() and optimizer.zero_grad() after each run"
+    else:
+        remedy = (
+            f"{some_names(others)} are not the optimizer's, so its zero_grad() leaves theirs; freeze them with requires_grad_(False), "
+            "or call model.zero_grad() after each step"
+        )
+    raise ValueError(f"gradients are there before a step: {remedy}")
+
+
+def whole_count(count: Any) -> torch.Tensor:
+    """What `num_labels` has answered, if it is a whole number."""
+    tensor = torch.as_tensor(count)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
+        remedy = "give a function that returns a whole number: how many labels are averaged over"
+        raise SettingError("num_labels", count, remedy)
+    return tensor.to(torch.int64)

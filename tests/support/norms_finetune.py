@@ -1,0 +1,37 @@
+"""Another kind of fine-tuning, as a recipe file of its own: only the norms train. All that differs is the model builder."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from adaptive_full_finetune import main
+from omegaconf import DictConfig
+from torchtune import config
+
+from adaptive_batch.torchtune import FullModel
+
+
+class NormsAlone(FullModel):
+    """Freezes everything but the norms."""
+
+    def build(self, *arguments: Any, **options: Any) -> torch.nn.Module:
+        """Return the model with all but its norms frozen."""
+        model = super().build(*arguments, **options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return model
+
+    def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+        """Return the weights of the norms."""
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Run the recipe."""
+    main(cfg, NormsAlone())
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
