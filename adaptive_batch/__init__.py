@@ -24,6 +24,7 @@ from ._util import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .data import MicroBatchLimit as MicroBatchLimit
     from .errors import AdaptiveBatchError as AdaptiveBatchError
     from .errors import CheckpointError as CheckpointError
     from .errors import DoesNotFitError as DoesNotFitError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .schedules import ramp_by_doubling as ramp_by_doubling
     from .schedules import steps as steps
     from .training import AdaptiveLoop as AdaptiveLoop
+    from .training import OOMPolicy as OOMPolicy
     from .training import Sampling as Sampling
     from .training import StepOptions as StepOptions
     from .training import StepResult as StepResult
@@ -65,6 +67,8 @@ _PACKAGE_OF = {
     "ramp_by_doubling": ".schedules",
     "steps": ".schedules",
     "AdaptiveLoop": ".training",
+    "MicroBatchLimit": ".data",
+    "OOMPolicy": ".training",
     "Sampling": ".training",
     "StepOptions": ".training",
     "StepResult": ".training",

@@ -6,7 +6,7 @@ What a step holds is decided elsewhere; here it is cut into what one forward and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from .token_sampler import batches_by_tokens
@@ -48,19 +48,6 @@ class MicroBatchLimit:
             return (len(piece.rows) if self.unit == "rows" else min(2, len(piece.rows)), piece.padded_tokens)
 
         return max(pieces, key=key)
-
-    def halved(self, *, rows: int, length: int) -> MicroBatchLimit | None:
-        """Half of a micro-batch that did not fit, `rows` rows padded to `length`; None where it was one row."""
-        if rows == 1:
-            return None
-        return replace(self, amount=rows // 2 if self.unit == "rows" else rows * length // 2)
-
-    def reduced(self, *, rows: int, length: int) -> MicroBatchLimit | None:
-        """A sixteenth less than a micro-batch held that only just fits, one row at least; None where it was one row."""
-        if rows == 1:
-            return None
-        fewer = rows - max(1, rows // 16)
-        return replace(self, amount=fewer if self.unit == "rows" else fewer * length)
 
 
 @dataclass(frozen=True)

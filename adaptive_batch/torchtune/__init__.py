@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
-    from .bound import BatchSizeFinder as BatchSizeFinder
-    from .capacity import LimitFinder as LimitFinder
-    from .checkpoint import STATE_KEY as STATE_KEY
+    from .batch_size_finder import BatchSizeFinder as BatchSizeFinder
+    from .checkpoints import Checkpoints as Checkpoints
     from .checks import without_effect as without_effect
     from .checks import without_effect_on_probe as without_effect_on_probe
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
     from .configs import shipped_configs as shipped_configs
     from .doctor import check as check
+    from .epoch_checkpoints import STATE_KEY as STATE_KEY
     from .estimates import estimate_devices as estimate_devices
     from .fake_parts import FakeParts as FakeParts
+    from .limit_finder import LimitFinder as LimitFinder
     from .log import TrainingLog as TrainingLog
     from .log import base_rate as base_rate
     from .model import FullModel as FullModel
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from .requirements import as_dict as as_dict
     from .requirements import check_output_dir as check_output_dir
     from .requirements import complete as complete
-    from .resume import Checkpoints as Checkpoints
     from .resume_policy import compare as compare
     from .resume_policy import run_conditions as run_conditions
     from .resumed_run import ResumedRun as ResumedRun
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 __getattr__ = lazy_names(
     __name__,
     {
-        "BatchSizeFinder": ".bound",
-        "LimitFinder": ".capacity",
-        "STATE_KEY": ".checkpoint",
+        "BatchSizeFinder": ".batch_size_finder",
+        "LimitFinder": ".limit_finder",
+        "STATE_KEY": ".epoch_checkpoints",
         "compare": ".resume_policy",
         "run_conditions": ".resume_policy",
         "check": ".doctor",
@@ -74,7 +74,7 @@ __getattr__ = lazy_names(
         "RateController": ".rate",
         "check_scheduler": ".rate",
         "reference_batch": ".rate",
-        "Checkpoints": ".resume",
+        "Checkpoints": ".checkpoints",
         "Settings": ".settings",
         "reference_tables": ".settings",
         "write_reference": ".settings",

@@ -43,7 +43,7 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.memory import MemoryCurve
 
-from .bound import BatchSizeFinder
+from .batch_size_finder import BatchSizeFinder
 from .checks import without_effect_on_estimate
 from .estimate_changes import candidates, share_of_layers, with_overrides
 from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed

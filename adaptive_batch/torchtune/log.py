@@ -15,12 +15,12 @@ from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
 
-from .capacity import LimitFinder
+from .checkpoints import Checkpoints
+from .limit_finder import LimitFinder
 from .parts import TrainingParts
 from .preview import TrainingPreview
 from .ranks import describe_ranks
 from .rate import RateController, reference_batch
-from .resume import Checkpoints
 from .resume_policy import say_changes
 from .resumed_run import ResumedRun
 

@@ -21,7 +21,7 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import MicroBatchLimits, same_answers
 
-from .bound import BatchSizeFinder
+from .batch_size_finder import BatchSizeFinder
 from .parts import TrainingParts
 from .rate import RateController, stand_in
 

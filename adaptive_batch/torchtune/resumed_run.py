@@ -13,10 +13,10 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress
 
-from .checkpoint import STATE_KEY
+from .checkpoints import Checkpoints
+from .epoch_checkpoints import STATE_KEY
 from .parts import TrainingParts
 from .ranks import check_fewer_ranks
-from .resume import Checkpoints
 from .resume_policy import compare, run_conditions
 
 

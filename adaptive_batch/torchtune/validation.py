@@ -12,8 +12,8 @@ from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import Evaluator
 
-from .bound import BatchSizeFinder
-from .capacity import LimitFinder
+from .batch_size_finder import BatchSizeFinder
+from .limit_finder import LimitFinder
 from .parts import TrainingParts
 
 

@@ -6,7 +6,7 @@ from .limits import MicroBatchLimits
 from .loop import AdaptiveLoop, Sampling, StepOptions
 from .max_batch_search import MaxBatchSearch, WorstRows
 from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
-from .oom_retry import LimitChange, lengthened
+from .oom_retry import LimitChange, OOMPolicy, lengthened
 from .step import agree_on_step, differences, same_answers
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "MaxBatchSearch",
     "MicroBatchLimits",
     "MicroBatchRunner",
+    "OOMPolicy",
     "Sampling",
     "StepOptions",
     "StepResult",

@@ -67,7 +67,7 @@ from .model_checks import (
     is_replicated,
     whole_count,
 )
-from .oom_retry import LimitChange
+from .oom_retry import LimitChange, OOMPolicy
 from .step import agree_on_step
 
 log = logging.getLogger("adaptive_batch")
@@ -127,6 +127,7 @@ class StepOptions:
         max_grad_norm: clip the norm of all gradients to this; None clips nothing.
         to_device: gives a batch on the device; None moves the tensors in mappings and sequences, and what has ``to``.
         on_out_of_memory: ``shrink`` runs a step again with a smaller limit, ``raise`` lets the error through.
+        oom_policy: decides how the limit of a micro-batch shrinks; None halves it.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
         memory: of the model's device; None asks torch.
     """
@@ -134,6 +135,7 @@ class StepOptions:
     max_grad_norm: float | None = None
     to_device: Callable[[Any], Any] | None = None
     on_out_of_memory: str = "shrink"
+    oom_policy: OOMPolicy | None = None
     sync_gradients_every_micro_batch: bool = True
     memory: DeviceMemory | None = None
 
@@ -274,6 +276,7 @@ class AdaptiveLoop:
             row_length=self._rows.length,
             num_labels=lambda batch: whole_count(self._num_labels(batch["batch"])),
             remedies=_MEMORY_REMEDIES,
+            policy=options.oom_policy,
         )
         self._keeps_gradients = distributed.world_size() > 1 and not syncs
         self._learns_collectives = distributed.world_size() > 1 and shrinks and not is_compiled(model)

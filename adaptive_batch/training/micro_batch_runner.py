@@ -25,7 +25,7 @@ from adaptive_batch.errors import MEMORY_REMEDIES
 from adaptive_batch.memory import DeviceMemory, RandomState, TensorSnapshot, device_memory, is_out_of_memory, recover
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
-from .oom_retry import LimitChange, OOMRetry, OutOfMemoryElsewhereError, lengthened
+from .oom_retry import LimitChange, OOMPolicy, OOMRetry, OutOfMemoryElsewhereError, lengthened
 
 Row = dict[str, Any]
 Batch = dict[str, Any]
@@ -85,6 +85,7 @@ class MicroBatchRunner:
         num_labels: labels of a batch, on the host and on the device, that `mean_loss` is the mean over; `filler` then gives a
             row that has one. None for label tokens after the shift.
         remedies: the end of the sentence that says that one row does not fit.
+        policy: decides how the limit shrinks after an out-of-memory error; None halves it.
 
     Attributes:
         is_trial: whether what runs now is a trial, and not training.
@@ -114,6 +115,7 @@ class MicroBatchRunner:
         row_length: Callable[[Row], int] | None = None,
         num_labels: Callable[[Batch], torch.Tensor] | None = None,
         remedies: str = MEMORY_REMEDIES,
+        policy: OOMPolicy | None = None,
     ) -> None:
         self._model = model
         self._collate_rows = collate
@@ -138,7 +140,7 @@ class MicroBatchRunner:
         self._least_length = 2 if num_labels is None else 1
         # Ranks agree on how many there are before they run: the same rows are not cut twice.
         self._cut = lru_cache(maxsize=1)(lambda lengths, capacity: micro_batches(lengths, capacity, self._shapes))
-        self._replay = OOMRetry(capacity, memory=self._memory, on_change=on_change, remedies=remedies)
+        self._replay = OOMRetry(capacity, memory=self._memory, on_change=on_change, remedies=remedies, policy=policy)
         self._running_statistics = _running_statistics(model)
         self.is_trial = False
 

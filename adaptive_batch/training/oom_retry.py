@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +63,32 @@ class LimitChange:
         )
 
 
+@dataclass(frozen=True)
+class OOMPolicy:
+    """Decides what a micro-batch may hold after one ran out of memory. It does not grow back within a run.
+
+    Attributes:
+        shrink_divisor: a micro-batch that ran out of memory is divided by this.
+        ease_divisor: one that only made the allocator free its cache and ask again loses its rows divided by this.
+    """
+
+    shrink_divisor: int = 2
+    ease_divisor: int = 16
+
+    def after_out_of_memory(self, limit: MicroBatchLimit, *, rows: int, length: int) -> MicroBatchLimit | None:
+        """Return the limit after a micro-batch of `rows` rows padded to `length` did not fit; None where it was one row."""
+        if rows == 1:
+            return None
+        return replace(limit, amount=(rows if limit.unit == "rows" else rows * length) // self.shrink_divisor)
+
+    def after_allocator_retry(self, limit: MicroBatchLimit, *, rows: int, length: int) -> MicroBatchLimit | None:
+        """Return the limit after a micro-batch only just fit, one row less at least; None where it was one row."""
+        if rows == 1:
+            return None
+        fewer = rows - max(1, rows // self.ease_divisor)
+        return replace(limit, amount=fewer if limit.unit == "rows" else fewer * length)
+
+
 class OOMRetry:
     """Runs something in micro-batches; where it runs out of memory, undoes it and runs it again with half of the capacity.
 
@@ -71,6 +97,7 @@ class OOMRetry:
         memory: of the device.
         on_change: is told of every lowered capacity, before anything is run with it.
         remedies: the end of the sentence that says that one row does not fit.
+        policy: decides how the limit shrinks; None halves it.
 
     Attributes:
         capacity: what one micro-batch may hold now.
@@ -85,8 +112,10 @@ class OOMRetry:
         memory: DeviceMemory,
         on_change: Callable[[LimitChange], object] | None = None,
         remedies: str = MEMORY_REMEDIES,
+        policy: OOMPolicy | None = None,
     ) -> None:
         self.capacity = capacity
+        self._policy = policy or OOMPolicy()
         self.current = MicroBatch([], 0)
         self.thrashes = False
         self._memory = memory
@@ -138,7 +167,7 @@ class OOMRetry:
         """
         rows, length, device = len(self.current.rows), self.current.length, self._memory.device
         said = str(error) or type(error).__name__
-        after = self.capacity.halved(rows=rows, length=length) if rows > 1 else None
+        after = self._policy.after_out_of_memory(self.capacity, rows=rows, length=length)
         facts: dict[str, Any] = {"rows": rows, "length": length, "before": self.capacity.amount, "error": said}
         if after is not None and of_training:
             facts |= {"capacity": after.amount, "unit": after.unit}
@@ -151,13 +180,13 @@ class OOMRetry:
 
     def reduce(self) -> None:
         """Make a size that only thrashes the allocator a little smaller, once: later retries may have other reasons."""
-        mine = self._asked(self.capacity.reduced, said=None) if self.thrashes else None
+        mine = self._asked(self._policy.after_allocator_retry, said=None) if self.thrashes else None
         self.thrashes = False
         self._take({rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one and one.amount})
 
     def _halve(self, said: str | None) -> None:
         """Half of what was too large on any rank; `said` is None where it was too large on others alone."""
-        mine = self._asked(self.capacity.halved, said) if said is not None else None
+        mine = self._asked(self._policy.after_out_of_memory, said) if said is not None else None
         asked = {rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one}
         for rank, one in asked.items():
             if one.amount is None:
@@ -170,7 +199,7 @@ class OOMRetry:
 
     def _asked(self, smaller: Callable[..., MicroBatchLimit | None], said: str | None) -> _Asked:
         rows, length = len(self.current.rows), self.current.length
-        after = smaller(rows=rows, length=length)
+        after = smaller(self.capacity, rows=rows, length=length)
         return _Asked(rows, length, None if after is None else after.amount, said)
 
     def _take(self, asked: Mapping[int, _Asked]) -> None:

@@ -205,56 +205,6 @@ def test_a_capacity_says_what_it_counts():
     assert str(MicroBatchLimit(512, "tokens")) == "512 padded tokens"
 
 
-# lowering it
-
-
-@given(LENGTHS, CAPACITIES, SHAPES, st.sampled_from(["halved", "reduced"]))
-def test_with_less_capacity_no_micro_batch_is_as_large_as_the_one_that_was_too_large(lengths, capacity, shapes, how):
-    for piece in micro_batches(lengths, capacity, shapes):
-        lower = getattr(capacity, how)(rows=len(piece.rows), length=piece.length)
-        if lower is None:
-            assert len(piece.rows) == 1
-            continue
-        assert 1 <= lower.amount < capacity.amount
-        assert lower.unit == capacity.unit
-        assert not may_hold(lower, len(piece.rows), piece.length)
-        for other in micro_batches(lengths, lower, shapes):
-            assert not set(piece.rows) <= set(other.rows)
-            assert len(other.rows) < len(piece.rows) or other.length < piece.length
-
-
-@given(LENGTHS, CAPACITIES, SHAPES, st.data())
-def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(lengths, capacity, shapes, data):
-    """Within as many failures as the first micro-batch can be halved, whatever the device holds."""
-    device_holds = data.draw(st.integers(0, 30 * 24))
-    failures = 0
-    while too_large := [
-        piece
-        for piece in micro_batches(lengths, capacity, shapes)
-        if len(piece.rows) > 1 and len(piece.rows) * piece.length > device_holds
-    ]:
-        failed = data.draw(st.sampled_from(too_large))
-        capacity = capacity.halved(rows=len(failed.rows), length=failed.length)
-        failures += 1
-        assert failures <= (24 * 40).bit_length()
-
-
-@given(rows=st.integers(2, 500), length=st.integers(1, 100), unit=UNITS)
-def test_capacity_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, unit):
-    tokens = length if unit == "tokens" else 1
-    capacity = MicroBatchLimit(10**6, unit)
-    assert capacity.halved(rows=rows, length=length) == MicroBatchLimit(rows * tokens // 2, unit)
-    reduced = capacity.reduced(rows=rows, length=length)
-    assert may_hold(reduced, rows - max(1, rows // 16), length)
-    assert not may_hold(reduced, rows - max(1, rows // 16) + 1, length)
-
-
-@pytest.mark.parametrize("unit", ["rows", "tokens"])
-def test_one_row_cannot_be_halved(unit):
-    assert MicroBatchLimit(64, unit).halved(rows=1, length=64) is None
-    assert MicroBatchLimit(64, unit).reduced(rows=1, length=64) is None
-
-
 def test_the_fullest_micro_batch_is_one_that_can_be_made_smaller():
     long, several, more = MicroBatch([0], 192), MicroBatch([1, 2], 90), MicroBatch([3, 4, 5], 10)
     assert MicroBatchLimit(192, "tokens").fullest([long, several, more]) is several

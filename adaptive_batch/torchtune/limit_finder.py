@@ -16,7 +16,7 @@ from adaptive_batch.probe import ProbeResult
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, MicroBatchLimits, has_batch_norm
 
-from .bound import BatchSizeFinder
+from .batch_size_finder import BatchSizeFinder
 from .parts import TrainingParts
 
 

@@ -28,7 +28,7 @@ from adaptive_batch.checkpoint import (
 )
 from adaptive_batch.errors import CheckpointError
 
-from .checkpoint import STATE_KEY, EpochCheckpoints
+from .epoch_checkpoints import STATE_KEY, EpochCheckpoints
 from .parts import TrainingParts
 from .settings import Settings
 
