@@ -12,7 +12,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned model with the base
-	$(BIN)/python -m adaptive_demo
+	$(BIN)/python examples/demo
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -35,6 +35,6 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 measure: $(INSTALLED)  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
-	$(BIN)/python -m adaptive_demo
+	$(BIN)/python examples/demo
 	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time resume noise_scale kills schedules dealing scale parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks step_time_on_ranks estimate; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/step_time.py --compare micro

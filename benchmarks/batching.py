@@ -57,14 +57,15 @@ def lognormal(num_rows: int) -> torch.Tensor:
 def demo_lengths() -> torch.Tensor:
     """Tokens of the rows that the demo trains on."""
     # Imported here, as in the other functions: a process of part (b) holds no memory that importing them took and freed.
-    import adaptive_demo
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import demo
     from omegaconf import OmegaConf
     from torchtune import config
 
     path = config_path("demo_cpu")
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
     with tempfile.TemporaryDirectory() as folder:
-        adaptive_demo.prepare(folder)
+        demo.prepare(folder)
         cfg = OmegaConf.merge(OmegaConf.load(path), {"demo_dir": folder, "output_dir": folder})
         dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
         return row_lengths(dataset, cache_dir=None, fingerprint="demo", num_workers=0, show_progress=False)

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import adaptive_demo
 import records
 import torch
 from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
@@ -30,6 +30,9 @@ from tqdm import tqdm
 from turns import our_recipe, printing_into
 
 from adaptive_batch.torchtune import config_path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import demo
 
 STEP_ROWS = 64
 MICRO_BATCHES = (1, 8, 64)
@@ -192,7 +195,7 @@ def main() -> None:
         folder = Path(temporary)
         os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
         with printing_into(folder / "printed.txt"):
-            adaptive_demo.prepare(folder)
+            demo.prepare(folder)
             for case in tqdm(list(cases()), file=terminal, desc="runs"):
                 result = train(folder, case, steps=steps, overrides=arguments.overrides)
                 if case.kind not in singles:

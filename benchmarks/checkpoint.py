@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-import adaptive_demo
 import records
 import torch
 from omegaconf import OmegaConf
@@ -19,6 +19,9 @@ from torchtune import config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adaptive_batch.torchtune import config_path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import demo
 
 
 @torch.inference_mode()
@@ -45,7 +48,7 @@ def compare(folder: Path, texts: list[str], *, aside: Path) -> dict[str, float |
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(adaptive_demo.DIRECTORY))
+    parser.add_argument("--directory", type=Path, default=Path(demo.DIRECTORY))
     parser.add_argument("--output", type=Path, default=records.RESULTS)
     arguments = parser.parse_args()
     lines = (arguments.directory / "data" / "held_out.jsonl").read_text().splitlines()

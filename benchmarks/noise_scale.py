@@ -18,13 +18,13 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import adaptive_demo
 import records
 import torch
 from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
@@ -35,6 +35,9 @@ from turns import configuration, our_recipe, printing_into, resampled_interval
 from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.training import MicroBatchRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import demo
 
 TARGET = 1.03
 IGNORED = -100
@@ -361,7 +364,7 @@ def main() -> None:
         folder = Path(temporary)
         os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
         if arguments.only != "closed":
-            adaptive_demo.prepare(folder)
+            demo.prepare(folder)
         if arguments.only in (None, "rows"):
             found = []
             with printing_into(folder / "printed.txt"):

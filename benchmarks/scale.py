@@ -365,7 +365,8 @@ def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
 
 def train_two_ways(pairs: int) -> dict[str, Any]:
     """On each of two ranks: steps of the demo's model, in turns with gradients reduced after each micro-batch and after the last."""
-    import adaptive_demo
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import demo
     from torchtune import training
     from torchtune.models.qwen2 import qwen2
 
@@ -374,7 +375,7 @@ def train_two_ways(pairs: int) -> dict[str, Any]:
 
     def accumulator(*, every: bool) -> MicroBatchRunner:
         torch.manual_seed(0)
-        model = qwen2(**adaptive_demo.MODEL)
+        model = qwen2(**demo.MODEL)
         training.shard_model(model=model, shard_conditions=[training.get_shard_conditions], cpu_offload=False)
 
         def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -20,13 +20,13 @@ import argparse
 import math
 import os
 import statistics
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import adaptive_demo
 import records
 import torch
 from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
@@ -37,10 +37,13 @@ from turns import Relay, TurnLogger, configuration, our_recipe, printing_into, r
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.report.drawing import LIGHT
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import demo
+
 SMALL, LARGE, AT_ONCE = 16, 64, 8  # rows of a step, and of a micro-batch
 EPOCHS = 2
 RATE = 2e-3  # the demo's own, which it has for steps of 4 rows; tuned for none of these ways
-NUM_ROWS, NUM_QUICK_ROWS = adaptive_demo.NUM_TRAIN_ROWS, 512
+NUM_ROWS, NUM_QUICK_ROWS = demo.NUM_TRAIN_ROWS, 512
 WARM_UP = 1 / 16  # of all samples
 POINTS = 8  # held-out losses along the way, the last one at the end
 WINDOWS = 16  # parts of training that the training loss is averaged over
@@ -172,7 +175,7 @@ def held_out_loss(model: Any, rows: list[dict[str, Any]], *, pad_id: int) -> flo
     model.set_num_output_chunks(0)
     try:
         with torch.no_grad():
-            return adaptive_demo.held_out_loss(model, rows, pad_id=pad_id)
+            return demo.held_out_loss(model, rows, pad_id=pad_id)
     finally:
         model.set_num_output_chunks(chunks)
 
@@ -515,7 +518,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
-        adaptive_demo.prepare(folder)
+        demo.prepare(folder)
         for seed in seeds:
             ways = [way for way in WAYS if seed == seeds[0] or not way.once]
             ways = ways[: len(BATCHES)] if arguments.quick else ways

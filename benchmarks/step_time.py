@@ -14,17 +14,20 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import adaptive_demo
 import records
 import torch
 from omegaconf import DictConfig
 from turns import Enough, Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval, stock_recipe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import demo
 
 ROUNDS = 8
 WARM_UP = 5  # pairs of a round: allocators and lazy initialisation
@@ -65,8 +68,8 @@ def measure(
     folder: Path, comparison: Comparison, *, pairs: int, device: str, overrides: list[str]
 ) -> tuple[Seconds, Seconds, int]:
     """Seconds of each side's steps on the clock and of the processor, by rounds and in pairs; and rows of a step."""
-    adaptive_demo.prepare(folder)
-    rows = len(adaptive_demo.read_rows(folder / "data" / "train.jsonl"))
+    demo.prepare(folder)
+    rows = len(demo.read_rows(folder / "data" / "train.jsonl"))
     common = [f"device={device}", *overrides]
     cfg = configuration(folder, "any", common)
     step_rows = cfg.batch_size * cfg.gradient_accumulation_steps

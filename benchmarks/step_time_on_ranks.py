@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import adaptive_demo
 import records
 import torch
 import torchtune
@@ -37,7 +36,9 @@ from adaptive_batch import distributed
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.torchtune import all_ranks
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import demo
 from support.ranks import end_of_ranks
 from support.stock import on_a_cpu
 
@@ -267,7 +268,7 @@ NAMES = (COMPARISON.over.name, COMPARISON.measured.name)
 
 def time_on_this_rank(folder: Path, overrides: list[str], pairs: int, step_rows: int) -> tuple[Seconds, Seconds]:
     """Seconds of each recipe's steps on the clock and of the processor, by rounds and in pairs."""
-    rows = len(adaptive_demo.read_rows(folder / "data" / "train.jsonl"))
+    rows = len(demo.read_rows(folder / "data" / "train.jsonl"))
     steps = rows // step_rows
     pairs = -(-pairs // ROUNDS)
     epochs = -(-(pairs + WARM_UP) // (steps - 1))
@@ -351,7 +352,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
-        adaptive_demo.prepare(folder)
+        demo.prepare(folder)
         if arguments.only != "time":
             counted = on_ranks(count_on_this_rank, ranks, folder, arguments.overrides)
             assert all(of_rank == counted[0] for of_rank in counted), "ranks have called other collectives"

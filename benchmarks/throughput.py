@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -26,7 +27,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import adaptive_demo
 import records
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -35,6 +35,9 @@ from torchtune import config
 from turns import Enough, Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval, stock_recipe
 
 from adaptive_batch.data import row_lengths
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import demo
 
 FIXED = (4, 16, 32)
 ROWS = FIXED[-1]  # of a step of ours, and of what it may run at once
@@ -133,7 +136,7 @@ def half_billion(folder: Path) -> dict[str, Any]:
 
     with torch.device("meta"):
         skeleton = qwen2_5_0_5b()
-    generator = torch.Generator().manual_seed(adaptive_demo.SEED)
+    generator = torch.Generator().manual_seed(demo.SEED)
     weights: dict[str, torch.Tensor] = {}
     for name, like in skeleton.state_dict().items():
         weights[name] = weight = torch.empty(like.shape, dtype=torch.bfloat16)
@@ -142,7 +145,7 @@ def half_billion(folder: Path) -> dict[str, Any]:
         elif name.endswith(".bias"):
             weight.zero_()
         else:
-            weight.normal_(0, adaptive_demo.INITIALIZER_RANGE, generator=generator)
+            weight.normal_(0, demo.INITIALIZER_RANGE, generator=generator)
     folder.mkdir(parents=True)
     save_file(qwen2_tune_to_hf(weights), folder / "model.safetensors", metadata={"format": "pt"})
     heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896, "tie_word_embeddings": True}
@@ -171,7 +174,7 @@ def held_out_loss(model: Any, rows: list[dict[str, Any]], *, pad_id: int, device
     model.set_num_output_chunks(0)
     try:
         with torch.no_grad(), device:
-            return adaptive_demo.held_out_loss(model, rows, pad_id=pad_id)
+            return demo.held_out_loss(model, rows, pad_id=pad_id)
     finally:
         model.set_num_output_chunks(chunks)
 
@@ -236,7 +239,7 @@ def measure(
 ) -> tuple[list[Run], Relay, int]:
     """Train a model in every way whose name matches, on the same number of tokens."""
     model = MODELS[name]
-    adaptive_demo.prepare(folder)
+    demo.prepare(folder)
     blocks = half_billion(folder / name) if name != "demo" else {}
     common = [f"device={device}", *model.overrides, *overrides]
     cfg = configuration(folder, "any", common)

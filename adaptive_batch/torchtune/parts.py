@@ -159,7 +159,11 @@ class TrainingParts:
         """
         cfg = self.cfg
         self.check_all_is_trained()
-        self.tokenizer = config.instantiate(cfg.tokenizer)
+        try:
+            self.tokenizer = config.instantiate(cfg.tokenizer)
+        except FileNotFoundError as error:
+            remedy = "there is no such file; give the tokenizer's files (those of demo_cpu are made by `make demo`)"
+            raise SettingError("tokenizer", error.filename, remedy) from error
         self.loss_fn = config.instantiate(cfg.loss)
         self.dataset, self.packed = self._dataset("dataset")
         self.dataset_val: Any = None

@@ -138,7 +138,7 @@ def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
 
 
 def test_a_batch_may_grow_beyond_the_configured_one(small):
-    ours = small.run_in_process(OURS, "batch_size=2", "batch_increase_function=adaptive_demo.grow")
+    ours = small.run_in_process(OURS, "batch_size=2", "batch_increase_function=demo.grow")
     assert ours.figures("batch_size") == ["2"] * 16 + ["6"] * 5 + ["2"]  # 2, then 2 + 4, and the 2 rows that are left
 
 

@@ -13,6 +13,7 @@ import sys
 from itertools import zip_longest
 from pathlib import Path
 
+import demo
 import pytest
 from support.pages import PAGES, ROOT, blocks, is_read_only
 
@@ -46,8 +47,10 @@ def program_of(page):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the Python that the pages show: under the name that a block carries, and as one program for each page."""
+    """A folder with what `make demo` leaves there, and the Python that the pages show: under the name that a block carries, and
+    as one program for each page."""
     folder = tmp_path_factory.mktemp("user")
+    demo.prepare(folder / demo.DIRECTORY)
     for block in BLOCKS:
         if block.language == "python":
             if block.file:

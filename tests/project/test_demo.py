@@ -1,11 +1,12 @@
 import json
 import os
+import runpy
 import subprocess
 import sys
 import unicodedata
 from pathlib import Path
 
-import adaptive_demo
+import demo
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -13,13 +14,14 @@ from torchtune import config
 
 from adaptive_batch.torchtune import config_path
 
+DEMO = Path(demo.__file__).parent
 NUM_ROWS = 400  # of about 4,300: what is made is the same, sooner
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     directory = tmp_path_factory.mktemp("demo")
-    adaptive_demo.prepare(directory, num_rows=NUM_ROWS)
+    demo.prepare(directory, num_rows=NUM_ROWS)
     return directory
 
 
@@ -28,8 +30,15 @@ def contents(directory):
 
 
 def held_out_texts(directory):
-    rows = adaptive_demo.read_rows(directory / "data" / "held_out.jsonl")
+    rows = demo.read_rows(directory / "data" / "held_out.jsonl")
     return [text for row in rows for text in row.values()]
+
+
+def tokenizer_of(directory, **changed):
+    """The tokenizer as the shipped configuration builds it."""
+    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg.demo_dir = str(directory)
+    return config.instantiate(cfg.tokenizer, **changed)
 
 
 # the data
@@ -48,7 +57,7 @@ class Box(list):
     def bare(self): ...
 async def wait(*things): "Wait for things."
 '''
-    assert list(adaptive_demo.docstring_rows("boxes", source)) == [
+    assert list(demo.docstring_rows("boxes", source)) == [
         {"signature": "module boxes", "docstring": "About the module."},
         {"signature": "class boxes.Box(list)", "docstring": "A box of things."},
         {
@@ -60,12 +69,12 @@ async def wait(*things): "Wait for things."
 
 
 def test_source_that_does_not_parse_gives_no_row():
-    assert list(adaptive_demo.docstring_rows("broken", "def (")) == []
+    assert list(demo.docstring_rows("broken", "def (")) == []
 
 
 def test_the_standard_library_gives_thousands_of_rows_of_very_uneven_length_and_nothing_of_it_is_imported():
     program = (
-        "import sys, adaptive_demo; before = set(sys.modules); rows = adaptive_demo.instruction_rows()\n"
+        f"import sys; sys.path.insert(0, {str(DEMO.parent)!r}); import demo; before = set(sys.modules); rows = demo.instruction_rows()\n"
         "lengths = sorted(len(row['docstring']) for row in rows)\n"
         "print(len(rows), lengths[len(lengths) // 2], lengths[-1], *set(sys.modules) - before)"
     )
@@ -77,8 +86,8 @@ def test_the_standard_library_gives_thousands_of_rows_of_very_uneven_length_and_
 
 
 def test_no_held_out_docstring_is_trained_on(made):
-    train = adaptive_demo.read_rows(made / "data" / "train.jsonl")
-    held_out = adaptive_demo.read_rows(made / "data" / "held_out.jsonl")
+    train = demo.read_rows(made / "data" / "train.jsonl")
+    held_out = demo.read_rows(made / "data" / "held_out.jsonl")
     assert (len(train), len(held_out)) == (NUM_ROWS - 64, 64)
     assert {row["docstring"] for row in train} & {row["docstring"] for row in held_out} == set()
 
@@ -87,13 +96,13 @@ def test_no_held_out_docstring_is_trained_on(made):
 
 
 def test_the_same_python_makes_the_same_bytes(made, tmp_path):
-    adaptive_demo.prepare(tmp_path, num_rows=NUM_ROWS)
+    demo.prepare(tmp_path, num_rows=NUM_ROWS)
     assert contents(tmp_path) == contents(made)
 
 
 def test_what_is_there_is_not_made_again(made):
     times = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
-    adaptive_demo.prepare(made, num_rows=NUM_ROWS)
+    demo.prepare(made, num_rows=NUM_ROWS)
     assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == times
 
 
@@ -103,7 +112,7 @@ def test_an_interrupted_make_leaves_nothing_behind(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        adaptive_demo.make_once(tmp_path / "data", ("train.jsonl",), half)
+        demo.make_once(tmp_path / "data", ("train.jsonl",), half)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -113,7 +122,7 @@ def test_a_process_that_comes_second_keeps_what_the_first_has_made(tmp_path):
         (tmp_path / "data").mkdir()
         (tmp_path / "data" / "file").write_text("first")
 
-    adaptive_demo.make_once(tmp_path / "data", ("file",), overtaken)
+    demo.make_once(tmp_path / "data", ("file",), overtaken)
     assert contents(tmp_path) == {"data/file": b"first"}
 
 
@@ -121,7 +130,7 @@ def test_a_folder_that_lacks_a_file_is_named_and_not_used(made, tmp_path):
     (tmp_path / "data").symlink_to(made / "data")
     (tmp_path / "base").mkdir()
     with pytest.raises(RuntimeError, match=r"base lacks model\.safetensors, .*: remove the folder"):
-        adaptive_demo.prepare(tmp_path)
+        demo.prepare(tmp_path)
 
 
 def test_a_base_of_other_sizes_is_named_and_not_used(made, tmp_path):
@@ -132,36 +141,36 @@ def test_a_base_of_other_sizes_is_named_and_not_used(made, tmp_path):
     other = json.loads((tmp_path / "base" / "config.json").read_text()) | {"hidden_size": 64}
     (tmp_path / "base" / "config.json").write_text(json.dumps(other))
     with pytest.raises(RuntimeError, match="made for another version of the demo: remove it"):
-        adaptive_demo.prepare(tmp_path)
+        demo.prepare(tmp_path)
 
 
 # the tokenizer
 
 
 def test_a_text_comes_back_from_its_tokens(made):
-    tokenizer = adaptive_demo.tokenizer(made)
+    tokenizer = tokenizer_of(made)
     for text in [*held_out_texts(made), "Ünïcödé, 漢字 and \N{ROCKET}\ttabs  \r\n\n end ", "don't 12345"]:
         tokens = tokenizer.encode(text, add_bos=False, add_eos=False)
         assert tokenizer.decode(tokens) == unicodedata.normalize("NFC", text)
-        assert max(tokens) < adaptive_demo.MODEL["vocab_size"]
+        assert max(tokens) < demo.MODEL["vocab_size"]
 
 
 def test_torchtune_and_transformers_give_the_same_tokens(made):
     from transformers import AutoTokenizer
 
-    ours = adaptive_demo.tokenizer(made)
+    ours = tokenizer_of(made)
     theirs = AutoTokenizer.from_pretrained(made / "base")
     for text in [*held_out_texts(made), "Ünïcödé 漢字 \N{ROCKET} don't\r\n\n  x", "<|im_start|>user\nhi<|im_end|>"]:
         assert theirs(text)["input_ids"] == ours.encode(text, add_bos=False, add_eos=False)
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
-    assert len(theirs) <= adaptive_demo.MODEL["vocab_size"]
+    assert len(theirs) <= demo.MODEL["vocab_size"]
 
 
 def test_transformers_chat_template_is_the_dialogue_that_is_trained(made):
     from torchtune.data import Message
     from transformers import AutoTokenizer
 
-    ours = adaptive_demo.tokenizer(made)
+    ours = tokenizer_of(made)
     theirs = AutoTokenizer.from_pretrained(made / "base")
     prompt = {"role": "user", "content": "def f(x)"}
     templated = theirs.apply_chat_template([prompt], add_generation_prompt=True, tokenize=False)
@@ -172,7 +181,7 @@ def test_transformers_chat_template_is_the_dialogue_that_is_trained(made):
 def test_rows_are_cut_to_max_seq_len(made):
     from torchtune.data import Message
 
-    tokenizer = adaptive_demo.tokenizer(made, max_seq_len=16)
+    tokenizer = tokenizer_of(made, max_seq_len=16)
     messages = [Message(role="user", content="def f(x)"), Message(role="assistant", content="word " * 100)]
     assert len(tokenizer.tokenize_messages(messages)[0]) == 16
 
@@ -182,9 +191,9 @@ def test_rows_are_cut_to_max_seq_len(made):
 
 def test_the_configs_model_is_the_one_that_is_made():
     cfg = OmegaConf.load(config_path("demo_cpu"))
-    assert OmegaConf.to_container(cfg.model) == {"_component_": "torchtune.models.qwen2.qwen2", **adaptive_demo.MODEL}
-    assert cfg.tokenizer.max_seq_len == adaptive_demo.MODEL["max_seq_len"]
-    assert cfg.demo_dir == adaptive_demo.DIRECTORY
+    assert OmegaConf.to_container(cfg.model) == {"_component_": "torchtune.models.qwen2.qwen2", **demo.MODEL}
+    assert cfg.tokenizer.max_seq_len == demo.MODEL["max_seq_len"]
+    assert cfg.demo_dir == demo.DIRECTORY
 
 
 @torch.inference_mode()
@@ -201,7 +210,7 @@ def test_torchtune_and_transformers_give_the_same_logits(made, tmp_path):
     logits, their_logits = model(tokens), theirs(tokens).logits
     assert (logits - their_logits).abs().max() < 1e-4
     assert torch.equal(logits.argmax(-1), their_logits.argmax(-1))
-    assert torch.equal(adaptive_demo.load(made / "base")(tokens), logits)
+    assert torch.equal(demo.load(made / "base")(tokens), logits)
 
 
 def test_a_tuned_epoch_is_the_same_model_in_transformers_and_torchtune(made, small, tmp_path, monkeypatch):
@@ -225,23 +234,29 @@ def test_the_base_knows_nothing_yet(made):
     for row in rows:
         assert row["labels"][0] == -100
         assert any(label != -100 for label in row["labels"])
-    loss = adaptive_demo.held_out_loss(adaptive_demo.load(made / "base"), rows, pad_id=tokenizer.pad_id)
+    loss = demo.held_out_loss(demo.load(made / "base"), rows, pad_id=tokenizer.pad_id)
     uniform = torch.tensor(float(cfg.model.vocab_size)).log().item()
     assert loss == pytest.approx(uniform, abs=0.1)
 
 
 def test_a_sample_is_the_same_each_time(made):
-    model, tokenizer = adaptive_demo.load(made / "base"), adaptive_demo.tokenizer(made)
+    model, tokenizer = demo.load(made / "base"), tokenizer_of(made)
     with torch.inference_mode():
-        texts = {adaptive_demo.sample(model, tokenizer, "def f(x)", max_new_tokens=8) for _ in range(2)}
+        texts = {demo.sample(model, tokenizer, "def f(x)", max_new_tokens=8) for _ in range(2)}
     assert len(texts) == 1
 
 
 # growth and the command
 
 
+def test_a_demo_that_was_not_made_is_one_line(small, tmp_path):
+    finished = small.run("adaptive_full_finetune", f"demo_dir={tmp_path}", config="demo_cpu", expect=1)
+    assert f"tokenizer='{tmp_path}/base/tokenizer.json': there is no such file" in finished.output
+    assert "Traceback" not in finished.output
+
+
 def test_growth_starts_in_epoch_1_and_asks_for_more_in_epoch_2():
-    assert [adaptive_demo.grow(epoch, 20) for epoch in range(4)] == [0, 4, 10, 10]
+    assert [demo.grow(epoch, 20) for epoch in range(4)] == [0, 4, 10, 10]
 
 
 def test_the_epochs_of_the_latest_run_are_shown_and_no_earlier_ones(tmp_path, capsys):
@@ -249,13 +264,13 @@ def test_the_epochs_of_the_latest_run_are_shown_and_no_earlier_ones(tmp_path, ca
     later = [{**step, "loss": 3.0}, {**step, "loss": 2.0}, {**step, "epoch": 1, "batch_size": 8, "loss": 1.0}]
     records = [{"kind": "start"}, step, {"kind": "start"}, {"kind": "bound"}, *later]
     (tmp_path / "run.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    adaptive_demo.print_epochs(tmp_path / "run.jsonl")
+    runpy.run_path(str(DEMO))["print_epochs"](tmp_path / "run.jsonl")
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
     assert lines[1:] == [["0", "4", "2", "2.500"], ["1", "8", "1", "1.000"]]
 
 
 def test_a_directory_that_tune_could_not_pass_on_is_refused(tmp_path):
-    command = [sys.executable, "-m", "adaptive_demo", "--directory", "a=b"]
+    command = [sys.executable, str(DEMO), "--directory", "a=b"]
     finished = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)
     assert finished.returncode == 2
     assert "must not contain '='" in finished.stderr

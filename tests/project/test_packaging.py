@@ -109,6 +109,7 @@ def test_the_wheel_holds_recipes_as_modules_and_configs_inside_the_package(wheel
     names = zipfile.ZipFile(wheel).namelist()
     modules = {name for name in names if "/" not in name}
     assert modules == {path.name for path in (ROOT / "recipes").glob("*.py")}
+    assert modules == {f"adaptive_{name}.py" for name in ("full_finetune", "probe", "estimate")}
     configs = {f"adaptive_batch/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "adaptive_batch").rglob("*.py")}
     assert configs | package | {"adaptive_batch/py.typed", "adaptive_batch/report/page.html.jinja"} <= set(names)
@@ -138,7 +139,7 @@ def test_the_core_imports_with_torch_alone(with_torch_alone, tmp_path):
         "        for part in pkgutil.walk_packages(sys.modules[module.name].__path__, module.name + '.'):\n"
         "            importlib.import_module(part.name)\n"
         "print(adaptive_batch.__file__)\n"
-        "for name in ('torchtune', 'omegaconf', 'recipes', 'tests', 'configs'):\n"
+        "for name in ('torchtune', 'omegaconf', 'recipes', 'tests', 'configs', 'demo', 'examples'):\n"
         "    assert importlib.util.find_spec(name) is None, name\n"
         "import adaptive_full_finetune\n"
     )

@@ -16,6 +16,7 @@ What is in a block, and what holds it:
 import re
 import shlex
 import subprocess
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -131,3 +132,18 @@ def test_what_pip_is_told_to_install_is_there():
         assert words[1] == "install"
         assert all((ROOT / file).is_file() for flag, file in pairwise(words) if flag == "-c")
         assert {extra for word in words for extra in re.sub(r".*\[(.*)]|.*", r"\1", word).split(",") if extra} <= extras
+
+
+def test_the_architecture_page_names_what_the_faces_and_folders_hold():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", page, re.MULTILINE)
+    packages = {path.parent.name for path in (ROOT / "adaptive_batch").glob("*/__init__.py")}
+    assert {name for name, _ in rows} == packages | {"recipes"}
+    for package, names in rows:
+        if package == "recipes":
+            held = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+        else:
+            held = set(import_module(f"adaptive_batch.{package}").__all__)
+        assert set(re.findall(r"`(\w+)`", names)) - held == set(), package
+    for path in re.findall(r"`(\w+(?:/\w+)+\.py)`", page):
+        assert any((folder / path).exists() for folder in (ROOT, ROOT / "adaptive_batch", ROOT / "tests")), path

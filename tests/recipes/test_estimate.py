@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import demo
 import pytest
 import torch
 import torchtune
@@ -115,6 +116,7 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
 
 @pytest.mark.slow
 def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
+    demo.prepare(tmp_path)
     own = (f"demo_dir={tmp_path}", "probe.device_memory=80MiB")
     devices = small.run_in_process(
         "adaptive_estimate", *own, "estimate.devices=80MiB", "estimate.changes=False", config="demo_cpu"

@@ -27,16 +27,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import adaptive_demo
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from support.paths import subprocess_environment
+from support.paths import ROOT, subprocess_environment
 from torch import nn
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.modules import FeedForward, MultiHeadAttention, RMSNorm, TanhGate, TransformerCrossAttentionLayer
 from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer
+
+sys.path.insert(0, str(ROOT / "examples"))  # for benchmarks and processes that pytest does not start
+import demo
 
 OURS = "adaptive_full_finetune"
 STOCK = "full_finetune_single_device"
@@ -46,7 +48,7 @@ LOG = "log.txt"
 NUM_ROWS = 32
 SOURCES = ("textwrap", "heapq", "bisect", "shlex", "statistics", "fractions")
 MODEL: dict[str, Any] = {
-    "vocab_size": adaptive_demo.MODEL["vocab_size"],  # what the demo's tokenizer has at most
+    "vocab_size": demo.MODEL["vocab_size"],  # what the demo's tokenizer has at most
     "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
@@ -237,7 +239,7 @@ def make_setup(folder: Path) -> SmallSetup:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     base = folder / "base"
     base.mkdir()
-    adaptive_demo.write_tokenizer(base, [text for row in rows for text in row.values()])
+    demo.write_tokenizer(base, [text for row in rows for text in row.values()])
     dimensions = {
         "num_attention_heads": MODEL["num_heads"],
         "num_key_value_heads": MODEL["num_kv_heads"],
@@ -257,7 +259,7 @@ def docstrings() -> list[dict[str, str]]:
     """Signatures and docstrings short enough that each row keeps some labels when it is cut."""
     rows: list[dict[str, str]] = []
     for name in SOURCES:
-        found = adaptive_demo.docstring_rows(name, inspect.getsource(import_module(name)))
+        found = demo.docstring_rows(name, inspect.getsource(import_module(name)))
         rows += [row for row in found if len(row["signature"]) <= 50 and len(row["docstring"]) >= 16]
     if len(rows) < NUM_ROWS:
         raise RuntimeError(f"{', '.join(SOURCES)} have {len(rows)} such docstrings, and {NUM_ROWS} are needed")

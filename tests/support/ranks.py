@@ -23,9 +23,7 @@ import torch.distributed as dist
 # Ranks that end well are forked off a server that has imported what takes long; a process has one, so it has the recipe too.
 _spawn = multiprocessing.get_context("spawn")
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(
-    ["torch.distributed.fsdp", "adaptive_full_finetune", "adaptive_demo", "torchtune._cli.tune"]
-)
+_forkserver.set_forkserver_preload(["torch.distributed.fsdp", "adaptive_full_finetune", "torchtune._cli.tune"])
 
 
 @dataclass

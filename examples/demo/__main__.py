@@ -1,0 +1,135 @@
+"""The demo: makes a small task from the Python that is installed, and runs the real recipe on it.
+
+    python examples/demo [--directory DIR] [--files-only] [key=value ...]
+
+No file is downloaded. In DIR it makes, once:
+
+    data/   train.jsonl, held_out.jsonl     the standard library's docstrings: signature -> docstring
+    base/   a Qwen2 checkpoint in Hugging Face's format, with random weights, and the byte-level BPE tokenizer
+            that was trained on the data; torchtune and transformers both load it
+
+Then it trains with ``configs/demo_cpu.yaml`` and compares the tuned model with the base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# `python examples/demo` runs this file outside its package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import demo
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+EXAMPLES = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """Make the files, train on them with `tune run`, then compare the tuned model with the base."""
+    parser = argparse.ArgumentParser(prog="python examples/demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", default=demo.DIRECTORY, help="where everything goes (default: %(default)s)")
+    parser.add_argument("--files-only", action="store_true", help="make data and base model, and train nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="passed on to tune run, after the demo's own")
+    arguments = parser.parse_args()
+    if "=" in arguments.directory:
+        parser.error("--directory must not contain '=': tune run could not pass it on")
+
+    settings = [
+        f"demo_dir={arguments.directory}",
+        "use_maximum_batch_size=True",
+        "batch_increase_function=demo.grow",
+        *arguments.overrides,
+    ]
+    started = time.perf_counter()
+    cfg = _resolved(settings)
+    demo.prepare(cfg.demo_dir)
+    if arguments.files_only:
+        return
+
+    command = ["tune", "run", "adaptive_full_finetune", "--config", "demo_cpu", *settings]
+    path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))  # demo.grow is found there
+    print(f"$ PYTHONPATH={shlex.quote(os.path.relpath(EXAMPLES))} {shlex.join(command)}", flush=True)
+    finished = subprocess.run([_installed("tune"), *command[1:]], env={**os.environ, "PYTHONPATH": path}, check=False)
+    if finished.returncode:
+        sys.exit(finished.returncode)
+
+    print_epochs(Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl")
+    compare(cfg, Path(cfg.output_dir) / f"epoch_{cfg.epochs - 1}")
+    print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {cfg.demo_dir}.")
+
+
+def _resolved(settings: list[str]) -> DictConfig:
+    """Return demo_cpu.yaml with the command's settings."""
+    from omegaconf import OmegaConf
+
+    from adaptive_batch.torchtune import config_path
+
+    path = config_path("demo_cpu")
+    assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
+    values = [setting for setting in settings if "=" in setting and not setting.startswith("~")]
+    return OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(values))
+
+
+def _installed(command: str) -> str:
+    """Return the path of a command that was installed with this Python, on PATH or not."""
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
+    found = shutil.which(command, path=scripts) or shutil.which(command)
+    if found is None:
+        sys.exit(f"{command} is not installed: python -m adaptive_batch check prints what is wrong")
+    return found
+
+
+def print_epochs(record: Path) -> None:
+    """Print batch size, steps and mean loss of each epoch of the latest run in a run.jsonl."""
+    from adaptive_batch.report import read_records
+
+    epochs: dict[int, list[dict[str, Any]]] = {}
+    for entry in read_records(record):
+        if entry["kind"] == "start":
+            epochs.clear()
+        elif entry["kind"] == "step":
+            epochs.setdefault(entry["epoch"], []).append(entry)
+    print("\nepoch  batch size  steps  mean loss")
+    for epoch, steps in epochs.items():
+        mean_loss = sum(step["loss"] for step in steps) / len(steps)
+        print(f"{epoch:>5}  {steps[0]['batch_size']:>10}  {len(steps):>5}  {mean_loss:>9.3f}")
+
+
+def compare(cfg: DictConfig, tuned: Path) -> None:
+    """Print the loss of base and tuned model on the held-out rows, and what each writes for one of their prompts."""
+    import torch
+    from torchtune import config
+
+    directory = Path(cfg.demo_dir)
+    tokenizer = config.instantiate(cfg.tokenizer)
+    held_out = directory / "data" / "held_out.jsonl"
+    dataset = config.instantiate(cfg.dataset, tokenizer, data_files=str(held_out))
+    rows = [dataset[index] for index in range(len(dataset))]
+    prompt = "def string.join_lines(lines, separator='\\n')"
+
+    losses: dict[str, float] = {}
+    print(f"\nprompt: {prompt}")
+    for name, folder in (("base", directory / "base"), ("tuned", tuned)):
+        model = demo.load(folder)
+        with torch.inference_mode():
+            losses[name] = demo.held_out_loss(model, rows, pad_id=tokenizer.pad_id)
+            text = demo.sample(model, tokenizer, prompt)
+        print(f"\n{name} ({folder}):")
+        print("\n".join(f"    {line}" for line in text.splitlines()))
+    print(
+        f"\nmean loss per token on {len(rows)} held-out rows: " + ", ".join(f"{n} {v:.3f}" for n, v in losses.items())
+    )
+
+
+if __name__ == "__main__":
+    main()
