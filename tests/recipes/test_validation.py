@@ -142,7 +142,10 @@ def test_running_out_of_memory_in_training_takes_nothing_from_it(small):
 
 @pytest.mark.parametrize(
     ("trained", "validated", "said"),
-    [(10, 500, "one row of 500 tokens of dataset_val does not fit in"), (500, 10, "one row of 500 tokens needs")],
+    [
+        (10, 500, "one row of 500 tokens of dataset_val, even without gradients, does not fit in"),
+        (500, 10, "one row of 500 tokens needs"),
+    ],
 )
 def test_one_row_that_does_not_fit_is_an_error_that_says_whose(small, trained, validated, said):
     output = small.fresh_folder()

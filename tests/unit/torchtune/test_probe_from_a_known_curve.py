@@ -135,10 +135,10 @@ def test_where_bytes_are_not_counted_fake_tensors_leave_three_trials_and_no_oom(
 def test_a_plan_that_cannot_be_made_only_makes_the_search_longer(
     small: SmallSetup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    looks = ("loss._component_=test_seeded_probe.LooksAtValues", "probe.device_memory=8MiB")
+    looks = (f"loss._component_={__name__}.LooksAtValues", "probe.device_memory=8MiB")
     with caplog.at_level("INFO", logger="adaptive_batch"):
         found = searched(small, *looks, kind=SearchInBlocks)
-    assert "searching without a plan, which could not be made" in caplog.text
+    assert "searching without an estimate, which could not be made" in caplog.text
     assert found.max_batch_size == searched(small, *looks, "probe.cache=False").max_batch_size
 
 
