@@ -122,7 +122,7 @@ def run_search(
     Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the largest.
 
     Args:
-        run_trial: runs one trial of that many rows; see :class:`adaptive_batch.trial.DryRun`.
+        run_trial: runs one trial of that many rows; see :class:`.DryRun`.
         search: decides which size is tried next.
         round_to_power_of_two: also find the size to train with by rounding the bound down; it is tried if it was not.
         sequence_length, resident_bytes, budget_bytes: what the result should say of the trials.

@@ -32,93 +32,50 @@ if TYPE_CHECKING:
     from .ranks import check_fewer_ranks as check_fewer_ranks
     from .rate import RateController as RateController
     from .rate import check_scheduler as check_scheduler
-    from .rate import reference_batch as reference_batch
     from .requirements import as_dict as as_dict
     from .requirements import check_output_dir as check_output_dir
     from .requirements import complete as complete
     from .resume_policy import compare as compare
-    from .resume_policy import run_conditions as run_conditions
     from .resumed_run import ResumedRun as ResumedRun
     from .settings import Settings as Settings
     from .settings import reference_tables as reference_tables
     from .settings import write_reference as write_reference
     from .validation import Validation as Validation
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "BatchSizeFinder": ".batch_size_finder",
-        "LimitFinder": ".limit_finder",
-        "STATE_KEY": ".epoch_checkpoints",
-        "compare": ".resume_policy",
-        "run_conditions": ".resume_policy",
-        "check": ".doctor",
-        "estimate_devices": ".estimates",
-        "FakeParts": ".fake_parts",
-        "TrainingLog": ".log",
-        "base_rate": ".log",
-        "complete": ".requirements",
-        "without_effect": ".checks",
-        "without_effect_on_probe": ".checks",
-        "TrainingParts": ".parts",
-        "ResumedRun": ".resumed_run",
-        "as_dict": ".requirements",
-        "check_output_dir": ".requirements",
-        "FullModel": ".model",
-        "ModelBuilder": ".model",
-        "set_up_terminal": ".parts",
-        "use_shipped_config": ".parts",
-        "TrainingPreview": ".preview",
-        "all_ranks": ".ranks",
-        "check_fewer_ranks": ".ranks",
-        "RateController": ".rate",
-        "check_scheduler": ".rate",
-        "reference_batch": ".rate",
-        "Checkpoints": ".checkpoints",
-        "Settings": ".settings",
-        "reference_tables": ".settings",
-        "write_reference": ".settings",
-        "config_path": ".configs",
-        "copy_config": ".configs",
-        "shipped_configs": ".configs",
-        "Validation": ".validation",
-    },
-)
-
-__all__ = [
-    "STATE_KEY",
-    "BatchSizeFinder",
-    "Checkpoints",
-    "FakeParts",
-    "FullModel",
-    "LimitFinder",
-    "ModelBuilder",
-    "RateController",
-    "ResumedRun",
-    "Settings",
-    "TrainingLog",
-    "TrainingParts",
-    "TrainingPreview",
-    "Validation",
-    "all_ranks",
-    "as_dict",
-    "base_rate",
-    "check",
-    "check_fewer_ranks",
-    "check_output_dir",
-    "check_scheduler",
-    "compare",
-    "complete",
-    "config_path",
-    "copy_config",
-    "estimate_devices",
-    "reference_batch",
-    "reference_tables",
-    "run_conditions",
-    "set_up_terminal",
-    "shipped_configs",
-    "use_shipped_config",
-    "without_effect",
-    "without_effect_on_probe",
-    "write_reference",
-]
+_MODULE_OF = {
+    "BatchSizeFinder": ".batch_size_finder",
+    "LimitFinder": ".limit_finder",
+    "STATE_KEY": ".epoch_checkpoints",
+    "compare": ".resume_policy",
+    "check": ".doctor",
+    "estimate_devices": ".estimates",
+    "FakeParts": ".fake_parts",
+    "TrainingLog": ".log",
+    "base_rate": ".log",
+    "complete": ".requirements",
+    "without_effect": ".checks",
+    "without_effect_on_probe": ".checks",
+    "TrainingParts": ".parts",
+    "ResumedRun": ".resumed_run",
+    "as_dict": ".requirements",
+    "check_output_dir": ".requirements",
+    "FullModel": ".model",
+    "ModelBuilder": ".model",
+    "set_up_terminal": ".parts",
+    "use_shipped_config": ".parts",
+    "TrainingPreview": ".preview",
+    "all_ranks": ".ranks",
+    "check_fewer_ranks": ".ranks",
+    "RateController": ".rate",
+    "check_scheduler": ".rate",
+    "Checkpoints": ".checkpoints",
+    "Settings": ".settings",
+    "reference_tables": ".settings",
+    "write_reference": ".settings",
+    "config_path": ".configs",
+    "copy_config": ".configs",
+    "shipped_configs": ".configs",
+    "Validation": ".validation",
+}
+__all__ = [*_MODULE_OF]
+__getattr__ = lazy_names(__name__, _MODULE_OF)

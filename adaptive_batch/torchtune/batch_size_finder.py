@@ -459,7 +459,7 @@ def _kind_of(device: torch.device) -> list[Any]:
 
 
 def _shapes(batch: Any) -> Any:
-    """MicroBatchLayout and dtypes of the tensors in a batch, nested as they are."""
+    """Return shape and dtype of each tensor in a batch, nested as they are."""
     if isinstance(batch, torch.Tensor):
         return [list(batch.shape), str(batch.dtype)]
     if isinstance(batch, Mapping):

@@ -1,6 +1,6 @@
 """Runs what may run out of memory, and runs it again with less capacity, on all ranks alike.
 
-MicroBatchLimit is lowered and not won back within a run. What failed is undone first, so that a replay leaves what a run with
+The limit of a micro-batch is lowered, and does not grow back within a run. What failed is undone first, so that a replay leaves what a run with
 that capacity from the start would have left. With several ranks an attempt fails on all of them or on none: one that had
 room raises :class:`OutOfMemoryElsewhereError`.
 """
