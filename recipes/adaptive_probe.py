@@ -21,6 +21,7 @@ from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     BatchSizeFinder,
     Checkpoints,
+    ModelBuilder,
     Settings,
     TrainingParts,
     all_ranks,
@@ -31,12 +32,13 @@ from adaptive_batch.torchtune import (
 )
 
 
-def probe(cfg: DictConfig, watch: Watchdog | None = None) -> list[ProbeResult]:
+def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
 
     Args:
         cfg: the configuration: YAML and key=value.
         watch: over this rank, of several.
+        builder: builds the model; None for full fine-tuning.
 
     Returns:
         A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``.
@@ -46,7 +48,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None) -> list[ProbeResult]:
         DoesNotFitError: not even one row fits, at any length.
     """
     settings = Settings.from_config(as_dict(cfg))
-    parts = TrainingParts(cfg, settings)
+    parts = TrainingParts(cfg, settings, builder)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     parts.build_data()
     parts.check_rows()

@@ -25,6 +25,7 @@ from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, 
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
 from .fake_parts import expected_curve
+from .model import ModelBuilder
 from .parts import TrainingParts, package_version
 from .requirements import as_dict
 
@@ -322,6 +323,7 @@ class BatchSizeFinder:
         return fingerprint(
             {key: plain.get(key) for key in _MEMORY_KEYS},
             {name: package_version(name) for name in _PACKAGES},
+            _kind_of_fine_tuning(parts.builder),
             [probe.search, tokens, parts.packed, str(parts.cfg.device), probe.device_memory, probe.headroom],
             distributed.world_size(),
         )
@@ -335,6 +337,7 @@ class BatchSizeFinder:
             chosen,
             _sources(chosen),
             {name: package_version(name) for name in _PACKAGES},
+            _kind_of_fine_tuning(parts.builder),
             [rows.length, parts.packed, parts.device.type, _kind_of(parts.device), accumulates, evaluates],
             [distributed.data_parallel_size(), distributed.world_size(), _shapes(parts.collate(rows.first(1)))],
         )
@@ -348,7 +351,9 @@ class BatchSizeFinder:
             return None
         start = time.perf_counter()
         try:
-            curve = expected_curve(self._parts.cfg, self.settings, rows.first, accumulates=accumulates)
+            curve = expected_curve(
+                self._parts.cfg, self.settings, rows.first, accumulates=accumulates, builder=self._parts.builder
+            )
         except Exception as error:  # it only shortens the search
             log.info("searching without an estimate, which could not be made: %s: %s", type(error).__name__, error)
             return None
@@ -449,6 +454,10 @@ def _sources(value: Any) -> list[Any]:
         return []
     module = sys.modules.get(value.rpartition(".")[0])
     return [value, file_signature(module.__file__)] if module is not None and module.__file__ else []
+
+
+def _kind_of_fine_tuning(builder: ModelBuilder) -> str:
+    return f"{type(builder).__module__}.{type(builder).__qualname__}"
 
 
 def _kind_of(device: torch.device) -> list[Any]:

@@ -150,7 +150,7 @@ class Checkpoints:
             return False
         ours, theirs = epochs.recipe_state.get(STATE_KEY, {}), point.load_small_state()[STATE_KEY]
         if ours.get("run") == theirs["run"]:
-            steps, others = ((state["begun_anew"], state["progress"]["steps"]) for state in (ours, theirs))
+            steps, others = ((state["times_begun_again"], state["progress"]["steps"]) for state in (ours, theirs))
             return bool(steps >= others)
         return epochs.order > point.order
 
@@ -229,10 +229,10 @@ class Checkpoints:
         """
         self._settle()
         optimizer: Any
+        model = parts.builder.to_save(parts.model, device=parts.device)
         if distributed.world_size() == 1:
-            model, optimizer = parts.model.state_dict(), parts.optimizer.state_dict()
+            optimizer = parts.optimizer.state_dict()
         else:
-            model = training.gather_cpu_state_dict(parts.model, distributed.is_rank_zero(), device=parts.device)
             named = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
             if recipe_state is not None and distributed.any_of_ranks(_holds_low_bit(named)):
                 # which cannot be put together: the epoch holds the weights alone, and a resume point what it takes to resume

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils._python_dispatch import _disable_current_modes
-from torchtune import config, training
+from torchtune import config
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
@@ -19,6 +19,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
 from adaptive_batch.memory import MemoryCurve
 
+from .model import ModelBuilder
 from .parts import TrainingParts
 from .requirements import TO_PLAN, told
 from .settings import Settings
@@ -42,6 +43,7 @@ class FakeParts(TrainingParts):
         settings: the same, checked.
         device: where everything is put.
         reads_data: take rows from the configured dataset; False makes rows of any length, and reads no file.
+        builder: builds the model; None for full fine-tuning.
 
     Attributes:
         left_out: what is not counted as it would be on the device, a sentence each.
@@ -52,12 +54,20 @@ class FakeParts(TrainingParts):
 
     needs: ClassVar[Sequence[str]] = TO_PLAN
 
-    def __init__(self, cfg: DictConfig, settings: Settings, device: FakeDevice, *, reads_data: bool) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        settings: Settings,
+        device: FakeDevice,
+        *,
+        reads_data: bool,
+        builder: ModelBuilder | None = None,
+    ) -> None:
         self.fake = device
         self.left_out: list[str] = []
         self.on_accelerator = not str(cfg.device).startswith("cpu")
         self.reads_data = reads_data
-        super().__init__(self._eager_on_cpu(cfg), settings)
+        super().__init__(self._eager_on_cpu(cfg), settings, builder)
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
         """The configuration with what fake tensors on a CPU can run, and what that leaves out."""
@@ -165,9 +175,9 @@ class FakeParts(TrainingParts):
         if distributed.world_size() > 1:
             model = build_sharded(self.cfg, dtype=self.dtype, device=self.device)
         else:
-            with torch.device("meta"), training.set_default_dtype(self.dtype):
-                model = config.instantiate(self.cfg.model)
+            model = self.builder.skeleton(self.cfg, dtype=self.dtype)
             apply_checkpointing(model, self.cfg)
+        self.builder.freeze(model)
         compute_rotary_buffers(model, dtype=self.dtype, device=self.device)  # some look at their values
         self.fake.move(model)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
@@ -253,11 +263,13 @@ def rehearsed(parts: FakeParts, rows: Rows) -> Callable[[int], object]:
     return lambda size: parts.accumulator.rehearse(rows(size))
 
 
-def expected_curve(cfg: DictConfig, settings: Settings, rows: Rows, *, accumulates: bool) -> MemoryCurve:
+def expected_curve(
+    cfg: DictConfig, settings: Settings, rows: Rows, *, accumulates: bool, builder: ModelBuilder | None = None
+) -> MemoryCurve:
     """What trials of these rows should peak at on the configured device."""
     capability = torch.cuda.get_device_capability() if str(cfg.device).startswith("cuda") else None
     workspace = partial(workspace_bytes, compute_capability=capability)
-    parts = FakeParts(cfg, settings, FakeDevice(workspace=workspace), reads_data=False)
+    parts = FakeParts(cfg, settings, FakeDevice(workspace=workspace), reads_data=False, builder=builder)
     parts.build_data()
     if parts.packed and _SUPPORTS_FLEX_ATTENTION:
         raise SettingError(

@@ -37,8 +37,11 @@ class ModelBuilder(Protocol):
     def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
         """Return the model with its weights on its device, divided where there are several ranks."""
 
+    def freeze(self, model: torch.nn.Module) -> None:
+        """Freeze the parameters that do not train; :meth:`build` calls it, and what estimates the memory of a step."""
+
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters that the optimizer steps; all others are frozen by :meth:`build`."""
+        """Return the parameters that the optimizer steps; all others are frozen."""
 
     def to_save(self, model: torch.nn.Module, *, device: torch.device) -> Mapping[str, Any]:
         """Return what a checkpoint of an epoch holds, on rank zero and its host; a collective."""
@@ -65,6 +68,7 @@ class FullModel:
         if distributed.world_size() > 1:
             model = build_sharded(cfg, dtype=dtype, device=device)
             load_sharded(model, weights, cfg, dtype=dtype, device=device)
+            self.freeze(model)
             return model
         state = weights.load_weights()
         with training.set_default_dtype(dtype), device:
@@ -75,7 +79,11 @@ class FullModel:
             training.compile_model(model)
         apply_checkpointing(model, cfg)
         model.load_state_dict(state)
+        self.freeze(model)
         return model
+
+    def freeze(self, model: torch.nn.Module) -> None:
+        """Freeze nothing."""
 
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
         """Return all parameters."""

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from adaptive_full_finetune import main
@@ -15,12 +14,10 @@ from adaptive_batch.torchtune import FullModel
 class NormsAlone(FullModel):
     """Freezes everything but the norms."""
 
-    def build(self, *arguments: Any, **options: Any) -> torch.nn.Module:
-        """Return the model with all but its norms frozen."""
-        model = super().build(*arguments, **options)
+    def freeze(self, model: torch.nn.Module) -> None:
+        """Freeze all but the norms."""
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)
-        return model
 
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
         """Return the weights of the norms."""
