@@ -192,6 +192,10 @@ class EpochPlanner:
             return lambda progress: rows
         return lambda progress: request_batch(rule, progress, maximum=self._maximum()).after
 
+    def forget_plans(self) -> None:
+        """Forget planned epochs, which were for other ranks."""
+        self._token_batches.cache_clear()
+
     def divide(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
         """Divide the epoch at whose beginning, or within which, progress is."""
         batching, ends = self._batching, self._batching.ends

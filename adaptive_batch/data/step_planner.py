@@ -10,7 +10,14 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import EpochPlan, Progress, next_batch_size, request_batch, rows_of_next_step
+from adaptive_batch.schedules import (
+    ClampedBatch,
+    EpochPlan,
+    Progress,
+    next_batch_size,
+    request_batch,
+    rows_of_next_step,
+)
 
 from .balance import balance_by_rows, balance_by_tokens
 from .epoch_planner import Batching, EpochPlanner, Rows
@@ -41,6 +48,7 @@ class StepPlanner:
         layout: of micro-batches; rows are balanced across the ranks so that these are even.
         ranks: a step has `batch_size` rows for each of so many; None for those that there are.
         counts_tokens: the tokens of an epoch must be known.
+        asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which :func:`agree_on_step` compares.
         event: is given each decision: its kind, a message, and facts by name.
 
     Attributes:
@@ -62,6 +70,7 @@ class StepPlanner:
         layout: MicroBatchLayout | None = None,
         ranks: int | None = None,
         counts_tokens: bool = False,
+        asks_rank_zero: bool = False,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._rows, self._layout = rows, layout or MicroBatchLayout()
@@ -80,6 +89,9 @@ class StepPlanner:
         self.limits: Limits | None = None
         self.saved_maximum = 0
         self.event = event
+        self._on_all_ranks: Callable[[Callable[[], ClampedBatch]], ClampedBatch] = (
+            distributed.from_rank_zero if asks_rank_zero else lambda request: request()
+        )
         self._grown_in = -1  # the last epoch at whose beginning the growth function was called
         self._logged = 0  # the batch of a schedule that was logged last
         self._plan: EpochPlan | None = None
@@ -264,12 +276,16 @@ class StepPlanner:
             answer = request_batch(batching.batch_size_schedule, progress, maximum=None).after
         return answer
 
+    def grows_now(self, progress: Progress) -> bool:
+        """Return whether the growth function is called at this point: as an epoch begins, once."""
+        return not progress.epoch_steps and progress.epoch > self._grown_in
+
     def _follow(self, progress: Progress) -> int:
         """Return the requested rows of the next step on one device; with a schedule the batch size becomes that."""
         rule = self.batching.batch_size_schedule
         if rule is None or self.batching.batch_tokens:
             return self.batch_size * self.batching.gradient_accumulation_steps
-        batch = request_batch(rule, progress, maximum=self.maximum)
+        batch = self._on_all_ranks(lambda: request_batch(rule, progress, maximum=self.maximum))
         if batch.after != self.batch_size or not (progress.steps or self._logged):
             # a ramp may change it with each step: what is near to what was printed last is written to the run log only
             says = not 0.8 * self._logged < batch.after < 1.25 * self._logged
@@ -320,7 +336,8 @@ class StepPlanner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a planner that was built as the saved one was."""
-        self.epochs.ranks = state["ranks"]
+        self.epochs.ranks, self._plan = state["ranks"], None
+        self.epochs.forget_plans()
         self.batch_size, self._grown_in = state["batch_size"], state["grown_in"]
         self.first_batch_size = state["first_batch_size"]
         self.saved_maximum, self._reference = state["maximum"] or 0, None

@@ -2,6 +2,7 @@
 
 from .batch_rules import (
     KEY,
+    ClampedBatch,
     Schedule,
     check_increment,
     check_schedule,
@@ -10,7 +11,7 @@ from .batch_rules import (
     request_batch,
 )
 from .batch_schedules import at_epochs, by_noise_scale, geometric, linear_ramp, ramp_by_doubling, steps
-from .clock import Clock, TrainingClock
+from .clock import UNITS, Clock, TrainingClock
 from .epoch_plan import EpochPlan, rows_of_next_step, walk
 from .learning_rate import (
     RULES,
@@ -28,6 +29,8 @@ from .progress import Progress
 __all__ = [
     "KEY",
     "RULES",
+    "UNITS",
+    "ClampedBatch",
     "Clock",
     "EpochPlan",
     "LearningRate",

@@ -132,6 +132,9 @@ class FakeParts(TrainingParts):
             batch["mask"] = torch.empty(count, tokens, tokens, dtype=torch.bool)
         return batch
 
+    def _build_tokenizer(self) -> Any:
+        return config.instantiate(self.cfg.tokenizer)  # one that is not there is one reason more to give lengths
+
     def _read_what_is_at_hand(self) -> None:
         try:
             with _offline():

@@ -159,11 +159,7 @@ class TrainingParts:
         """
         cfg = self.cfg
         self.check_all_is_trained()
-        try:
-            self.tokenizer = config.instantiate(cfg.tokenizer)
-        except FileNotFoundError as error:
-            remedy = "there is no such file; give the tokenizer's files (those of demo_cpu are made by `make demo`)"
-            raise SettingError("tokenizer", error.filename, remedy) from error
+        self.tokenizer = self._build_tokenizer()
         self.loss_fn = config.instantiate(cfg.loss)
         self.dataset, self.packed = self._dataset("dataset")
         self.dataset_val: Any = None
@@ -177,6 +173,13 @@ class TrainingParts:
         self._choose_collate(pad_id=self.tokenizer.pad_id)
         first = self.dataset._datasets[0] if isinstance(self.dataset, ConcatDataset) else self.dataset
         self._pack_filler: int = getattr(first, "padding_idx", self._pad_id)  # torchtune's builders leave it at 0
+
+    def _build_tokenizer(self) -> Any:
+        try:
+            return config.instantiate(self.cfg.tokenizer)
+        except FileNotFoundError as error:
+            remedy = "there is no such file; give the tokenizer's files (those of demo_cpu are made by `make demo`)"
+            raise SettingError("tokenizer", error.filename, remedy) from error
 
     def check_all_is_trained(self) -> None:
         """Refuse a model with adapters before anything loads, where it can be built without memory; otherwise once it is there.

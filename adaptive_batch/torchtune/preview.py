@@ -166,7 +166,7 @@ class TrainingPreview:
         known_first = batches.first_batch_size
         batches.limits = capacity
         batches.look_at(progress, batch_size=batch_size)
-        self.look_ahead(progress, saved=saved, first=progress.epoch_steps == 0)
+        self.look_ahead(progress, saved=saved, first=batches.grows_now(progress))
         if first := list(self._batch_sizes.values())[:1]:
             batches.first_batch_size = known_first or first[0]
             batches.look_at(progress, batch_size=first[0])

@@ -45,6 +45,7 @@ from adaptive_batch.memory import DeviceMemory, RandomState, check_device_memory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
     RULES,
+    UNITS,
     Clock,
     EpochPlan,
     LearningRate,
@@ -224,6 +225,7 @@ class AdaptiveLoop:
         _check_choice("order", sampling.order, ORDERS)
         _check_choice("long_rows", sampling.long_rows, LONG_ROWS)
         micro_batch_tokens = _check_tokens(micro_batch_tokens, micro_batch_size, sampling)
+        _check_choice("lr_clock", lr_clock, UNITS)
         clock = Clock.from_config(lr_clock)
         self._model, self._optimizer = model, optimizer
         self._device = next(model.parameters()).device
@@ -253,7 +255,9 @@ class AdaptiveLoop:
             remedy = "this loop measures nothing that it could follow; give steps, linear_ramp or ramp_by_doubling"
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
         self._limits = MicroBatchLimits(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
-        self._steps = StepPlanner(self._rows, batching, counts_tokens=clock.counts_tokens, event=self._log_event)
+        self._steps = StepPlanner(
+            self._rows, batching, counts_tokens=clock.counts_tokens, asks_rank_zero=True, event=self._log_event
+        )
         self._steps.limits = self._limits
         self._waiting: deque[StepRows] = deque()
         move = options.to_device or (lambda batch: move_to_device(batch, self._device))
@@ -494,7 +498,7 @@ class AdaptiveLoop:
     def _limit_for(self, step: StepRows) -> MicroBatchLimit:
         rows, limits = self._rows_at_most(step.asked), self._limits
         splits = self._bound_accumulates or self._splits
-        if limits.bound is None and limits.micro_batch_tokens == "auto":
+        if not limits.tried_length and limits.micro_batch_tokens == "auto":
             raise SettingError("micro_batch_tokens", "auto", "call find_bound first, or give a number")
         if limits.bound is not None and rows > limits.bound and not splits:
             tried = (
@@ -555,6 +559,7 @@ class AdaptiveLoop:
             if (saved := state["built_with"][key]) != now:
                 raise SettingError(key, now, f"what was saved was built with {saved}; go on with that")
         self._steps.load_state_dict(state["steps"])
+        self._steps.saved_maximum = 0  # a schedule follows the bound that is found here
         self._waiting.clear()
         self.progress = Progress(**state["progress"])
         if self.bound is None and (bound := state["limits"]["bound"]) is not None:

@@ -16,7 +16,7 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
 log = logging.getLogger("adaptive_batch")
@@ -75,11 +75,19 @@ class OOMPolicy:
     shrink_divisor: int = 2
     ease_divisor: int = 16
 
+    def __post_init__(self) -> None:
+        if self.shrink_divisor < 2:
+            raise SettingError("shrink_divisor", self.shrink_divisor, "give 2 or more, so that the limit shrinks")
+        if self.ease_divisor < 1:
+            raise SettingError("ease_divisor", self.ease_divisor, "give 1 or more")
+
     def after_out_of_memory(self, limit: MicroBatchLimit, *, rows: int, length: int) -> MicroBatchLimit | None:
         """Return the limit after a micro-batch of `rows` rows padded to `length` did not fit; None where it was one row."""
         if rows == 1:
             return None
-        return replace(limit, amount=(rows if limit.unit == "rows" else rows * length) // self.shrink_divisor)
+        if limit.unit == "rows":
+            return replace(limit, amount=max(1, rows // self.shrink_divisor))
+        return replace(limit, amount=max(length, rows * length // self.shrink_divisor))
 
     def after_allocator_retry(self, limit: MicroBatchLimit, *, rows: int, length: int) -> MicroBatchLimit | None:
         """Return the limit after a micro-batch only just fit, one row less at least; None where it was one row."""

@@ -261,7 +261,7 @@ def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
         "batch_size": "batch_size 8: configured is 8, the checkpoint was trained with 4",
     }
     with pytest.raises(
-        SettingError, match="optimizer_in_bwd=True: the checkpoint's optimizer state was saved with False"
+        SettingError, match="optimizer_in_bwd=True: the optimizer's state in the checkpoint was saved with False"
     ):
         go_on(small, interrupted, "optimizer_in_bwd=True")
 

@@ -1162,3 +1162,24 @@ def test_a_trial_can_be_told_from_training() -> None:
     train(one, until=2)
     assert calls
     assert not any(calls)
+
+
+def test_a_schedule_that_resumes_where_less_fits_follows_the_new_bound() -> None:
+    larger = training(batch_size_schedule=lambda progress: 4 if progress.steps < 1 else 12)
+    larger.loop.find_bound(device_memory="1GiB", maximum=16)
+    train(larger, until=1)
+    smaller = training(batch_size_schedule=lambda progress: 4 if progress.steps < 1 else 12)
+    smaller.loop.load_state_dict(larger.loop.state_dict())
+    smaller.loop.find_bound(device_memory="1GiB", maximum=8)
+    assert sizes(train(smaller)) == [8, 8, 8, 8, 4]
+
+
+def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned_again() -> None:
+    saved = training(batch_tokens=60, micro_batch_tokens=60).loop.state_dict()
+    saved["steps"]["ranks"] = 2
+    one, fresh = (training(batch_tokens=60, micro_batch_tokens=60) for _ in range(2))
+    assert one.loop.num_steps(1) > 0
+    for loop in (one.loop, fresh.loop):
+        loop.load_state_dict(saved)
+    assert one.loop.num_steps(1) == fresh.loop.num_steps(1)
+    assert [len(rows) for rows in one.loop] == [len(rows) for rows in fresh.loop]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.errors import SettingError
 from adaptive_batch.training import OOMPolicy
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
@@ -71,6 +72,14 @@ def test_capacity_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, uni
 def test_one_row_cannot_be_halved(unit):
     assert OOMPolicy().after_out_of_memory(MicroBatchLimit(64, unit), rows=1, length=64) is None
     assert OOMPolicy().after_allocator_retry(MicroBatchLimit(64, unit), rows=1, length=64) is None
+
+
+def test_no_policy_leaves_less_than_one_row_or_shrinks_nothing():
+    policy = OOMPolicy(shrink_divisor=4)
+    assert policy.after_out_of_memory(MicroBatchLimit(2), rows=2, length=10) == MicroBatchLimit(1)
+    assert policy.after_out_of_memory(MicroBatchLimit(20, "tokens"), rows=2, length=10) == MicroBatchLimit(10, "tokens")
+    with pytest.raises(SettingError, match="shrink_divisor=1: give 2 or more"):
+        OOMPolicy(shrink_divisor=1)
 
 
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
