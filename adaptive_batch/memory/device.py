@@ -34,7 +34,7 @@ _OUT_OF_MEMORY = re.compile(
     r"\b(?:cuda|hip|xpu|mps|npu|hpu)\b[^\n]*\bout of memory\b"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
     r"|C(?:UBLAS|UDNN)_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED|C?UFFT_ALLOC_FAILED"
-    r"|CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine"
+    r"|CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine|Unable to find a valid cuDNN algorithm to run convolution"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|OUT_OF_(?:DEVICE|HOST)_MEMORY"
     r"|std::bad_alloc",
     re.IGNORECASE,

@@ -71,6 +71,7 @@ OUT_OF_MEMORY = {
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
     ),
     "cuDNN, no engine": RuntimeError("GET was unable to find an engine to execute this computation"),
+    "cuDNN, no algorithm": RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
     "cuDNN, no engine, version 8": RuntimeError("FIND was unable to find an engine to execute this computation"),
     "cuFFT": RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     "Triton at launch": RuntimeError("Triton Error [CUDA]: out of memory"),
