@@ -197,7 +197,7 @@ class StepPlanner:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
         sizes, batch_size, function = {}, self.batch_size, self.batching.batch_increase_function
         for epoch in range(progress.epoch, epochs):
-            if function is not None and epoch > self._grown_in and (epoch > progress.epoch or not progress.epoch_steps):
+            if function is not None and (epoch > progress.epoch or self.grows_now(progress)):
                 batch_size = next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self.maximum).after
             sizes[epoch] = batch_size
         counts_tokens = self.batching.batch_size_schedule is not None
@@ -305,7 +305,8 @@ class StepPlanner:
     def _grow(self, epoch: int) -> None:
         """Add the rows of the growth function to the batch."""
         function, before = self.batching.batch_increase_function, self.batch_size
-        if function is None or epoch <= self._grown_in or (self.batching.epochs or epoch + 1) <= epoch:
+        is_over = self.batching.epochs is not None and epoch >= self.batching.epochs
+        if function is None or epoch <= self._grown_in or is_over:
             return
         batch = distributed.from_rank_zero(
             lambda: next_batch_size(function, epoch=epoch, batch_size=before, maximum=self.maximum)
@@ -326,7 +327,6 @@ class StepPlanner:
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs besides progress, as plain values."""
         return {
-            "rows": len(self.sampler),
             "ranks": self.ranks,
             "batch_size": self.batch_size,
             "first_batch_size": self.first_batch_size,

@@ -1,4 +1,4 @@
-"""What one micro-batch of training may hold: configured or found, lowered by what happens, never won back within a run."""
+"""What one micro-batch of training may hold: configured or found, lowered by what happens; it does not grow back within a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.report import RunLog
-from adaptive_batch.training import LimitChange, MicroBatchLimits, has_batch_norm
+from adaptive_batch.training import LimitChange, has_batch_norm
 
 from .batch_size_finder import BatchSizeFinder
 from .parts import TrainingParts
@@ -41,11 +41,7 @@ class LimitFinder:
         self._run = run
         self._lost = Path(parts.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._kept: dict[str, Any] = {}  # what is to be known when training is started again
-        self.limits = MicroBatchLimits(
-            micro_batch_size=self._settings.micro_batch_size,
-            micro_batch_tokens=self._settings.micro_batch_tokens,
-            layout=parts.shapes,
-        )
+        self.limits = parts.new_limits()
 
     def find(self, batch_size: int, *, goes_on: bool, saved: Mapping[str, Any]) -> int:
         """Find how many rows fit at once, where any setting needs it.
@@ -53,13 +49,13 @@ class LimitFinder:
         Args:
             batch_size: configured, or of the checkpoint.
             goes_on: it is the checkpoint's, and is kept whatever fits.
-            saved: what :meth:`state_dict` gave when the checkpoint was saved; empty without one.
+            saved: the state of each part when the checkpoint was saved; empty without one.
 
         Returns:
             The batch size to train with.
 
         Raises:
-            SettingError: what is configured does not fit; with what would do.
+            SettingError: what is configured does not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
         if saved:

@@ -28,7 +28,7 @@ from adaptive_batch.data import Batching, MicroBatchLayout, MicroBatchLimit, pla
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
-from adaptive_batch.training import LimitChange, MicroBatchRunner, lengthened
+from adaptive_batch.training import LimitChange, MicroBatchLimits, MicroBatchRunner, lengthened
 
 from .checks import TOKEN_KEYS
 from .configs import config_path, shipped_configs
@@ -324,6 +324,14 @@ class TrainingParts:
         if not has_labels:
             remedy = "no row that is validated on has a label; see its train_on_input and masks"
             raise SettingError("dataset_val", _names(self.cfg.dataset_val), remedy)
+
+    def new_limits(self) -> MicroBatchLimits:
+        """Return what a micro-batch may hold as configured, before anything was found."""
+        return MicroBatchLimits(
+            micro_batch_size=self.settings.micro_batch_size,
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            layout=self.shapes,
+        )
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured."""

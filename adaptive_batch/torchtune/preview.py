@@ -148,11 +148,7 @@ class TrainingPreview:
             goes_on: the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
-        capacity = MicroBatchLimits(
-            micro_batch_size=settings.micro_batch_size,
-            micro_batch_tokens=settings.micro_batch_tokens,
-            layout=self._parts.shapes,
-        )
+        capacity = self._parts.new_limits()
         batch_size, lines = batches.batch_size, []
         if settings.needs_bound:
             path = Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json"

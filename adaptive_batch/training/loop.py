@@ -394,7 +394,7 @@ class AdaptiveLoop:
 
     @property
     def capacity(self) -> MicroBatchLimit:
-        """What one micro-batch may hold now; lowered after an out-of-memory error, and not won back."""
+        """What one micro-batch may hold now; lowered after an out-of-memory error; it does not grow back."""
         return self._accumulator.capacity
 
     @property

@@ -75,7 +75,7 @@ class MicroBatchRunner:
         scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as it comes.
         measures_noise: say in each result what the step's first micro-batch and the whole of it tell of the gradient's
             noise; not with the optimizer in backward, which leaves no gradient.
-        replays: replay a step that ran out of memory with half of the capacity; False lets the error through.
+        replays: run a step that ran out of memory again, with the limit that the policy gives; False lets the error through.
         on_change: is told of every lowered capacity, before anything is run with it; None logs it.
         memory: of the model's device; None asks torch.
         device: where the model runs; None for where its parameters are.
@@ -146,7 +146,7 @@ class MicroBatchRunner:
 
     @property
     def capacity(self) -> MicroBatchLimit:
-        """What one micro-batch may hold now; lowered after an out-of-memory error, and not won back."""
+        """What one micro-batch may hold now; lowered after an out-of-memory error; it does not grow back."""
         return self._replay.capacity
 
     @capacity.setter

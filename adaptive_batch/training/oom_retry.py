@@ -98,7 +98,7 @@ class OOMPolicy:
 
 
 class OOMRetry:
-    """Runs something in micro-batches; where it runs out of memory, undoes it and runs it again with half of the capacity.
+    """Runs something in micro-batches; where it runs out of memory, undoes it and runs it again with the limit that the policy gives.
 
     Args:
         capacity: what one micro-batch may hold.
