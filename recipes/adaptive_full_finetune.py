@@ -148,7 +148,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.capacity = LimitFinder(parts, self.bounds, self.record, run=resumed.name)
         if self.watch:
             self.watch.on_end = self._write_down_end
-        parts.build_model(self.checkpoints, on_change=self.capacity.lower)
+        self.planner.limits = self.capacity.limits
+        parts.build_model(self.checkpoints, limit=lambda: self.planner.limit, lower=self.capacity.lower)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         parts.build_optimizer()
@@ -157,20 +158,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.log.whose_rate()
         self.planner.batch_size = self.capacity.find(
             self.planner.batch_size,
-            goes_on=resumed.keeps_batch or (bool(resumed.saved) and self.follows_schedule),
+            keeps_batch=resumed.keeps_batch or (bool(resumed.saved) and self.follows_schedule),
             saved=resumed.saved,
         )
         self.validation = None
         if self.settings.validation:
-            self.validation = Validation(parts, self.bounds, capacities=self.capacity, record=self.record)
+            self.validation = Validation(parts, self.bounds, limits=self.capacity, record=self.record)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
         settings, saved = self.settings, self.resumed.saved
         self._check_schedule_fits()
-        self.planner.limits = self.capacity.limits
         self.progress = self.planner.begin(self.progress)
-        self.parts.accumulator.capacity = self.planner.limit
         self.log.epoch(self.progress.epoch, self.planner, self.capacity)
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
@@ -241,7 +240,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             for epoch in range(first_epoch, self.settings.epochs):
                 if epoch > first_epoch:
                     self.progress = self.planner.begin_epoch(self.progress)
-                    self.parts.accumulator.capacity = self.planner.limit
                     self.log.epoch(epoch, self.planner, self.capacity)
                 within = self.progress.epoch_steps > 0
                 if epoch == first_epoch and not within:
@@ -269,7 +267,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 progress, rows = self.planner.next_step(self.progress)
                 if rows and distributed.world_size() == 1:  # ranks try the longest row of all when they begin
                     self.capacity.try_longer(rows, batch_size=self.planner.batch_size)
-                self.parts.accumulator.capacity = self.planner.limit
                 if self.watch:
                     self.watch.beat(f"step {self.progress.steps + 1}")
                 agreed = agree_on_step(
@@ -448,7 +445,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _write_down_end(self, end: End) -> None:
         """On rank zero, say why all ranks end, and keep what a restart should know."""
         self.record.decision("ended", end.message, says=False, rank=end.rank, reason=end.kind, **end.facts)
-        self.capacity.write_down_loss(end.facts)
+        self.capacity.keep_lost(end.facts)
 
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""

@@ -263,7 +263,7 @@ def fake_step(
 
 def rehearsed(parts: FakeParts, rows: Rows) -> Callable[[int], object]:
     """Forward and backward of that many rows, as training runs them."""
-    return lambda size: parts.accumulator.rehearse(rows(size))
+    return lambda size: parts.accumulator.try_rows(rows(size))
 
 
 def expected_curve(

@@ -155,7 +155,7 @@ class TrainingLog:
 
     def epoch(self, epoch: int, batches: StepPlanner, capacity: LimitFinder) -> None:
         """A line on the epoch that begins, where anything adaptive is on."""
-        plan, settings, holds = batches.plan, self._settings, self._parts.accumulator.capacity
+        plan, settings, holds = batches.plan, self._settings, batches.limit
         if not settings.adaptive:
             return
         if plan.sizes is not None:
@@ -186,7 +186,7 @@ class TrainingLog:
         if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
             message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
             self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
-        capacity.say_if_one_by_one(batches.batch_size)
+        capacity.log_if_one_by_one(batches.batch_size)
 
     def step(
         self,

@@ -27,8 +27,16 @@ from adaptive_batch._util import cache_directory, described_with_files, fingerpr
 from adaptive_batch.data import Batching, MicroBatchLayout, MicroBatchLimit, plan_token_batches, row_lengths
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, SettingError
-from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
-from adaptive_batch.training import LimitChange, MicroBatchLimits, MicroBatchRunner, lengthened
+from adaptive_batch.memory import OptimizerInBackward, RandomState, device_memory, is_out_of_memory
+from adaptive_batch.training import (
+    LimitChange,
+    MicroBatchLimits,
+    MicroBatchRunner,
+    OOMRetry,
+    RowLoss,
+    count_shifted_labels,
+    lengthened,
+)
 
 from .checks import TOKEN_KEYS
 from .configs import config_path, shipped_configs
@@ -389,13 +397,16 @@ class TrainingParts:
     def build_model(
         self,
         weights: Weights,
-        on_change: Callable[[LimitChange], object] | None = None,
+        *,
+        limit: Callable[[], MicroBatchLimit] | None = None,
+        lower: Callable[[LimitChange], object] = lambda change: None,
     ) -> None:
-        """The model in its dtype on its device, compiled, checkpointed and loaded as configured.
+        """Build the model in its dtype on its device, compiled, checkpointed and loaded as configured, and what runs its steps.
 
         Args:
             weights: what loads them.
-            on_change: is told when an out-of-memory error lowers the capacity of training.
+            limit: returns what one micro-batch of training may hold now; None for a configured batch.
+            lower: takes a limit that an out-of-memory error lowers.
         """
         cfg = self.cfg
         model = self._build(weights)
@@ -406,29 +417,34 @@ class TrainingParts:
             cast(Any, model).set_num_output_chunks(self.loss_fn.num_output_chunks)
         self.model = model
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
-        limit = cfg.get("clip_grad_norm")
+        norm = cfg.get("clip_grad_norm")
+        configured = MicroBatchLimit(self.settings.batch_size)
         self.accumulator = MicroBatchRunner(
             model,
-            collate=self.collate,
-            to_device=self.to_device,
-            mean_loss=self.mean_loss,
-            num_real_tokens=self.num_real_tokens,
-            ignore_index=self.loss_fn.ignore_index,
-            capacity=MicroBatchLimit(self.settings.batch_size),
-            shapes=self.shapes,
-            pad_id=self._pad_id,
-            max_grad_norm=None if limit is None else float(limit),
+            RowLoss(
+                collate=self._collate_to_length,
+                to_device=self.to_device,
+                mean_loss=self.mean_loss,
+                count_labels=partial(count_shifted_labels, ignore_index=self.loss_fn.ignore_index),
+                row_length=lambda row: len(row["tokens"]),
+                num_real_tokens=self.num_real_tokens,
+                dummy_row=lambda: self.dummy_row,
+            ),
+            retry=OOMRetry(
+                limit or (lambda: configured),
+                lower,
+                memory=device_memory(self.device, shared_by=distributed.local_world_size()),
+                retries=self.settings.on_out_of_memory == "shrink",
+            ),
+            layout=self.shapes,
+            max_grad_norm=None if norm is None else float(norm),
             scale_gradients=not self.settings.optimizer_in_bwd,
-            replays=self.settings.on_out_of_memory == "shrink",
             measures_noise=self.settings.measures_noise,
-            on_change=on_change,
-            device=self.device,
             sharding=Sharding(
                 model,
                 finishes=distributed.data_parallel_size() == distributed.world_size(),
                 syncs_every_micro_batch=self.settings.sync_gradients_every_micro_batch,
             ),
-            filler=lambda: self.filler,
         )
 
     def _build(self, weights: Weights) -> torch.nn.Module:
@@ -436,9 +452,19 @@ class TrainingParts:
         return self.builder.build(self.cfg, weights, dtype=self.dtype, device=self.device)
 
     @cached_property
-    def filler(self) -> Any:
-        """A row for a rank that has none, when others have: the first."""
-        return self.read(0)
+    def dummy_row(self) -> Any:
+        """The first row, every token of it labelled, for a rank that has none when others have."""
+        row = self.read(0)
+        tokens = (
+            row["tokens"] if len(row["tokens"]) > 1 else [*row["tokens"], *row["tokens"]]
+        )  # one has no label after the shift
+        return {**row, "tokens": tokens, "labels": tokens}
+
+    def _collate_to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
+        longest = max(len(row["tokens"]) for row in rows)
+        if length > longest:
+            rows = lengthened(rows, length, pad_id=self._pad_id, ignore_index=self.loss_fn.ignore_index)
+        return self.collate(rows)
 
     @cached_property
     def shapes_val(self) -> MicroBatchLayout:

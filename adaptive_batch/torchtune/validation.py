@@ -1,9 +1,9 @@
-"""Validation during training: the loss on rows that are not trained on, with a capacity of its own."""
+"""Validation during training: the loss on rows that are not trained on, with a limit apart from training's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from adaptive_batch import distributed
@@ -26,30 +26,27 @@ class Validation:
     Args:
         parts: with model and optimizer built.
         bounds: finds what fits, for ``batch_size_val: auto``.
-        capacities: of training; out-of-memory errors are counted and written down there.
+        limits: of training; out-of-memory errors are counted and logged there.
         record: of the run.
 
     Attributes:
         num_rows: rows that are validated on.
-        capacity: what one micro-batch may hold at first.
 
     Raises:
         DoesNotFitError: not one row fits.
     """
 
-    def __init__(
-        self, parts: TrainingParts, bounds: BatchSizeFinder, *, capacities: LimitFinder, record: RunLog
-    ) -> None:
-        settings = parts.settings.validation
+    def __init__(self, parts: TrainingParts, bounds: BatchSizeFinder, *, limits: LimitFinder, record: RunLog) -> None:
+        settings, runner = parts.settings.validation, parts.accumulator
         assert settings is not None
         self._parts = parts
         self.num_rows = settings.rows_of(len(parts.dataset_val), ranks=parts.ranks)
-        self.capacity = MicroBatchLimit(settings.batch_size)
+        limit = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
             bound = bounds.of_validation()
-            capacities.limits.num_out_of_memory += bound.num_out_of_memory
+            limits.limits.num_out_of_memory += bound.num_out_of_memory
             padded = parts.shapes_val.padded(bound.sequence_length)
-            self.capacity = MicroBatchLimit(bound.max_batch_size * padded, "tokens")
+            limit = MicroBatchLimit(bound.max_batch_size * padded, "tokens")
             record.decision(
                 "validation_bound",
                 f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",
@@ -60,13 +57,15 @@ class Validation:
                 seconds=round(sum(bound.seconds), 2),
             )
         self._evaluator = Evaluator(
-            parts.model,
-            parts.accumulator,
-            collate=parts.collate_val,
-            capacity=self.capacity,
-            shapes=parts.shapes_val,
-            on_change=partial(capacities.write_down, kind="validation_capacity"),
-            filler=lambda: parts.dataset_val[0],
+            runner,
+            replace(
+                runner.loss,
+                collate=lambda rows, length: parts.collate_val(rows),
+                dummy_row=lambda: parts.dataset_val[0],
+            ),
+            limit=limit,
+            layout=parts.shapes_val,
+            on_change=limits.lower_in_validation,
         )
 
     def run(self) -> float:

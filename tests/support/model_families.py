@@ -229,7 +229,8 @@ def tried(parts: TrainingParts, sizes: Sequence[int]) -> ProbeResult:
 def found(search: BatchSizeFinder) -> ProbeResult:
     """What a search of the longest rows finds."""
     with tempfile.TemporaryDirectory() as folder:
-        *_, result = search.of_training(length="longest", batch_size=1, path=Path(folder) / "probe.json")
+        search.path = Path(folder) / "probe.json"
+        *_, result = search.of_training(length="longest", batch_size=1)
     return result
 
 
