@@ -424,13 +424,13 @@ def real_parts(combination: Combination, **probe: Any) -> Iterator[RealParts]:
 def noting(parts: RealParts) -> dict[int, int]:
     """What the allocator gave out at once in the last trial of each size, from now on."""
     allocated: dict[int, int] = {}
-    run: Callable[[Sequence[Any]], None] = parts.accumulator.rehearse
+    run: Callable[[Sequence[Any]], None] = parts.accumulator.try_rows
 
-    def rehearse(rows: Sequence[Any]) -> None:
+    def try_rows(rows: Sequence[Any]) -> None:
         run(rows)
         allocated[len(rows)] = torch.cuda.max_memory_allocated()
 
-    parts.accumulator.rehearse = rehearse  # type: ignore[method-assign, assignment]
+    parts.accumulator.try_rows = try_rows  # type: ignore[method-assign, assignment]
     return allocated
 
 
