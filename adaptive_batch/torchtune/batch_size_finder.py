@@ -103,8 +103,8 @@ class BatchSizeFinder:
 
         for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
             key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
-            if isinstance(length, int):
-                check_length(key, length, length)
+            if isinstance(length, int) and length > longest:
+                raise SettingError(key, length, f"the model takes {longest} tokens at most")
             self._trials[length] = self.rows_of(length)
             check_length(key, length, self._trials[length].length)
         if settings.validation and settings.validation.fits_itself:
