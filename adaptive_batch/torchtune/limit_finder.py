@@ -114,8 +114,8 @@ class LimitFinder:
         length, before = len(row["tokens"]), limits.tried_length
         if length <= before:
             return
-        capacity, padded = limits.of(batch_size), self._parts.shapes.padded(length)
-        most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // padded)
+        capacity, shapes = limits.of(batch_size), self._parts.shapes
+        most = shapes.rows_within(capacity, length)
         if self._settings.grows and self._settings.micro_batch_size is None and limits.bound:
             most = max(most, limits.bound) if capacity.unit == "rows" else most  # what the batch may grow to
         result = self._bounds.of_row(row, maximum=most, accumulates=not self._settings.optimizer_in_bwd)
@@ -128,7 +128,8 @@ class LimitFinder:
                 raise SettingError("probe.sequence_length", self._settings.probe.sequence_length, remedy)
             limits.bound = min(limits.bound or fit, fit)  # a step cannot be split, so it may not grow beyond this
         elif fit < most:
-            limits.lower_to(MicroBatchLimit(fit if capacity.unit == "rows" else fit * padded, capacity.unit))
+            amount = fit if capacity.unit == "rows" else shapes.padded_tokens([length] * fit)
+            limits.lower_to(MicroBatchLimit(amount, capacity.unit))
         elif self._settings.micro_batch_tokens == "auto":  # of() would multiply the bound by the new length
             limits.lower_to(capacity)
         limits.tried_length = length
@@ -155,8 +156,7 @@ class LimitFinder:
         if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
         capacity, rows = self.limits.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
-        longest = self._parts.shapes.padded(int(self._parts.lengths.max()))
-        most = capacity.amount if capacity.unit == "rows" else capacity.amount // longest
+        most = self._parts.shapes.rows_within(capacity, int(self._parts.lengths.max()))
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
             self._record.decision(
                 "uniform_micro_batches",

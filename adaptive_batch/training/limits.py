@@ -54,7 +54,7 @@ class MicroBatchLimits:
     @property
     def tried_tokens(self) -> int:
         """Padded tokens of the largest micro-batch that was tried and fits."""
-        return (self.bound or 0) * self._layout.padded(self.tried_length)
+        return self._layout.padded_tokens([self.tried_length] * (self.bound or 0))
 
     def set_bound(self, bound: int, *, tried_length: int) -> None:
         """Take what a search has found; a limit that was lowered from another bound is forgotten."""
