@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
-from adaptive_batch.errors import GrowthFunctionError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import (
     EpochPlan,
@@ -15,6 +14,7 @@ from adaptive_batch.schedules import (
     as_record,
     batch_sizes_ahead,
     check_stages,
+    next_batch_size,
     stages_of,
     table,
 )
@@ -55,10 +55,12 @@ class TrainingPreview:
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         random_state = RandomState(self._parts.device)
-        key = "batch_size_schedule" if settings.batch_size_schedule is not None else "batch_increase_function"
-        same_answers({key: batches.call_rules(progress)})
+        function = settings.batch_increase_function
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
+        elif function is not None and not progress.epoch_steps:
+            grown = next_batch_size(function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None)
+            same_answers({"batch_increase_function": grown.after})
         random_state.restore()
 
     def look_ahead(
@@ -78,20 +80,17 @@ class TrainingPreview:
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             random_state = RandomState(self._parts.device)
-            try:
-                asked, known_until, why = batch_sizes_ahead(
-                    settings.batch_increase_function,
-                    first_epoch=epoch if first else epoch + 1,
-                    epochs=settings.epochs,
-                    batch_size=batches.batch_size,
-                    maximum=batches.maximum,
-                )
-            except GrowthFunctionError as error:  # it may answer when its time has come
-                asked, known_until, why = [], epoch if not first else epoch - 1, str(error)
+            asked, why = batch_sizes_ahead(
+                settings.batch_increase_function,
+                first_epoch=epoch if first else epoch + 1,
+                epochs=settings.epochs,
+                batch_size=batches.batch_size,
+                maximum=batches.maximum,
+            )
             random_state.restore()
             sizes = asked if first else [batches.batch_size, *asked]
-            if known_until is not None:
-                self._unknown = f"unknown after epoch {known_until}: {why}"
+            if why:
+                self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {why}"
         self._batch_sizes = dict(enumerate(sizes, start=epoch))
         same_answers({f"batch_increase_function in epoch {at}": size for at, size in self._batch_sizes.items()})
         reference = batches.reference
@@ -109,8 +108,7 @@ class TrainingPreview:
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
             same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated goes on
             known = saved["learning_rate"]["total_steps"] if same else None
-            left = self._count_steps if settings.grows else batches.steps_left
-            self.schedule_steps = known or progress.steps + left(progress)
+            self.schedule_steps = known or progress.steps + self._count_steps(progress)
 
     def table(
         self, progress: Progress, *, base_rate: float, capacity: MicroBatchLimits, saved: Mapping[str, Any]
@@ -175,7 +173,7 @@ class TrainingPreview:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
         last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
         stays = dict.fromkeys(unknown, last[0])  # where it is not known, that nothing changes is the best guess
-        return sum(1 for _ in self._batches.epochs.ahead(progress, {**self._batch_sizes, **stays}))
+        return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
     def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
         return self._batches.epochs.ahead(progress, self._batch_sizes)
@@ -189,7 +187,6 @@ class TrainingPreview:
                 num_micro_batches = self._num_micro_batches(rows, self._capacity_at(at, capacity))
             yield PlannedStep(
                 at,
-                batch=at.batch,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
                 learning_rate=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
@@ -214,13 +211,13 @@ class TrainingPreview:
 
         changes: dict[str, int] = {}
 
-        def steps() -> Iterator[PlannedStep]:
+        def steps() -> Iterator[Progress]:
             asked = 0
-            for at, rows, _ in batches.epochs.ahead(progress, sizes):
+            for at, _, _ in batches.epochs.ahead(progress, sizes):
                 if at.batch != asked:
                     asked = changes[f"batch_size_schedule at step {at.steps}"] = at.batch
                 self._most_asked = max(self._most_asked, at.batch)
-                yield PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
+                yield at
 
         assert settings.batch_size_schedule is not None
         ahead = steps()
