@@ -251,7 +251,7 @@ class MicroBatchRunner:
             return 0.0, 0
         self.is_trial = rehearsing
         try:
-            with torch.no_grad(), self.sharding.evaluation():
+            with torch.no_grad(), self.sharding.micro_batch(evaluates=True):
                 loss, count = self._loss_and_labels(batch)
                 return (loss * count).item() if count else 0.0, int(count)
         finally:
@@ -353,7 +353,7 @@ class MicroBatchRunner:
             for number, syncs in enumerate(reduced):
                 doing = "within a micro-batch"
                 if said is not None:
-                    self.sharding.stand_in(is_last=syncs)
+                    self.sharding.run_dummy_collectives(is_last=syncs)
                     continue
                 piece = pieces[number] if number < len(pieces) else None
                 self._replay.current = piece or self._replay.current
