@@ -153,7 +153,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         parts.build_optimizer()
-        if self.checkpoints.recipe_state is not None:
+        if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(parts)
             self.log.whose_rate()
         self.planner.batch_size = self.capacity.find(
@@ -437,7 +437,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 "learning_rate": self.rate.state_dict(),
                 "full_batch_loss": self.full_batch_loss.state_dict(),
                 "noise_scale": self.noise_scale.state_dict(),
-                "random_states": distributed.gather_to_rank_zero(RandomState(self.device).state_dict()),
+                "random_states": distributed.all_gather(RandomState(self.device).state_dict()),
             },
         }
 

@@ -48,7 +48,7 @@ class ResumedRun:
     """
 
     def __init__(self, parts: TrainingParts, checkpoints: Checkpoints, *, seed: int) -> None:
-        settings, state = parts.settings, checkpoints.recipe_state
+        settings, state = parts.settings, checkpoints.found.recipe_state
         self._device = parts.device
         self._restores = settings.restores_random_state
         self.saved: dict[str, Any] = {} if state is None else state.get(STATE_KEY, {})
@@ -122,6 +122,6 @@ class ResumedRun:
             return
         states: list[dict[str, torch.Tensor]] = self.saved["random_states"]
         if len(states) == distributed.world_size():
-            RandomState.from_state_dict(states[distributed.rank()], self._device).restore()
+            RandomState(self._device).load_state_dict(states[distributed.rank()])
         else:  # no rank's is another's
             training.set_seed(seed=self.seed + progress.steps)
