@@ -41,7 +41,8 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
     if validated:
         add("final val_loss", as_number(validated[-1]), f"{as_number(validated[-1]):.4g}")
     if events or steps:
-        facts += [("time", duration(timeline.seconds)), ("restarts", f"{timeline.restarts}")]
+        restarts = sum(event.mark == "restarted" for event in events)
+        facts += [("time", duration(timeline.seconds)), ("restarts", f"{restarts}")]
     add("out of memory", steps[-1].value("oom_count") if steps else math.nan)
     if starts and (began := clock(as_number(starts[0].get("time")))):
         facts.append(("began", began))

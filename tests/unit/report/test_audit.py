@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import RunLog, audit
-from adaptive_batch.report.auditing import audit_records
+from adaptive_batch.report import RunLog, audit, auditing
 from adaptive_batch.report.run_history import RunHistory
 from adaptive_batch.schedules import Progress
 
@@ -94,6 +93,10 @@ class Run:
             lines += written
             del saves[max(1, len(saves) - lost) :]
         return lines + [json.dumps(record) for record in self.process(saves)] if goes_on else lines
+
+
+def audit_records(records):
+    return auditing.audit_records(records, records)
 
 
 def written(folder, lines):

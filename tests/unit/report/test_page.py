@@ -229,7 +229,6 @@ def test_steps_that_a_restart_rolled_back_are_apart():
     timeline = timeline_of(full_records())
     assert [step.number for step in timeline.steps] == list(range(1, 601))
     assert [[step.number for step in stretch] for stretch in timeline.rolled_back] == [list(range(421, 481))]
-    assert timeline.restarts == 1
     page, _ = render(timeline, None, name="run")
     assert "Steps that restarts rolled back: 60." in page
 
@@ -240,7 +239,8 @@ def test_only_the_last_run_of_a_file_is_shown_and_that_is_said():
     records.samples = {0: 0}
     records.step(1)
     timeline = timeline_of(records)
-    assert ([step.number for step in timeline.steps], timeline.other_runs, timeline.restarts) == ([1], 1, 0)
+    assert ([step.number for step in timeline.steps], timeline.other_runs) == ([1], 1)
+    assert dict(facts_of(timeline, None))["restarts"] == "0"
     assert "Only the last run of the file is shown; other runs in it: 1." in render(timeline, None, name="run")[0]
 
 
