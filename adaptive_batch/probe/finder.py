@@ -191,8 +191,8 @@ def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
     try:
         values = {name: record[name] for name in ProbeResult.__dataclass_fields__}
         trials = tuple(Trial(**trial) for trial in values.pop("trials"))
-        lists = {name: tuple(values.pop(name)) for name in ("seconds", "budgets_of_ranks")}
-        result = ProbeResult(trials=trials, **lists, **values)
+        values |= {name: tuple(values[name]) for name in ("seconds", "budgets_of_ranks")}
+        result = ProbeResult(trials=trials, **values)
         if not {trial.batch_size for trial in trials if trial.fits} >= {result.max_batch_size, result.batch_size}:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
         return result
@@ -222,5 +222,6 @@ def _agree(trial: Trial) -> Trial:
         return trial
     mine = (-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))
     fails, *most = distributed.all_reduce_max([not trial.fits, *mine])
+    peak, optimizer_peak = (None if one < 0 else one for one in most)
     trace = distributed.from_rank_zero(lambda: trial.trace) if not fails else None
-    return Trial(trial.batch_size, not fails, *(None if peak < 0 else peak for peak in most), trace)
+    return Trial(trial.batch_size, not fails, peak, optimizer_peak, trace)

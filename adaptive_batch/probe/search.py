@@ -238,7 +238,7 @@ class Predictive(Search):
     def _rows_by_trace(self) -> int | None:
         """Most rows that fit, where the curve has been measured."""
         curve = measured_curve(self._trials)
-        return curve and self._allowed(curve, self._budget_bytes)
+        return self._allowed(curve, self._budget_bytes) if curve else None
 
     def _points(self) -> list[Point]:
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]

@@ -107,7 +107,8 @@ class RunHistory:
         mine = [place for place, attempt in enumerate(self._attempts) if attempt.run is run]
         # An attempt without a step of its own counts too: an epoch may have ended in it.
         reached = [place for place in mine if self._attempts[place].first <= steps <= self._attempts[place].last]
-        return _Attempt(run, (reached or mine or [None])[-1], steps, steps)
+        parents: list[int | None] = [None, *mine, *reached]
+        return _Attempt(run, parents[-1], steps, steps)
 
     def _restarted(self, epoch: int) -> _Attempt:
         """Return an attempt that resumes where an epoch of the newest history began."""

@@ -162,7 +162,7 @@ def check_devices() -> Iterator[Finding]:
 def _required() -> dict[str, Requirement]:
     """Return what the recipes need, by name, as the installed package states it; empty where that cannot be read."""
     try:
-        every = [Requirement(text) for text in metadata.requires(_PACKAGE) or []] if Requirement else []
+        every = [Requirement(text) for text in metadata.requires(_PACKAGE) or [] if Requirement is not None]
     except metadata.PackageNotFoundError:
         return {}
     return {one.name: one for one in every if not one.marker or one.marker.evaluate({"extra": "recipes"})}

@@ -556,7 +556,7 @@ def test_the_keys_that_the_probe_had_are_refused_with_the_new_ones(small, recipe
 
 
 def test_an_estimate_without_devices_is_refused(small):
-    with pytest.raises(SettingError, match=r"^estimate\.devices=None: give a size such as \"80GiB\""):
+    with pytest.raises(SettingError, match=r"^estimate\.devices=None: give a size with its unit, such as \"80GiB\""):
         small.run_in_process("adaptive_estimate")
 
 
