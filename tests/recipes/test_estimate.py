@@ -569,7 +569,7 @@ def test_the_context_that_is_given_is_taken_off(device, free):
 
 
 def test_a_device_that_is_neither_is_refused():
-    with pytest.raises(SettingError, match="device='mps': an estimate knows cuda"):
+    with pytest.raises(SettingError, match="device='mps': give cuda, which is"):
         planned(SMALL.to_estimate(), device="mps")
 
 
