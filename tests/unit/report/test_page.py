@@ -21,10 +21,9 @@ from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records, write_report
 from adaptive_batch.report.drawing import DARK, GROUNDS, LIGHT, MARKS, Points
-from adaptive_batch.report.page import render
+from adaptive_batch.report.page import facts_of, render
 from adaptive_batch.report.run_figures import figures_of
 from adaptive_batch.report.run_history import EVENTS, Timeline
-from adaptive_batch.report.summary import facts_of
 
 EVERY_FIGURE = [
     "probe", "batch_size", "micro_batches", "lr", "loss-over-samples", "loss-over-time", "padding", "tokens-per-second",
