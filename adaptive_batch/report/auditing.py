@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from .run_history import Entry, Record, RunHistory, as_number, steps_at, whole
 from .run_log import iterate_records
 
 RECORD = Path("adaptive_batch") / "run.jsonl"
-_MOST_PROBLEMS = 50  # that are kept; all are counted
-_MOST_SHOWN = 20  # lines of one heading
+_MOST = 20  # problems that are kept, and notes; all are counted
 _MARKS = {1: "used", 2: "listed as dropped"}  # of a row, in an epoch's bytes
 _COMPARED = ("rows", "loss", "lr")  # what a repeated step must have again
 
@@ -28,7 +28,7 @@ class Audit:
 
     Attributes:
         lines: the whole of it as aligned text, the verdict last.
-        problems: why it does not hold, one sentence each; the first fifty.
+        problems: why it does not hold, one sentence each; the first twenty.
     """
 
     lines: tuple[str, ...]
@@ -107,11 +107,9 @@ class _Auditor:
             self._repeats.event(record, steps)
         elif not entry.counts:
             self._repeats.roll_back(steps, record)
+        self._changes.event(record, steps, counts=entry.counts)
         if kind == "start":
             self._num_rows = max(0, whole(record, "rows") or 0)
-        elif kind == "capacity" and record.get("before") != record.get("after"):
-            # It is lowered in the middle of the next step.
-            self._changes.limit(record, steps, counts=entry.counts and not entry.is_fork)
         if not entry.counts:
             return
         if kind == "start":
@@ -132,8 +130,6 @@ class _Auditor:
             self._expect_steps(f"{kind} at step {saved}", saved)
         elif kind == "end":
             self._is_over = True
-        elif kind.startswith("lr") or kind == "reference_batch_size":
-            self._changes.rate_event(str(record.get("message") or kind), self._steps)
 
     def _start(self, record: Record) -> None:
         """Check that training resumes where the steps before end."""
@@ -255,23 +251,21 @@ class _Auditor:
 
     def _wrong(self, *problems: str, of: str = "") -> None:
         self.num_problems += len(problems)
-        room = _MOST_PROBLEMS - len(self.problems)
-        self.problems += [of + problem for problem in problems[:room]]
+        self.problems += [of + problem for problem in problems[: _MOST - len(self.problems)]]
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yield everything as pairs of a heading and one line, the verdict last."""
-        starts = [f"{start.steps:,}" for start in self._repeats.starts]
-        resumed = f", resumed at step {', '.join(starts[1:11])}" if starts[1:] else ""
-        yield "starts", f"{len(starts)}{resumed}{', ...' if starts[11:] else ''}"
+        starts = [start.steps for start in self._repeats.starts]
+        yield "starts", f"{len(starts)}" + (f", resumed at step {_first_ten(starts[1:])}" if starts[1:] else "")
         for epoch in self._epochs:
             yield f"epoch {epoch.number}", epoch.describe()
         yield from self._changes.lines()
         yield from (("repeats", line) for line in self._repeats.lines())
         notes = self._repeats.explained
         for heading, lines, num in (("note", notes, len(notes)), ("problem", self.problems, self.num_problems)):
-            yield from ((heading, line) for line in lines[:_MOST_SHOWN])
-            if num > _MOST_SHOWN:
-                yield heading, f"and {num - _MOST_SHOWN:,} more"
+            yield from ((heading, line) for line in lines[:_MOST])
+            if num > _MOST:
+                yield heading, f"and {num - _MOST:,} more"
         yield "verdict", self._verdict()
 
     def _verdict(self) -> str:
@@ -454,46 +448,40 @@ class _Changes:
 
     def __init__(self) -> None:
         self.unit = "rows"  # of what a step is asked for
-        self._batches: list[str] = []
-        self._limits: list[str] = []
-        self._asked = ""
-        self._rates: dict[str, tuple[int, float]] = {}
-        self._messages: dict[str, tuple[int, int]] = {}  # step of the first time, and how often
+        self._asked = 0
+        self._rates: list[tuple[float, int]] = []  # the lowest and the highest, each with its step
+        self._lines: dict[str, list[str]] = {"batch size": [], "lr": [], "capacity": []}
 
     def step(self, step: int, record: Record, rows: int) -> None:
         """Add a step. The short last step of an epoch was asked for as many rows as the others, so it is no change."""
-        here, rates = (step, as_number(record.get("lr"))), self._rates
-        asked = f"{whole(record, 'asked') or rows:,} {self.unit}"
+        rate, asked = as_number(record.get("lr")), whole(record, "asked") or rows
         if asked != self._asked:
-            before = f"{self._asked.removesuffix(' rows')} -> " if self._asked else ""
             in_rows = f" ({rows:,} rows)" if self.unit == "tokens" else ""
-            rate_before = f"{rates['last'][1]:g} -> " if rates else ""
-            self._batches.append(f"step {step:,}: {before}{asked}{in_rows}, lr {rate_before}{here[1]:g}")
+            self._lines["batch size"].append(f"step {step:,}: {asked:,} {self.unit}{in_rows}, lr {rate:g}")
             self._asked = asked
-        rates.setdefault("first", here)
-        rates["last"] = here
-        for name, choose in (("least", min), ("most", max)):
-            rates[name] = choose(rates.get(name, here), here, key=lambda one: one[1])
+        low, high = self._rates or [(rate, step)] * 2
+        self._rates = [min(low, (rate, step), key=itemgetter(0)), max(high, (rate, step), key=itemgetter(0))]
 
-    def rate_event(self, message: str, steps: int) -> None:
-        """Add what was logged about the learning rate; what is logged again at a restart is counted."""
-        first, times = self._messages.get(message, (steps, 0))
-        self._messages[message] = first, times + 1
-
-    def limit(self, record: Record, steps: int, *, counts: bool) -> None:
-        """Add a change of what a micro-batch may hold."""
-        change = f"after step {steps:,}: {record.get('before')} -> {record.get('after')} {record.get('unit', 'rows')}"
-        why = " (out of memory)" if record.get("out_of_memory") else ""
-        self._limits.append(change + why + ("" if counts else "; rolled back with the next step"))
+    def event(self, record: Record, steps: int, *, counts: bool) -> None:
+        """Add what was logged about the rate, once, or a change of what a micro-batch may hold."""
+        kind, before, after = str(record.get("kind")), record.get("before"), record.get("after")
+        if kind == "capacity" and before != after:
+            why = " (out of memory)" if record.get("out_of_memory") else ""
+            back = "" if counts else "; rolled back with the next step"
+            change = f"{before} -> {after} {record.get('unit', 'rows')}{why}{back}"
+            self._lines["capacity"].append(f"after step {steps:,}: {change}")
+        elif counts and (kind.startswith("lr") or kind == "reference_batch_size"):
+            message = str(record.get("message") or kind)
+            if not any(line.endswith(f": {message}") for line in self._lines["lr"]):
+                self._lines["lr"].append(f"after step {steps:,}: {message}")
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield headings with one line each."""
-        yield from (("batch size", line) for line in self._batches)
         if self._rates:
-            yield "lr", ", ".join(f"{name} {rate:g} (step {step:,})" for name, (step, rate) in self._rates.items())
-        for message, (steps, times) in self._messages.items():
-            yield "lr", f"after step {steps:,}: {message}" + (f" (logged {times} times)" if times > 1 else "")
-        yield from (("capacity", line) for line in self._limits or ["unchanged"])
+            (least, at_least), (most, at_most) = self._rates
+            self._lines["lr"].insert(0, f"least {least:g} (step {at_least:,}), most {most:g} (step {at_most:,})")
+        for heading, lines in self._lines.items():
+            yield from ((heading, line) for line in lines or ["unchanged"])
 
 
 def _span(name: str, first: int, last: int) -> str:

@@ -39,21 +39,18 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class Entry:
-    """A record in its place.
+    """A record in its place: None for a torn line.
 
     Attributes:
-        record: what was written; None for a torn line.
         steps: optimizer steps that were done up to it, itself included.
         counts: whether it is part of the history of the last run.
         in_run: whether it belongs to the last run, rolled back or not.
-        is_fork: whether a later attempt resumed at these very steps, so that the step that follows here is rolled back.
     """
 
     record: Record | None
     steps: int
     counts: bool
     in_run: bool
-    is_fork: bool
 
 
 class RunHistory:
@@ -75,7 +72,8 @@ class RunHistory:
                 attempt = self._attempts[-1]
                 attempt.last = max(attempt.last, step)
                 attempt.last_of_epoch[whole(record, "epoch") or 0] = step
-        self._kept = dict(self._chain())
+        self._kept: dict[int, float] = dict(self._chain())
+        self._kept[len(self._attempts) - 1] = math.inf
         self._run = self._attempts[-1].run
         self.has_beginning = self._run.has_beginning
         self.num_other_runs = len({attempt.run for attempt in self._attempts} - {self._attempts[0].run, self._run})
@@ -92,10 +90,9 @@ class RunHistory:
                 steps = self._attempts[place].first
             elif kind == "step" and record is not None:
                 steps = whole(record, "step") or 0
-            kept = self._kept.get(place)
-            is_fork = kept == steps and place + 1 < len(self._attempts)
-            in_run = self._attempts[place].run is self._run
-            yield Entry(record, steps, kept is not None and steps <= kept, in_run, is_fork)
+            within = steps + (kind == "capacity")  # which is lowered in the middle of the next step
+            counts = within <= self._kept.get(place, -1)
+            yield Entry(record, steps, counts, self._attempts[place].run is self._run)
 
     def _started(self, start: Record) -> _Attempt:
         name, run = start.get("run"), self._attempts[-1].run
