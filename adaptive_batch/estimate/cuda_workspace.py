@@ -184,10 +184,7 @@ def workspace_bytes(
     *,
     compute_capability: tuple[int, int] | None = None,
 ) -> int:
-    """Return what CUDA allocates while it runs an operation, without its result, for an operation that is counted on a CPU.
-
-    Bytes for both operations of attention and for the backward of an embedding, 0 for all others.
-    """
+    """Return what CUDA allocates while it runs an operation that is counted on a CPU, without its result."""
     if operation is torch.ops.aten.embedding_dense_backward.default:
         gradient, tokens, vocabulary = args[:3]
         return embedding_backward_bytes(tokens=tokens.numel(), vocabulary=vocabulary, dim=gradient.shape[-1])

@@ -26,13 +26,7 @@ _LEAST_BYTES = 2**20  # a whole number below it is more likely a model's name (4
 
 @dataclass(frozen=True)
 class EstimatedDevice:
-    """A device that an estimate is made for.
-
-    Attributes:
-        total_bytes: total capacity by CUDA or ROCm.
-        source: where that figure is from; empty where it was given as a size.
-        architecture: ``sm_90`` and the like, ``gfx942`` and the like on ROCm, or empty where only a size is known.
-    """
+    """A device for which an estimate is made; `total_bytes` by CUDA or ROCm, the rest empty where it was given as a size."""
 
     name: str
     total_bytes: int
@@ -71,12 +65,8 @@ _BY_NAME = {_plain(name): device for device in DEVICES for name in (device.name,
 def find_device(name_or_size: Any) -> EstimatedDevice:
     """Return the device that one entry of ``estimate.devices`` stands for.
 
-    Args:
-        name_or_size: a size (``"80GiB"``, or a whole number of bytes), or the name of a device, in which case, punctuation and
-            the maker's name do not matter: ``"a100 40gb"``, ``"NVIDIA A100-SXM4-40GB"``.
-
-    Raises:
-        SettingError: neither; or a share, since there is no device to take it of; or a name that several devices have.
+    It is a size (``"80GiB"``, or a whole number of bytes), or the name of a device, in which case, punctuation and the maker's
+    name do not matter: ``"a100 40gb"``, ``"NVIDIA A100-SXM4-40GB"``.
     """
     is_name = isinstance(name_or_size, str)
     if is_name and (device := _BY_NAME.get(_plain(name_or_size))):

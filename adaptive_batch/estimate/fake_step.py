@@ -154,10 +154,9 @@ class FakeStep:
     def trace(
         self, rows: int, *, forward_backward: Callable[[int], object] | None = None, explain: Collection[int] = ()
     ) -> StepTrace:
-        """Return what forward and backward of that many rows hold.
+        """Return what forward and backward of one micro-batch of that many rows hold.
 
         Args:
-            rows: of one micro-batch.
             forward_backward: instead of the constructor's, for rows of another length.
             explain: operations at which all live bytes are attributed to modules.
         """

@@ -38,7 +38,6 @@ class MemoryBreakdown:
     """One line of a memory curve, and what its bytes are.
 
     Attributes:
-        fixed_bytes, bytes_per_row: of the line.
         activations: made by forward and kept for backward: fixed bytes, and bytes per row.
         gradients: bytes of parameters' gradients that this step has made by then.
         site: the operation of the line and the largest transient allocations there; empty if they were not looked up.
@@ -158,7 +157,6 @@ class Change:
 
     Attributes:
         overrides: the exact ``key=value`` to type.
-        cost: what it costs.
         bounds: rows that fit under it on each device; None for any number.
         refused: why it could not be estimated; empty where it was.
     """
@@ -174,14 +172,11 @@ class MemoryEstimate:
     """For each device and length, the rows that fit.
 
     Attributes:
-        devices: that the estimate is for.
-        lengths: of rows, each with its memory curve.
         maximum: rows above which a real search would not look.
         world_size: ranks that share the model; all figures are of one of them.
         left_out: what is not counted as it would be on the device, a sentence each.
         changes: single changes and what they would bring, at the first of `lengths`.
         refused: those that could not be estimated.
-        seconds: that the estimate took.
     """
 
     devices: tuple[Target, ...]

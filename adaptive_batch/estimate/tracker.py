@@ -57,8 +57,7 @@ class StepTrace:
     """What forward and backward held after each operation.
 
     Attributes:
-        trace: bytes alive after each operation.
-        forward_bytes: those of them that forward made: activations that wait for backward.
+        forward_bytes: of all live bytes those that forward made: activations that wait for backward.
         gradients: of parameters, without those of earlier micro-batches: the operation that made each, and its bytes.
         explained: what was alive, for the operations that were asked for.
     """

@@ -29,13 +29,12 @@ class ProbeResult:
     Attributes:
         max_batch_size: the largest size that was tried and fits; 0 when none did.
         batch_size: the size to train with: `max_batch_size`, or the power of two below it, which was tried too.
-        trials: every trial, in the order in which they were run.
-        seconds: how long each took.
+        seconds: how long each trial took.
         sequence_length: tokens in the longest row of each trial; 0 where it is not known.
         resident_bytes: alive before any trial.
         budget_bytes: what a trial was allowed; with several ranks, on the one that was allowed least.
         from_cache: the bound was known, and was tried once more.
-        budgets_of_ranks: what each rank was allowed, in bytes; empty for one.
+        budgets_of_ranks: what each of several ranks was allowed, in bytes.
     """
 
     max_batch_size: int
@@ -111,7 +110,7 @@ def run_search(
     resident_bytes: int = 0,
     budget_bytes: int = 0,
 ) -> ProbeResult:
-    """Find the largest batch whose whole training step fits.
+    """Find the largest batch whose whole training step fits; `max_batch_size` is 0 when none does.
 
     Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the largest.
 
@@ -120,9 +119,6 @@ def run_search(
         search: decides which size is tried next.
         round_to_power_of_two: also find the size to train with by rounding the bound down; it is tried if it was not.
         sequence_length, resident_bytes, budget_bytes: for the result.
-
-    Returns:
-        The result; `max_batch_size` is 0 when no size fits. Only sizes that were tried and fit are ever in it.
     """
     trials: list[Trial] = []
     seconds: list[float] = []
@@ -161,10 +157,7 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
 
 
 def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: str = "") -> None:
-    """Write a result as JSON, with the fingerprint of everything it depends on, and that of settings alone.
-
-    Results of other fingerprints that the file holds, such as those of other lengths, are kept under ``earlier``.
-    """
+    """Write a result as JSON, with the fingerprint of all it depends on, and of settings alone; earlier ones of others are kept."""
     earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
     result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
     record = {"format": _FORMAT, "fingerprint": fingerprint, "settings": settings, **asdict(result)}

@@ -33,10 +33,8 @@ class Trial:
     """How one trial went.
 
     Attributes:
-        batch_size: rows that were tried.
         fits: whether the whole training step fitted in memory.
-        peak_bytes: most bytes held in forward and backward, what was resident before included; None where it is not known
-            or the trial does not fit.
+        peak_bytes: most bytes held in forward and backward, what was resident included; None where not known or not fitting.
         optimizer_peak_bytes: the same for the optimizer's step, which does not grow with the batch.
         trace: bytes alive after each operation of forward and backward, where the device counts them.
     """
@@ -81,11 +79,7 @@ class Search(ABC):
         return min((trial.batch_size for trial in self._trials if not trial.fits), default=self._limit + 1)
 
     def record(self, trial: Trial) -> None:
-        """Take in how the trial of the candidate went.
-
-        Raises:
-            ValueError: the trial is not of the candidate, or the search is over.
-        """
+        """Take in how the trial of the candidate went; a ValueError refuses one of another size, or after the end."""
         candidate = self.candidate
         if candidate is None:
             raise ValueError(f"batch_size={trial.batch_size}: the search is over, its best is {self.best}")
@@ -95,14 +89,7 @@ class Search(ABC):
 
 
 class Halving(Search):
-    """`start`, then half of it, until one fits; never looks above `start`.
-
-    Args:
-        start: rows to try first.
-
-    Raises:
-        ValueError: `start` is not a whole number of rows, at least 1.
-    """
+    """`start` rows, then half of it, until one fits; never looks above `start`."""
 
     def __init__(self, *, start: int) -> None:
         super().__init__("start", start)
@@ -115,14 +102,7 @@ class Halving(Search):
 
 
 class BinarySearch(Search):
-    """Plain bisection of ``1..maximum``, as in torchtune's RFC (pull request 2199): exact, and blind to peaks.
-
-    Args:
-        maximum: most rows that are of use.
-
-    Raises:
-        ValueError: `maximum` is not a whole number of rows, at least 1.
-    """
+    """Plain bisection of ``1..maximum``, as in torchtune's RFC (pull request 2199): exact, and blind to peaks."""
 
     def __init__(self, *, maximum: int) -> None:
         super().__init__("maximum", maximum)
@@ -136,23 +116,17 @@ class BinarySearch(Search):
 class Predictive(Search):
     """Chooses each next size so that it fits by what the peaks have shown, and stops where the next row would not.
 
-    Starts from one row, so that it is known at once when nothing fits. Ends on the exact maximum while nothing runs out
-    of memory, and within 1.2% below it otherwise. Without peaks it doubles, then bisects. Where trials tell the bytes
-    alive at each operation, two of them tell the maximum, and a third tries it. Where a curve is expected, the first trial is
-    at what it allows, the next at what it allows once it is scaled to the peak that was measured; where peaks are not
-    counted to the byte, it then ends within 3% below the maximum.
+    Starts from one row. Ends on the exact maximum while nothing runs out of memory, and within 1.2% below it otherwise. Without
+    peaks it doubles, then bisects. Where trials tell the bytes alive at each operation, two of them tell the maximum, and a third
+    tries it. Where a curve is expected, the first trial is at what it allows, the next at what it allows once it is scaled to the
+    peak that was measured; where peaks are not counted to the byte, it then ends within 3% below the maximum.
 
     Args:
         budget_bytes: most bytes that a trial may hold.
         maximum: most rows that are of use.
-        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not
-            grow, so the search is shorter, and more rarely mistaken, when it knows them.
+        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not grow.
         granularity_bytes: peaks are known to this many bytes; an accelerator's allocator reserves memory in blocks.
-        expected: what peaks should be, from a plan or from earlier trials. It shortens the way, and is believed only as far as
-            trials bear it out.
-
-    Raises:
-        ValueError: `budget_bytes`, `maximum` or `granularity_bytes` is below 1, or `resident_bytes` below 0.
+        expected: what peaks should be, from an estimate or earlier trials; believed only as far as trials bear it out.
     """
 
     def __init__(

@@ -46,12 +46,11 @@ class DryRun:
         budget_bytes: what a trial may use, all that is resident included.
         row: how an error calls a single row, its length included.
         sharding: of the model; needed where there are several ranks.
-        keep_gradients: runs a micro-batch of one row that leaves its gradients unsharded, where training does so between the
-            micro-batches of a step.
+        keep_gradients: runs a micro-batch of one row that leaves its gradients unsharded, as in the middle of a step.
         remedies: the end of the error that one row does not fit.
 
     Attributes:
-        resident_bytes: alive before a trial; known after entering.
+        resident_bytes: alive before a trial; known after entering, as is the rest.
         optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in backward.
 
     Raises:
@@ -116,8 +115,7 @@ class DryRun:
 
         Raises:
             RuntimeError: the trial failed for another reason than memory; that size is not "too large", it is broken.
-            RankLostError: out of memory where the other ranks cannot be told; whether it fits is not known. Its facts have the
-                ``trial_rows``.
+            RankLostError: out of memory where the other ranks cannot be told; whether the ``trial_rows`` in its facts fit is not known.
         """
         what = f"a trial of {batch_size} rows"
         try:
@@ -168,11 +166,7 @@ class DryRun:
         return DoesNotFitError(f"{what} needs {needs}, {where} allows {allowed}; {self._remedies}")
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
-        """Run forward and backward of one row, the optimizer's step, and the former again with the state that the latter made.
-
-        Returns:
-            What did not fit, or None; and the peaks of what did.
-        """
+        """Run forward and backward of one row, the optimizer's step, and the former again; return what did not fit, and the peaks."""
         phases: list[tuple[str, Callable[[], object]]] = [(self._row, self._one_row)] * 2
         if not self._in_backward:
             phases.insert(1, ("the optimizer's step", self._step))

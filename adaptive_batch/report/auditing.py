@@ -24,12 +24,7 @@ _COMPARED = ("rows", "loss", "lr")  # what a repeated step must have again
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run log proves.
-
-    Attributes:
-        lines: the whole of it as aligned text, the verdict last.
-        problems: why it does not hold, one sentence each; the first twenty.
-    """
+    """What a run log proves: aligned text, the verdict last, and why it does not hold, one sentence each, the first twenty."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
@@ -41,10 +36,7 @@ class Audit:
 
 
 def audit(output_dir: str | Path) -> Audit:
-    """Audit a run log, reading it line by line.
-
-    Args:
-        output_dir: of the run; its log is ``adaptive_batch/run.jsonl`` in it.
+    """Audit the run log ``adaptive_batch/run.jsonl`` of an output_dir, reading it line by line.
 
     Raises:
         SettingError: there is no such folder, or no log that can be read in it.

@@ -76,14 +76,7 @@ _STYLE: Any = {  # for matplotlib.rc_context, whose type is another in each rele
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, not drawn yet.
-
-    Attributes:
-        name: for anchors and ids.
-        title: what it shows.
-        description: its main numbers in words, for those who do not see it.
-        draw: draws it on axes.
-    """
+    """One figure, not drawn yet; `description` has its main numbers in words, for those who do not see it."""
 
     name: str
     title: str
@@ -151,10 +144,7 @@ def from_zero(axes: Axes) -> None:
 def mark_events(axes: Axes, timeline: Timeline, *, seconds: float | None = None) -> None:
     """Draw the events of a run above its axes, a row for each kind; few of them with a line across the axes.
 
-    Args:
-        axes: along samples, or along time.
-        timeline: of the run.
-        seconds: of a unit of the x axis; None along samples.
+    The x axis is samples, or time in a unit of so many `seconds`.
     """
     axes.set_xlim(left=0)
     for lane, event in enumerate(marks_of(timeline)):
@@ -191,11 +181,7 @@ def marks_of(timeline: Timeline) -> list[str]:
 
 
 def require_libraries() -> None:
-    """Raise where a library of the extra is not installed, before anything is read.
-
-    Raises:
-        AdaptiveBatchError: the message names what installs it.
-    """
+    """Raise an AdaptiveBatchError, before anything is read, where a library of the extra ``report`` is not installed."""
     try:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
@@ -224,15 +210,7 @@ def to_svg(figure: Figure) -> str:
 def to_png(
     figures: Sequence[Figure], *, heading: str, lines: Sequence[str], events: Sequence[str] = (), columns: int = 2
 ) -> bytes:
-    """Return all figures on one sheet, for people without a browser.
-
-    Args:
-        figures: in their order.
-        heading: the first line.
-        lines: of text below it.
-        events: kinds of events that are explained.
-        columns: figures side by side.
-    """
+    """Return all figures on one sheet, with lines of text below the heading and the kinds of events explained."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
     from matplotlib.lines import Line2D

@@ -93,10 +93,7 @@ def _step_bytes(length: LengthEstimate, rows: int) -> int:
 
 
 def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
-    """Return bytes by kind, whose sum is the peak of forward and backward.
-
-    Of a single row, which often runs other operations, only the sum is known: what comes and goes is divided as the curve says.
-    """
+    """Return bytes by kind, whose sum is the peak of forward and backward; those of a single row are divided as the curve says."""
     kinds, resident = length.composition(rows), length.resident
     stays = dict(
         zip(kinds, (resident.parameters, resident.buffers, resident.optimizer, resident.gradients), strict=False)

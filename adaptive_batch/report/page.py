@@ -26,15 +26,11 @@ _MOST_ROWS = 100  # of one kind in the table of events
 
 
 def write_report(output_dir: str | Path, *, output: str | Path | None = None) -> tuple[Path, Path]:
-    """Write the page and the picture of a run.
+    """Write the page and the picture of a run; return their paths.
 
     Args:
-        output_dir: of the run; its ``adaptive_batch/run.jsonl``, ``adaptive_batch/probe.json`` and
-            ``adaptive_batch/estimate.json`` are read, where they are there.
+        output_dir: of the run; its ``run.jsonl``, ``probe.json`` and ``estimate.json`` are read, where they are there.
         output: the page; None for ``adaptive_batch/report.html`` in `output_dir`. The picture has its name, with .png.
-
-    Returns:
-        The paths of the page and of the picture.
 
     Raises:
         SettingError: there is neither log nor probe nor estimate, or the page cannot be written there.
@@ -71,11 +67,7 @@ def read_probe(path: Path) -> dict[str, Any] | None:
 
 
 def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
-    """Write the figures of an estimate as a PNG.
-
-    Raises:
-        AdaptiveBatchError: matplotlib is not installed.
-    """
+    """Write the figures of an estimate as a PNG; an AdaptiveBatchError says that matplotlib is not installed."""
     from .drawing import require_libraries, to_png
 
     require_libraries()

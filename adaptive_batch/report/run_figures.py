@@ -24,12 +24,7 @@ _MOST_STRETCHES = 20  # of steps that restarts rolled back
 
 
 def figures_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> tuple[list[Figure], list[str]]:
-    """Return every figure that has data, and the titles of those that have none.
-
-    Args:
-        timeline: of the run.
-        probe: the result of its probe, as in ``probe.json``.
-    """
+    """Return every figure that has data, of a run and of its ``probe.json``, and the titles of those that have none."""
 
     def metric(
         key: str, title: str, label: str, colour: str, drawstyle: str = "", *, name: str = "", factor: float = 1.0

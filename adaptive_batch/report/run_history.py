@@ -131,11 +131,7 @@ class RunHistory:
 class Step:
     """One optimizer step, as recorded.
 
-    Attributes:
-        number: counted from 1 over all restarts.
-        samples: rows that training has consumed after it.
-        seconds: since the run began, without the time between a stop and its restart.
-        values: the whole record.
+    `samples` were consumed after it, `seconds` have passed since the run began, without those between a stop and its restart.
     """
 
     number: int
@@ -162,15 +158,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The last run of a file, in memory.
-
-    Attributes:
-        steps: that count, in order.
-        rolled_back: stretches of steps that a restart went back to before.
-        events: in order.
-        seconds: in which the run ran.
-        other_runs: how many more runs the file holds.
-    """
+    """The last run of a file, in memory: the steps that count, stretches that were rolled back, events, seconds in which it ran."""
 
     steps: Sequence[Step]
     rolled_back: Sequence[Sequence[Step]]

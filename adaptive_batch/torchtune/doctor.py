@@ -83,11 +83,8 @@ def check_versions(version: Version = installed_version) -> Iterator[Finding]:
 def check_import(error: str | None = None, version: Version = installed_version) -> Finding:
     """Return whether torchtune can be imported and, if not, which distribution is at fault.
 
-    torchtune reports every ImportError inside torchao as "torchao not installed"; the cause is the error that Python printed first.
-
-    Args:
-        error: what the import printed, empty where it worked; None tries it in another process, as ``tune`` does.
-        version: returns the version of a distribution; None where it is not installed.
+    torchtune reports every ImportError inside torchao as "torchao not installed"; the cause is the error that Python printed
+    first. `error` is what the import printed, empty where it worked; None tries it in another process, as ``tune`` does.
     """
     error = import_error("torchtune") if error is None else error
     if not error:

@@ -62,7 +62,6 @@ class TrainingPreview:
         """Ask the growth function ahead for the epochs that come; find where schedules end.
 
         Args:
-            progress: where training is.
             saved: the recipe's state in the checkpoint; empty without one.
             first: the epoch at whose beginning progress is has not been asked about either.
             changed: steps will be others than were planned when the checkpoint was saved.
@@ -129,11 +128,7 @@ class TrainingPreview:
     def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], resumes: bool) -> str:
         """Return the preview where nothing is tried or trained: with the bound that is known, if any is needed.
 
-        Args:
-            progress: where training would begin or resume.
-            bounds: of the run, checked.
-            saved: the recipe's state in the checkpoint; empty without one.
-            resumes: the batch size is the checkpoint's.
+        `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
         capacity = self._parts.new_limits()
