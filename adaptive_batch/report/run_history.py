@@ -17,8 +17,6 @@ from typing import Any
 
 Record = Mapping[str, Any]
 
-# Kinds of events that figures mark, in the order in which they are listed.
-EVENTS = ("batch size changed", "out of memory", "capacity changed", "saved", "restarted", "preempted")
 _NEVER_ROLLED_BACK = {"out of memory", "restarted", "preempted"}  # they happened, whatever a restart rolled back
 
 
@@ -146,7 +144,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Event:
-    """A record that is no step: when it happened, as of a step, and its mark in figures, one of :data:`EVENTS` or None."""
+    """A record that is no step: when it happened, as of a step, and its mark in figures, or None."""
 
     mark: str | None
     step: int

@@ -23,7 +23,7 @@ from adaptive_batch.report import read_records, write_report
 from adaptive_batch.report.drawing import DARK, GROUNDS, LIGHT, MARKS, Points
 from adaptive_batch.report.page import facts_of, render
 from adaptive_batch.report.run_figures import figures_of
-from adaptive_batch.report.run_history import EVENTS, Timeline
+from adaptive_batch.report.run_history import Timeline
 
 EVERY_FIGURE = [
     "probe", "batch_size", "micro_batches", "lr", "loss-over-samples", "loss-over-time", "padding", "tokens-per-second",
@@ -99,7 +99,7 @@ def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run
     page, _ = render(timeline, PROBE, name="run")
     explained = re.search(r'<ul class="marks".*?</ul>', page, re.DOTALL)
     assert explained
-    assert [event for event in EVENTS if event in explained[0]] == list(EVENTS)
+    assert [event for event in MARKS if event in explained[0]] == list(MARKS)
     drawn, _ = figures_of(timeline, PROBE)
     shapes = {marker for marker, _, _ in MARKS.values()}
     assert [figure.name for figure in drawn if set(marks_in(figure)) != shapes] == ["probe"]
