@@ -22,9 +22,6 @@ from adaptive_batch.torchtune import FakeParts, complete, estimate_devices, set_
 def estimate(cfg: DictConfig) -> MemoryEstimate:
     """Estimate the memory, print the tables and write the files.
 
-    Args:
-        cfg: the configuration: YAML and key=value.
-
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """

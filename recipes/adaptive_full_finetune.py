@@ -128,7 +128,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _print_preview(self) -> None:
         text = self.plan.alone(
-            self.progress, bounds=self.bounds, saved=self.resumed.saved, goes_on=self.resumed.keeps_batch
+            self.progress, bounds=self.bounds, saved=self.resumed.saved, resumes=self.resumed.keeps_batch
         )
         if distributed.is_rank_zero():
             print(text)

@@ -8,7 +8,6 @@ from typing import Any
 from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import (
-    EpochPlan,
     PlannedStep,
     Progress,
     as_record,
@@ -28,10 +27,6 @@ from .rate import RateController, stand_in
 class TrainingPreview:
     """Goes through the rest of training with the rules that training will ask, without training.
 
-    Args:
-        parts: of the run, with their data built.
-        batches: of the run.
-
     Attributes:
         full_batch_rows: the largest global batch that is planned, over which `loss_per_full_batch` averages.
         schedule_steps: where the learning rate's schedule ends.
@@ -45,7 +40,7 @@ class TrainingPreview:
         self._most_asked = 0  # of a schedule, on one device
 
     def check(self, progress: Progress) -> None:
-        """Ask the rules ahead, for nothing, so that mistakes show before weights load.
+        """Ask the rules ahead, so that mistakes show before weights load.
 
         Raises:
             GrowthFunctionError: a rule raises or gives no number of rows.
@@ -69,7 +64,6 @@ class TrainingPreview:
         """Ask the growth function ahead for the epochs that come; find where schedules end.
 
         Args:
-            progress: where training is.
             saved: the recipe's state in the checkpoint; empty without one.
             first: the epoch at whose beginning progress is has not been asked about either.
             changed: steps will be others than were planned when the checkpoint was saved.
@@ -96,18 +90,15 @@ class TrainingPreview:
         reference = batches.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
-            asked = [size * settings.gradient_accumulation_steps for size in sizes]
-            if settings.batch_size_schedule is not None:
-                most = (
-                    getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
-                )  # of one that measures
-                asked = [min(most, batches.maximum or most)]
-            most = max(asked, default=1) * self._parts.ranks
-            self.full_batch_rows = min(most, len(batches.sampler))
+            most = max(sizes, default=1) * settings.gradient_accumulation_steps
+            if settings.batch_size_schedule is not None:  # one that measures has a maximum
+                most = getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
+                most = min(most, batches.maximum or most)
+            self.full_batch_rows = min(most * self._parts.ranks, len(batches.sampler))
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
-            same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated goes on
-            known = saved["learning_rate"]["total_steps"] if same else None
+            is_same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated stays
+            known = saved["learning_rate"]["total_steps"] if is_same else None
             self.schedule_steps = known or progress.steps + self._count_steps(progress)
 
     def table(
@@ -124,25 +115,18 @@ class TrainingPreview:
             saved=saved.get("learning_rate", {}),
         )
         stages = stages_of(self._planned(progress, rate, capacity))
-        notes = [self._unknown] if self._unknown else []
-        notes += self._stage_notes
+        notes = [*filter(None, [self._unknown]), *self._stage_notes]
         if settings.lr_clock.decay == "steps" and self._parts.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if batches.plan.is_estimate:
-            notes.append(
-                "the schedule follows what is measured in training: this is what comes if nothing new is measured"
-            )
+            notes.append("the schedule follows what training measures: this is what comes if nothing new is measured")
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._parts.ranks, notes=notes), as_record(stages)
 
-    def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], goes_on: bool) -> str:
-        """The plan where nothing is tried and nothing is trained: with the bound that is known, if any is needed.
+    def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], resumes: bool) -> str:
+        """Return the preview where nothing is tried or trained: with the bound that is known, if any is needed.
 
-        Args:
-            progress: where training would begin or go on.
-            bounds: of the run, checked.
-            saved: the recipe's state in the checkpoint; empty without one.
-            goes_on: the batch size is the checkpoint's.
+        `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
         capacity = self._parts.new_limits()
@@ -153,7 +137,7 @@ class TrainingPreview:
             lines.append(f"bound: {rows or unknown} ({why})")
             if rows:
                 capacity.bound, capacity.tried_length = rows, tokens
-                if settings.use_maximum_batch_size and not goes_on and settings.batch_size_schedule is None:
+                if settings.use_maximum_batch_size and not resumes and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
         known_first = batches.first_batch_size
         batches.limits = capacity
@@ -171,20 +155,19 @@ class TrainingPreview:
 
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
-        last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
-        stays = dict.fromkeys(unknown, last[0])  # where it is not known, that nothing changes is the best guess
+        last = [self._batches.batch_size, *self._batch_sizes.values()][-1]
+        stays = dict.fromkeys(unknown, last)  # where it is not known, that nothing changes is the best guess
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
-
-    def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
-        return self._batches.epochs.ahead(progress, self._batch_sizes)
 
     def _planned(self, progress: Progress, rate: RateController, capacity: MicroBatchLimits) -> Iterator[PlannedStep]:
         lengths = self._parts.real_lengths
         key, num_micro_batches = None, 0
-        for at, rows, plan in self._ahead(progress):
+        scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
+        for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
             tokens = int(lengths[rows].sum())
             if key != (key := (at.epoch, at.batch)):
-                num_micro_batches = self._num_micro_batches(rows, self._capacity_at(at, capacity))
+                limit = capacity.of(at.batch if scheduled else self._batch_sizes[at.epoch])
+                num_micro_batches = self._num_micro_batches(rows, limit)
             yield PlannedStep(
                 at,
                 rows=len(rows),
@@ -193,22 +176,17 @@ class TrainingPreview:
                 tokens=tokens,
             )
 
-    def _capacity_at(self, progress: Progress, capacity: MicroBatchLimits) -> MicroBatchLimit:
-        scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
-        return capacity.of(progress.batch if scheduled else self._batch_sizes[progress.epoch])
-
     def _num_micro_batches(self, rows: list[int], capacity: MicroBatchLimit) -> int:
-        if capacity.amount == 0:  # the plan alone, where what fits is not known
+        if capacity.amount == 0:  # what fits is not known
             return 1
         mine = self._batches.rows_of_rank(rows, capacity)
         lengths = self._parts.lengths[[rows[position] for position in mine]].tolist()
         return max(1, len(micro_batches(lengths, capacity, self._parts.shapes)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
-        """What is to be said of the stages of a schedule."""
+        """Return notes on the stages of a schedule."""
         settings, batches = self._settings, self._batches
         sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
-
         changes: dict[str, int] = {}
 
         def steps() -> Iterator[Progress]:

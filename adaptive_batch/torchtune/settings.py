@@ -63,7 +63,7 @@ def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
 
 
 def _devices(name: str, value: Any) -> Any:
-    parse_devices(value, key=name)
+    parse_devices(value)
     return value
 
 
