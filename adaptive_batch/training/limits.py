@@ -68,7 +68,11 @@ class MicroBatchLimits:
         Raises:
             SettingError: a configured size is above what fits; it is never cut in silence.
         """
-        rows, tokens, most = self.micro_batch_size, self.micro_batch_tokens, bound * self._layout.padded(tried_length)
+        rows, tokens, most = (
+            self.micro_batch_size,
+            self.micro_batch_tokens,
+            self._layout.padded_tokens([tried_length] * bound),
+        )
         if isinstance(rows, int) and rows > bound:
             raise SettingError("micro_batch_size", rows, f"{bound} rows fit; give {bound} or less")
         if isinstance(tokens, int) and tokens > most:
@@ -77,10 +81,6 @@ class MicroBatchLimits:
         if bound != self.bound:
             self.lowered = None
         self.bound, self.tried_length = bound, tried_length
-
-    def lower_to(self, limit: MicroBatchLimit) -> None:
-        """Let no micro-batch hold more from now on."""
-        self.lowered = limit
 
     def lower(self, change: LimitChange) -> None:
         """Take in that a step ran out of memory, and what a micro-batch holds from now on."""
