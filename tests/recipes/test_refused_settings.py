@@ -345,15 +345,15 @@ REFUSED = {
         f"thresholds {what}": ([*STEPS, f"{SCHEDULE}.thresholds={value}"], f"{SCHEDULE}.thresholds=", remedy)
         for what, value, remedy in (
             ("that fall", "[2ep,1ep]", "they must rise, and 1ep comes after 2ep"),
-            ("given twice", "[1ep,1.0ep]", "1ep is given twice"),
+            ("given twice", "[1ep,1.0ep]", "they must rise, and 1ep comes after 1ep"),
             ("of two units", "[1ep,200ba]", "give all in one unit"),
-            ("of zero", "[0ep,1ep]", "the first must be above 0"),
-            ("without a unit", "[1,2ep]", "it has no unit; give one of ep (epochs), ba (optimizer steps)"),
-            ("of an unknown unit", "[1epoch,2ep]", "unknown unit 'epoch'; give one of ep (epochs)"),
-            ("below zero", "[-1ep,2ep]", "it must not be negative"),
+            ("of zero", "[0ep,1ep]", "with a finite number above 0"),
+            ("without a unit", "[1,2ep]", "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps)"),
+            ("of an unknown unit", "[1epoch,2ep]", "give a number with a unit, such as 2ep (epochs)"),
+            ("below zero", "[-1ep,2ep]", "with a finite number above 0"),
             ("in parts of a step", "[1.5ba,3ba]", "ba are counted in whole ones"),
             ("that are too few", "[1ep]", ""),
-            ("that are no list", "1ep", "give a list, such as [1ep, 2ep]"),
+            ("that are no list", "1ep", "give a list, such as"),
         )
     },
     **{
@@ -403,7 +403,7 @@ REFUSED = {
     "a rule of two arguments": (
         [f"{SCHEDULE}=support.batch_rules.takes_two"],
         SCHEDULE,
-        "it is called as rule(progress) with one positional argument",
+        "give a function rule(progress) -> rows of a step on one device, of positional arguments",
     ),
     "a rule that is a number": ([f"{SCHEDULE}=16"], f"{SCHEDULE}=16", "dotted path"),
     "a rule in a module that is not there": ([f"{SCHEDULE}=nowhere.f"], "nowhere.f", "no module nowhere"),
@@ -421,7 +421,7 @@ REFUSED = {
         f"a rule that {name}": (
             [f"{SCHEDULE}=support.batch_rules.{name}"],
             rf"support\.batch_rules\.{name}\(Progress\(",
-            "it must return what a step on one device holds: a whole number, 1 or more, at most 1000000000",
+            "it must return what a step on one device holds: a whole number, 1 to 1000000000",
         )
         for name in ("returns_none", "returns_zero", "returns_float", "returns_huge")
     },

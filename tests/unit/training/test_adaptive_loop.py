@@ -654,7 +654,7 @@ def test_batches_go_to_the_device_as_they_are_nested():
         ({"lr_scaling": "square"}, "lr_scaling='square': give one of none, linear, sqrt"),
         ({"on_out_of_memory": "skip"}, "on_out_of_memory='skip': give one of shrink, raise"),
         ({"reference_batch_size": "8k"}, "reference_batch_size='8k': "),
-        ({"batch_increase_function": lambda epoch: 1}, "batch_increase_function=.*two positional arguments"),
+        ({"batch_increase_function": lambda epoch: 1}, "batch_increase_function=.*of positional arguments"),
         ({"batch_increase_function": max, "batch_size_schedule": sum}, "batch_size_schedule=.*not both"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
