@@ -307,8 +307,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Progress after a step, with what it has measured."""
         self.unlabelled += not result.micro_batches
         if result.noise is not None:
-            noise = result.noise
-            self.noise_scale.update(noise.small_rows, noise.small_squared_norm, noise.big_rows, noise.big_squared_norm)
+            self.noise_scale.update(result.noise)
         taken = len(self.planner.sampler.taken)
         assert result.rows == taken, f"a step of {taken} rows trained {result.rows} of them"
         progress = progress.after_step(rows=result.rows, tokens=result.tokens)

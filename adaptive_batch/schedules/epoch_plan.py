@@ -65,14 +65,9 @@ class EpochPlan:
 def rows_of_next_step(
     progress: Progress, *, step_rows: int, rows: int, drop_last: bool, max_steps: int | None = None
 ) -> int:
-    """Return the rows of the step that comes next in this epoch, over all ranks; 0 where the epoch is over.
+    """Return the rows of the step that comes next in this epoch, of `rows`, over all ranks; 0 where the epoch is over.
 
-    Args:
-        progress: where training is.
-        step_rows: requested rows, over all ranks.
-        rows: rows that the epoch has.
-        drop_last: a step that would be short is dropped.
-        max_steps: optimizer steps after which the epoch ends; None for no limit.
+    `drop_last` drops a step of fewer than `step_rows`; `max_steps` ends the epoch after so many; None for no limit.
     """
     if max_steps is not None and progress.epoch_steps >= max_steps:
         return 0
@@ -94,8 +89,7 @@ def walk(
 
     Args:
         progress: where to begin.
-        batch: requested rows per step on one device, as a function of progress.
-        ranks: devices.
+        batch: requested rows per step on each of the `ranks`, as a function of progress.
         rows, drop_last, max_steps: see :func:`rows_of_next_step`.
         tokens_before: for 0 to `rows`, the real tokens of so many first rows of the epoch; None where they are not needed.
     """

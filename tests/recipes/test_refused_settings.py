@@ -318,7 +318,7 @@ REFUSED = {
                 "lr_clock=",
                 "give one of samples, tokens, steps",
             ),
-            ("another block", "{warmup: steps, cooldown: steps}", "lr_clock.cooldown='steps'", "warmup and decay"),
+            ("another block", "{warmup: steps, cooldown: steps}", "lr_clock=", "{warmup: steps, decay: tokens}"),
         )
     },
     **{
