@@ -25,7 +25,9 @@ class _Rule:
 
 
 @dataclass(frozen=True, repr=False)
-class _Stages(_Rule):
+class Stages(_Rule):
+    """A schedule of stages of one batch each."""
+
     batches: tuple[int, ...]
     ends: tuple[tuple[Fraction, Duration], ...]  # each stage but the last ends at this part of a duration
 
@@ -75,11 +77,11 @@ def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
         if before.amount >= after.amount:
             raise SettingError(key, shown, f"they must rise, and {after} comes after {before}")
     made_by = f"steps(batch_sizes={sizes}, thresholds={shown})"
-    return _Stages(made_by, tuple(sizes), tuple((Fraction(1), end) for end in ends))
+    return Stages(made_by, tuple(sizes), tuple((Fraction(1), end) for end in ends))
 
 
 @dataclass(frozen=True, repr=False)
-class _LinearRamp(_Stages):
+class _LinearRamp(Stages):
     start: int
     multiple_of: int
 
@@ -146,7 +148,7 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
     duration = parse_duration(over, key=f"{KEY}.over")
     batches = tuple(halves[halves.index(first) :])
     ends = tuple((Fraction(stage, len(batches) - 1), duration) for stage in range(1, len(batches)))
-    return _Stages(f"ramp_by_doubling(end={last}, over='{duration}', start={first})", batches, ends)
+    return Stages(f"ramp_by_doubling(end={last}, over='{duration}', start={first})", batches, ends)
 
 
 @dataclass(frozen=True, repr=False)

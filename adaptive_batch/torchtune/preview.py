@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
-from adaptive_batch.errors import GrowthFunctionError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import (
     EpochPlan,
@@ -78,20 +77,17 @@ class TrainingPreview:
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             random_state = RandomState(self._parts.device)
-            try:
-                asked, known_until, why = batch_sizes_ahead(
-                    settings.batch_increase_function,
-                    first_epoch=epoch if first else epoch + 1,
-                    epochs=settings.epochs,
-                    batch_size=batches.batch_size,
-                    maximum=batches.maximum,
-                )
-            except GrowthFunctionError as error:  # it may answer when its time has come
-                asked, known_until, why = [], epoch if not first else epoch - 1, str(error)
+            asked, why = batch_sizes_ahead(
+                settings.batch_increase_function,
+                first_epoch=epoch if first else epoch + 1,
+                epochs=settings.epochs,
+                batch_size=batches.batch_size,
+                maximum=batches.maximum,
+            )
             random_state.restore()
             sizes = asked if first else [batches.batch_size, *asked]
-            if known_until is not None:
-                self._unknown = f"unknown after epoch {known_until}: {why}"
+            if why:
+                self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {why}"
         self._batch_sizes = dict(enumerate(sizes, start=epoch))
         same_answers({f"batch_increase_function in epoch {at}": size for at, size in self._batch_sizes.items()})
         reference = batches.reference
@@ -189,7 +185,6 @@ class TrainingPreview:
                 num_micro_batches = self._num_micro_batches(rows, self._capacity_at(at, capacity))
             yield PlannedStep(
                 at,
-                batch=at.batch,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
                 learning_rate=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
@@ -214,13 +209,13 @@ class TrainingPreview:
 
         changes: dict[str, int] = {}
 
-        def steps() -> Iterator[PlannedStep]:
+        def steps() -> Iterator[Progress]:
             asked = 0
-            for at, rows, _ in batches.epochs.ahead(progress, sizes):
+            for at, _, _ in batches.epochs.ahead(progress, sizes):
                 if at.batch != asked:
                     asked = changes[f"batch_size_schedule at step {at.steps}"] = at.batch
                 self._most_asked = max(self._most_asked, at.batch)
-                yield PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
+                yield at
 
         assert settings.batch_size_schedule is not None
         ahead = steps()

@@ -367,13 +367,13 @@ REFUSED = {
     "a stage that no epoch has the rows for": (
         [*STEPS, f"{SCHEDULE}.batch_sizes=[4,8,64]", "drop_last=True"],
         f"{SCHEDULE}=64",
-        "64 rows are more than an epoch's 32, and drop_last drops such a step; ask for 32 or fewer, "
+        "64 rows on each of 1 devices are more than an epoch's 32, and drop_last drops such a step; ask for 32 or fewer, "
         "or set drop_last=False",
     ),
     "a stage that is over within a step": (
         [*STEPS, f"{SCHEDULE}.batch_sizes=[16,2,4]", f"{SCHEDULE}.thresholds=[1sp,2sp]"],
         f"{SCHEDULE}=",
-        "no step has batch 2, which it asks for from 1sp on",
+        "no step has batch 2, asked for from 1sp on",
     ),
     "a schedule with accumulation": (
         [*STEPS, "gradient_accumulation_steps=2"],
