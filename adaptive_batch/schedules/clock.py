@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from adaptive_batch.errors import SettingError
 
@@ -29,7 +30,7 @@ class Clock:
         """
         if value is None:
             return cls()
-        units = dict(value) if isinstance(value, Mapping) else {"warmup": value, "decay": value}
+        units: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"warmup": value, "decay": value}
         units = {key: "samples" if unit is None else unit for key, unit in units.items()}
         if not units.keys() <= {"warmup", "decay"} or not all(unit in UNITS for unit in units.values()):
             remedy = f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay: tokens}}"
