@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset
 
-from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     EpochPlan,
     Progress,
@@ -128,10 +128,7 @@ def plan_token_batches(
         )
     except SettingError as error:
         keys = {"max_tokens": "batch_tokens", "min_rows": "min_rows_per_batch", "max_rows": "max_rows_per_batch"}
-        remedy = error.remedy
-        for name, key in keys.items():
-            remedy = remedy.replace(name, key)
-        raise SettingError(keys.get(error.key, error.key), error.value, remedy) from None
+        raise SettingError(keys.get(error.key, error.key), error.value, error.remedy) from None
 
 
 def _row_limits(batching: Batching, ranks: int, divisible: bool) -> dict[str, Any]:
@@ -332,19 +329,5 @@ class EpochPlanner:
             assert batching.batch_tokens
             batches = self._plan_constant(order)
             return batches, [batching.batch_tokens] * len(batches)
-        begin = replace(begin, batch=begin.batch * ranks)
-
-        def budget_at(progress: Progress) -> int:  # of all ranks, while the rule reads progress with that of one
-            return request_batch(rule, replace(progress, batch=progress.batch // ranks), maximum=None).after * ranks
-
         limits = _row_limits(batching, ranks, self._divisible)
-        batches, planned = plan_batches_by_rule(lengths, budget_at, order=order, progress=begin, **limits)
-        budgets, progress = planned.tolist(), begin
-        for budget, rows in zip(budgets, batches.tolist(), strict=True):
-            if budget_at(progress) != budget:
-                raise GrowthFunctionError(
-                    f"batch_size_schedule {rule!r} returned {budget // ranks}, and something else when called again: with "
-                    "batch_tokens it must be a function of progress alone"
-                )
-            progress = replace(progress, batch=budget).after_step(rows=len(rows), tokens=int(lengths[rows].sum()))
-        return batches, [budget // ranks for budget in budgets]
+        return plan_batches_by_rule(lengths, rule, order=order, progress=begin, ranks=ranks, **limits)
