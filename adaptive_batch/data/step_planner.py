@@ -184,15 +184,6 @@ class StepPlanner:
             return progress.epoch_steps >= self.plan.steps
         return rows_of_next_step(progress, step_rows=1, rows=len(self.sampler), **self.batching.ends) == 0
 
-    def steps_left(self, progress: Progress) -> int:
-        """Return the optimizer steps that are left if the batch does not change."""
-        assert self.batching.epochs is not None
-        epochs_left = self.batching.epochs - progress.epoch - 1
-        if self.batching.batch_tokens:
-            constant = dict.fromkeys(range(progress.epoch, self.batching.epochs), self.batch_size)
-            return sum(1 for _ in self.epochs.ahead(progress, constant))
-        return self.plan.steps - progress.epoch_steps + epochs_left * self.epochs.constant(self.batch_size).steps
-
     def num_steps(self, progress: Progress, epochs: int) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
         sizes, batch_size, function = {}, self.batch_size, self.batching.batch_increase_function
@@ -200,8 +191,7 @@ class StepPlanner:
             if function is not None and (epoch > progress.epoch or self.grows_now(progress)):
                 batch_size = next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self.maximum).after
             sizes[epoch] = batch_size
-        counts_tokens = self.batching.batch_size_schedule is not None
-        return sum(1 for _ in self.epochs.ahead(progress, sizes, counts_tokens=counts_tokens))
+        return self.epochs.num_steps(progress, sizes)
 
     def _set_epoch(self, progress: Progress) -> None:
         self._at, self._rule, self._plan = progress, self.epochs.rule(self.batch_size), None
@@ -226,14 +216,10 @@ class StepPlanner:
 
         After the last step of the epoch the sampler has taken none, for any rank.
         """
-        is_over = self.is_over(progress)
-        if self.batching.batch_tokens:
-            size = 0 if is_over else self.plan.rows_of_step(progress.epoch_steps)
-            return replace(progress, batch=self.epochs.token_budget(progress)), self._take(size)
-        requested = 0 if is_over else self._follow(progress)
-        step_rows = requested * self.ranks
-        size = rows_of_next_step(progress, step_rows=step_rows, rows=len(self.sampler), **self.batching.ends)
-        return replace(progress, batch=requested), self._take(size)
+        if self.is_over(progress):
+            return progress, self._take(0)
+        progress, size = self.epochs.next_step(progress, self._follow)
+        return progress, self._take(size)
 
     def size_of_step(self, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool) -> int:
         """Return the size over all ranks, in rows or real tokens, of the step of which this rank has `rows`."""
@@ -263,18 +249,6 @@ class StepPlanner:
         return self.sampler.take(size, only=mine)
 
     # --- rules ------------------------------------------------------------------------------------------------------
-
-    def call_rules(self, progress: Progress) -> int:
-        """Call the rule once without effect, so that its mistakes show before weights load; return its answer."""
-        answer, batching = 0, self.batching
-        if batching.batch_increase_function and not progress.epoch_steps:
-            answer = next_batch_size(
-                batching.batch_increase_function, epoch=progress.epoch, batch_size=self.batch_size, maximum=None
-            ).after
-        if batching.batch_size_schedule:
-            progress = replace(progress, rows_per_epoch=len(self.sampler))
-            answer = request_batch(batching.batch_size_schedule, progress, maximum=None).after
-        return answer
 
     def grows_now(self, progress: Progress) -> bool:
         """Return whether the growth function is called at this point: as an epoch begins, once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .progress import Progress
 
@@ -77,28 +77,19 @@ def rows_of_next_step(
 
 def walk(
     progress: Progress,
+    next_step: Callable[[Progress], tuple[Progress, int]],
     *,
-    batch: Callable[[Progress], int],
-    ranks: int,
-    rows: int,
-    drop_last: bool,
-    max_steps: int | None = None,
     tokens_before: Sequence[int] | None = None,
 ) -> Iterator[tuple[Progress, int]]:
     """Walk through the rest of an epoch without training: for each step, progress before it and its rows over all ranks.
 
     Args:
         progress: where to begin.
-        batch: requested rows per step on each of the `ranks`, as a function of progress.
-        rows, drop_last, max_steps: see :func:`rows_of_next_step`.
-        tokens_before: for 0 to `rows`, the real tokens of so many first rows of the epoch; None where they are not needed.
+        next_step: returns progress with the requested batch, and the rows of the next step; 0 where the epoch is over.
+        tokens_before: for 0 to all rows, the real tokens of so many first rows of the epoch; None where they are not needed.
     """
     while True:
-        requested = batch(progress)
-        progress = replace(progress, batch=requested)
-        size = rows_of_next_step(
-            progress, step_rows=requested * ranks, rows=rows, drop_last=drop_last, max_steps=max_steps
-        )
+        progress, size = next_step(progress)
         if not size:
             return
         yield progress, size

@@ -46,7 +46,7 @@ class Stage:
         first: progress before the first step.
         last: progress after the last step.
         steps: optimizer steps.
-        stages: stages of one batch each; 1 but where they were merged.
+        changes: changes of the batch within; 0 but where stages were merged.
         batch_least, batch_most: on one device, in rows or tokens.
         micro_batches_least, micro_batches_most: of a step on one device.
         learning_rate_first, learning_rate_last: at the first and at the last step.
@@ -55,7 +55,7 @@ class Stage:
     first: Progress
     last: Progress
     steps: int
-    stages: int
+    changes: int
     batch_least: int
     batch_most: int
     micro_batches_least: int
@@ -68,15 +68,15 @@ class Stage:
         """Make a stage of one step."""
         batch, micro, rate = step.progress.batch, step.micro_batches, step.learning_rate
         last = step.progress.after_step(rows=step.rows, tokens=step.tokens)
-        return cls(step.progress, last, 1, 1, batch, batch, micro, micro, rate, rate)
+        return cls(step.progress, last, 1, 0, batch, batch, micro, micro, rate, rate)
 
-    def merged(self, later: Stage, *, stages: int = 1) -> Stage:
-        """Merge with what follows, into one that counts as so many stages."""
+    def merged(self, later: Stage) -> Stage:
+        """Merge with what follows."""
         return Stage(
             self.first,
             later.last,
             self.steps + later.steps,
-            stages,
+            self.changes + later.changes + (self.last.batch != later.first.batch),
             min(self.batch_least, later.batch_least),
             max(self.batch_most, later.batch_most),
             min(self.micro_batches_least, later.micro_batches_least),
@@ -95,9 +95,7 @@ def stages_of(steps: Iterable[PlannedStep]) -> list[Stage]:
     stages = [reduce(Stage.merged, map(Stage.of, of_batch)) for _, of_batch in alike]
     if len(stages) <= 2 * SHOWN + 1:
         return stages
-    first, *others = stages[SHOWN:-SHOWN]
-    merged = reduce(lambda before, later: before.merged(later, stages=len(others) + 1), others, first)
-    return [*stages[:SHOWN], merged, *stages[-SHOWN:]]
+    return [*stages[:SHOWN], reduce(Stage.merged, stages[SHOWN:-SHOWN]), *stages[-SHOWN:]]
 
 
 def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str] = ()) -> str:
@@ -122,7 +120,7 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
         f"in all: {last.epochs - first.epochs:.2f} epochs, {last.steps - first.steps:,} steps, "
         f"{last.samples - first.samples:,} samples, {f'{tokens:,}' if tokens else 'a number not known before of'} tokens"
     )
-    merged = [f"one line merges {stage.stages:,} stages of other batches" for stage in stages if stage.stages > 1]
+    merged = [f"one line merges {stage.changes + 1:,} stages of other batches" for stage in stages if stage.changes]
     return "\n".join([*text, total, *merged, *notes])
 
 
@@ -132,11 +130,14 @@ def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
         for progress in (stage.first, stage.last)
         for cell in (f"{progress.epochs:.2f}ep", f"{progress.steps:,}", f"{progress.samples:,}")
     ]
+    low, high = stage.batch_least, stage.batch_most
+    if stage.first.batch > stage.last.batch:
+        low, high = high, low
     return (
         *places,
-        _range(stage.batch_least, stage.batch_most),
+        _range(low, high),
         _range(stage.micro_batches_least, stage.micro_batches_most),
-        _range(stage.batch_least * ranks, stage.batch_most * ranks),
+        _range(low * ranks, high * ranks),
         f"{stage.learning_rate_first:.3g}",
         f"{stage.learning_rate_last:.3g}",
         f"{stage.steps:,}",
@@ -149,7 +150,7 @@ def _range(first: int, last: int) -> str:
 
 def as_record(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     """Return the stages as plain values, for JSON."""
-    return [asdict(stage) for stage in stages]
+    return [asdict(stage) | {"batch_first": stage.first.batch, "batch_last": stage.last.batch} for stage in stages]
 
 
 def check_stages(

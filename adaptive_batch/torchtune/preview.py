@@ -14,6 +14,7 @@ from adaptive_batch.schedules import (
     as_record,
     batch_sizes_ahead,
     check_stages,
+    next_batch_size,
     stages_of,
     table,
 )
@@ -54,10 +55,12 @@ class TrainingPreview:
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         random_state = RandomState(self._parts.device)
-        key = "batch_size_schedule" if settings.batch_size_schedule is not None else "batch_increase_function"
-        same_answers({key: batches.call_rules(progress)})
+        function = settings.batch_increase_function
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
+        elif function is not None and not progress.epoch_steps:
+            grown = next_batch_size(function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None)
+            same_answers({"batch_increase_function": grown.after})
         random_state.restore()
 
     def look_ahead(
@@ -105,8 +108,7 @@ class TrainingPreview:
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
             same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated goes on
             known = saved["learning_rate"]["total_steps"] if same else None
-            left = self._count_steps if settings.grows else batches.steps_left
-            self.schedule_steps = known or progress.steps + left(progress)
+            self.schedule_steps = known or progress.steps + self._count_steps(progress)
 
     def table(
         self, progress: Progress, *, base_rate: float, capacity: MicroBatchLimits, saved: Mapping[str, Any]
@@ -171,7 +173,7 @@ class TrainingPreview:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
         last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
         stays = dict.fromkeys(unknown, last[0])  # where it is not known, that nothing changes is the best guess
-        return sum(1 for _ in self._batches.epochs.ahead(progress, {**self._batch_sizes, **stays}))
+        return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
     def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
         return self._batches.epochs.ahead(progress, self._batch_sizes)

@@ -428,7 +428,7 @@ REFUSED = {
     "a rule by tokens whose answers change": (
         [*OF_LENGTHS, f"{SCHEDULE}=support.batch_rules.another_each_time", "batch_tokens=100", "long_rows=alone"],
         "another_each_time",
-        "something else when called again: with batch_tokens it must be a function of progress alone",
+        "when called again: with batch_tokens it must be a function of progress alone",
     ),
     # resume points
     **{
