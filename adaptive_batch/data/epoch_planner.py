@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ from adaptive_batch.schedules import (
     needs_noise_scale,
     request_batch,
     rows_of_next_step,
-    walk,
 )
 
 from .sampler import RowSampler
@@ -130,10 +129,6 @@ class EpochPlanner:
         divisible: steps by tokens divide into equal micro-batches.
         counts_tokens: the tokens of an epoch must be known.
         maximum: returns the batch that a rule may not pass now; None for no limit.
-
-    Attributes:
-        sampler: the rows of an epoch, in their order.
-        ranks: as given.
     """
 
     def __init__(
@@ -261,7 +256,7 @@ class EpochPlanner:
         return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
 
     def _mixed(
-        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: list[int] | None = None
+        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: Sequence[int] | None = None
     ) -> EpochPlan:
         """Divide an epoch whose steps so far are not the rule's: these count as large as they were on average."""
         rows, steps = progress.epoch_rows, progress.epoch_steps
@@ -284,9 +279,17 @@ class EpochPlanner:
         return [0, *self._rows.real_lengths[self.order(progress)].cumsum(0).tolist()]
 
     def _walk(
-        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: list[int] | None
+        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: Sequence[int] | None
     ) -> Iterator[tuple[Progress, int]]:
-        return walk(progress, lambda progress: self.next_step(progress, rule), tokens_before=tokens_before)
+        """Walk through the rest of an epoch: for each step, progress before it and its rows over all ranks."""
+        while True:
+            progress, size = self.next_step(progress, rule)
+            if not size:
+                return
+            yield progress, size
+            begin = progress.epoch_rows
+            tokens = tokens_before[begin + size] - tokens_before[begin] if tokens_before else 0
+            progress = progress.after_step(rows=size, tokens=tokens)
 
     def _plan_constant(self, order: torch.Tensor) -> TokenBatchPlan:
         lengths, divisible = self._rows.lengths, self._divisible

@@ -27,16 +27,11 @@ Event = Callable[..., object]  # event(kind, message, **facts)
 
 
 class Limits(Protocol):
-    """What one micro-batch may hold.
-
-    Attributes:
-        bound: the most rows that were tried and fit; None where none was sought.
-    """
+    """What one micro-batch may hold at a batch size; `bound` is the most rows that were tried and fit, None if not known."""
 
     bound: int | None
 
-    def of(self, batch_size: int) -> MicroBatchLimit:
-        """Return the limit at a batch size."""
+    def of(self, batch_size: int) -> MicroBatchLimit: ...
 
 
 class StepPlanner:
@@ -52,14 +47,12 @@ class StepPlanner:
         event: is given each decision: its kind, a message, and facts by name.
 
     Attributes:
-        batching: as configured.
         epochs: divides epochs into steps, also ahead of training.
         sampler: the rows of an epoch, in their order.
         batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a step now.
         first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
         limits: what fits; None where that is not known yet.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller device.
-        event: as given.
     """
 
     def __init__(
@@ -264,37 +257,24 @@ class StepPlanner:
             # a ramp may change it with each step: what is near to what was printed last is written to the run log only
             says = not 0.8 * self._logged < batch.after < 1.25 * self._logged
             self._logged = batch.after if says else self._logged
-            self.event(
-                "batch_size",
-                f"step {progress.steps}: {batch.describe(self.batch_size)}",
-                says=says,
-                step=progress.steps,
-                before=self.batch_size,
-                requested=batch.requested,
-                after=batch.after,
-            )
-        self.batch_size = batch.after
+            self._change(batch, "step", progress.steps, says=says)
         return batch.after
 
     def _grow(self, epoch: int) -> None:
         """Add the rows of the growth function to the batch."""
         function, before = self.batching.batch_increase_function, self.batch_size
         is_over = self.batching.epochs is not None and epoch >= self.batching.epochs
-        if function is None or epoch <= self._grown_in or is_over:
-            return
-        batch = distributed.from_rank_zero(
-            lambda: next_batch_size(function, epoch=epoch, batch_size=before, maximum=self.maximum)
-        )
-        self._grown_in = epoch
-        self.event(
-            "batch_size",
-            f"epoch {epoch}: {batch.describe(before)}",
-            epoch=epoch,
-            before=before,
-            requested=batch.requested,
-            after=batch.after,
-        )
-        self.batch_size = batch.after
+        if function is not None and epoch > self._grown_in and not is_over:
+            batch = distributed.from_rank_zero(
+                lambda: next_batch_size(function, epoch=epoch, batch_size=before, maximum=self.maximum)
+            )
+            self._grown_in = epoch
+            self._change(batch, "epoch", epoch)
+
+    def _change(self, batch: ClampedBatch, unit: str, at: int, *, says: bool = True) -> None:
+        before, self.batch_size = self.batch_size, batch.after
+        facts = {unit: at, "before": before, "requested": batch.requested, "after": batch.after}
+        self.event("batch_size", f"{unit} {at}: {batch.describe(before)}", says=says, **facts)
 
     # --- state ------------------------------------------------------------------------------------------------------
 

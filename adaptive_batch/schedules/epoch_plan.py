@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .progress import Progress
@@ -73,26 +73,3 @@ def rows_of_next_step(
         return 0
     left = rows - progress.epoch_rows
     return 0 if drop_last and left < step_rows else min(step_rows, left)
-
-
-def walk(
-    progress: Progress,
-    next_step: Callable[[Progress], tuple[Progress, int]],
-    *,
-    tokens_before: Sequence[int] | None = None,
-) -> Iterator[tuple[Progress, int]]:
-    """Walk through the rest of an epoch without training: for each step, progress before it and its rows over all ranks.
-
-    Args:
-        progress: where to begin.
-        next_step: returns progress with the requested batch, and the rows of the next step; 0 where the epoch is over.
-        tokens_before: for 0 to all rows, the real tokens of so many first rows of the epoch; None where they are not needed.
-    """
-    while True:
-        progress, size = next_step(progress)
-        if not size:
-            return
-        yield progress, size
-        begin = progress.epoch_rows
-        tokens = tokens_before[begin + size] - tokens_before[begin] if tokens_before is not None else 0
-        progress = progress.after_step(rows=size, tokens=tokens)

@@ -258,13 +258,9 @@ class TrainingParts:
         blocks = (self.cfg[key], self.cfg.tokenizer)
         described = [described_with_files(OmegaConf.to_container(block, resolve=True)) for block in blocks]
         fingerprints = [getattr(d._data, "_fingerprint", None) for d in _leaf_datasets(dataset) if hasattr(d, "_data")]
-        return distributed.from_rank_zero(
-            lambda: row_lengths(
-                dataset,
-                cache_dir=cache_directory(),
-                fingerprint=fingerprint("lengths", described, fingerprints, package_version("torchtune")),
-            )
-        )
+        name = fingerprint("lengths", described, fingerprints, package_version("torchtune"))
+        cache_file = cache_directory() / f"lengths-{name}.bin"
+        return distributed.from_rank_zero(lambda: row_lengths(dataset, cache_file=cache_file))
 
     def read(self, row: int) -> Any:
         """One row, leaving no trace in the random numbers that reading it may draw."""
