@@ -36,7 +36,6 @@ class Batching:
         seed: of the order.
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
         epochs: after which the growth function is not called any more; None for no limit.
-        refuses_empty_epochs: an epoch that has no whole step is an error.
     """
 
     batch_size: int
@@ -55,7 +54,6 @@ class Batching:
     drop_last: bool = False
     max_steps_per_epoch: int | None = None
     epochs: int | None = None
-    refuses_empty_epochs: bool = True
 
     def check_rules(self) -> None:
         """Raise SettingError for a growth function or a schedule that cannot be called, and for two at once."""
@@ -88,14 +86,7 @@ class Rows(Protocol):
 def plan_token_batches(
     lengths: torch.Tensor, batching: Batching, *, ranks: int, order: torch.Tensor | None, divisible: bool
 ) -> TokenBatchPlan:
-    """Plan the steps of an epoch that hold `batch_tokens` on each device.
-
-    Args:
-        lengths: tokens of each row: int64, `[rows]`.
-        batching: with `batch_tokens`.
-        ranks: devices.
-        order: row numbers in the order in which to take them; None takes all as they come.
-        divisible: each step divides into equal micro-batches.
+    """Plan the steps of an epoch that hold `batch_tokens` on each device; the rest as in :func:`plan_batches`.
 
     Raises:
         SettingError: a row is too long, or what is configured cannot be had.

@@ -75,11 +75,9 @@ class RowSampler:
     Args:
         dataset: map-style; its rows are returned as they are.
         shuffle: with the order ``dataloader``, False keeps the dataset's own order.
-        seed: of the order.
         order: ``dataloader``: as torchtune's recipes, a permutation drawn for each epoch from `seed` and the epoch's
             number; or ``random`` or ``seqlen``, see :func:`row_order`.
-        lengths: tokens of each row, `[rows]`; ``seqlen`` needs it.
-        window: rows within which ``seqlen`` sorts; None for all.
+        seed, lengths, window: see :func:`row_order`.
 
     Attributes:
         position: rows of this epoch that have been handed out, to all ranks.

@@ -190,7 +190,7 @@ class StepPlanner:
         self._at, self._rule, self._plan = progress, self.epochs.rule(self.batch_size), None
 
     def _check_plan(self) -> None:
-        if self.batching.refuses_empty_epochs and self.batching.drop_last and self.plan.steps == 0:
+        if self.batching.drop_last and self.plan.steps == 0:
             remedy = f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
             raise SettingError("drop_last", True, remedy)
 

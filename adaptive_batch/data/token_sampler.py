@@ -155,7 +155,9 @@ def plan_batches(
     dropped = numbers[:0]
     if long_rows == "error" and is_long.any():
         row, longest = int(numbers[is_long][0]), int(rows.sizes.max())
-        remedy = f"row {row} alone has {int(lengths[row])}; give {longest} or more, or set long_rows to drop or alone"
+        remedy = (
+            f"row {row} alone has {int(lengths[row])} tokens; give {longest} or more, or set long_rows to drop or alone"
+        )
         raise SettingError("max_tokens", max_tokens, remedy)
     if long_rows == "drop":
         dropped, rows = numbers[is_long], rows.pick(~is_long)

@@ -23,11 +23,7 @@ class Clock:
 
     @classmethod
     def from_config(cls, value: object) -> Clock:
-        """Read the key `lr_clock`.
-
-        Raises:
-            SettingError: neither a unit nor a block of two.
-        """
+        """Read the key `lr_clock`; raise SettingError for what is neither a unit nor a block of two."""
         if value is None:
             return cls()
         units: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"warmup": value, "decay": value}
@@ -72,14 +68,7 @@ def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan,
 
 
 class TrainingClock:
-    """The clock of the learning rate's schedule during training.
-
-    Args:
-        clock: its units.
-        reference: an epoch, divided by the batch that training began with.
-        warmup_steps: of the scheduler.
-        total_steps: where the schedule ends.
-    """
+    """The clock of the learning rate's schedule, with the steps of its warm-up and in all; `reference` as :func:`schedule_clock`'s."""
 
     def __init__(
         self, clock: Clock | None = None, *, reference: EpochPlan, warmup_steps: int = 0, total_steps: int = 0

@@ -27,7 +27,6 @@ class PlannedStep:
         progress: before the step, with the batch that is requested for it.
         rows: rows that it has, over all ranks.
         micro_batches: forwards and backwards on one device.
-        learning_rate: of the step.
         tokens: real tokens that it has, over all ranks; 0 where that is not known.
     """
 
@@ -42,14 +41,11 @@ class PlannedStep:
 class Stage:
     """Consecutive steps of one batch; or, in the middle of a long preview, several such stages as one.
 
+    Batches, in rows or tokens, and micro-batches are those of one device.
+
     Attributes:
-        first: progress before the first step.
-        last: progress after the last step.
-        steps: optimizer steps.
+        first, last: progress before the first step, and after the last one.
         changes: changes of the batch within; 0 but where stages were merged.
-        batch_least, batch_most: on one device, in rows or tokens.
-        micro_batches_least, micro_batches_most: of a step on one device.
-        learning_rate_first, learning_rate_last: at the first and at the last step.
     """
 
     first: Progress
@@ -99,14 +95,7 @@ def stages_of(steps: Iterable[PlannedStep]) -> list[Stage]:
 
 
 def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str] = ()) -> str:
-    """Format stages as aligned text: a line for each stage, totals, notes.
-
-    Args:
-        stages: in order; may be none.
-        unit: of the batch: ``rows`` or ``tokens``.
-        ranks: devices that each step is divided over.
-        notes: lines to add at the end.
-    """
+    """Format stages as aligned text: a line for each, totals, notes; `unit`, of the batch, is ``rows`` or ``tokens``."""
     if not stages:
         return "\n".join(["no step is left", *notes])
     places = ("from", "step", "sample", "to", "step", "sample")
@@ -163,19 +152,15 @@ def check_stages(
     maximum: int | None = None,
     unit: str = "rows",
 ) -> list[str]:
-    """Look for stages of a ready-made schedule that no step is in, or that no epoch has the rows for.
+    """Return a line for each stage of a ready-made schedule that training ends before.
 
     Args:
         rule: other rules have no stages to check.
         steps: progress before each step that is ahead; stages that lie before the first of them are not checked.
         ranks: devices that each step is divided over.
-        rows_per_epoch: rows that an epoch has.
-        drop_last: whether a short last step of an epoch is dropped.
+        rows_per_epoch, drop_last: of an epoch.
         maximum: what the batch is cut to; None for no limit.
         unit: of the batch: ``rows`` or ``tokens``.
-
-    Returns:
-        A line for each stage that training ends before.
 
     Raises:
         SettingError: with `drop_last`, a step of a stage would have more rows than an epoch; or a stage is over before the
@@ -208,13 +193,6 @@ def batch_sizes_ahead(
     """Call a growth function for all epochs that are ahead, each twice, which shows a function that is not pure.
 
     A copy is called where there can be one, so that a function that counts its calls does not count these.
-
-    Args:
-        increment: ``f(epoch, batch_size) -> rows to add``.
-        first_epoch: that starts next, from 0.
-        epochs: of the whole training.
-        batch_size: rows before `first_epoch`.
-        maximum: the bound in rows; None for none.
 
     Returns:
         The batch size of each epoch from `first_epoch` on, as far as known; and why no more are known, "" where all are.

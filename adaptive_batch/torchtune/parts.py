@@ -347,7 +347,6 @@ class TrainingParts:
             "shuffle": bool(self.cfg.shuffle),
             "seed": 0 if settings.sample_order == "dataloader" else seed,  # 0 is the seed of torchtune's sampler
             "max_steps_per_epoch": max_steps_per_epoch,
-            "refuses_empty_epochs": settings.adaptive,
         }
         return Batching(**same)
 

@@ -80,7 +80,8 @@ def test_a_loss_that_cannot_be_used_is_said_by_the_search_and_by_training() -> N
 
 def test_labels_of_more_dimensions_are_refused_by_their_shape() -> None:
     with pytest.raises(
-        SettingError, match=r"`labels` of a batch are torch.int64 of \[2, 3, 4\].*lambda batch: \(batch\[\"labels\"\] != -100\)"
+        SettingError,
+        match=r"`labels` of a batch are torch.int64 of \[2, 3, 4\].*lambda batch: \(batch\[\"labels\"\] != -100\)",
     ):
         label_tokens({"labels": torch.zeros(2, 3, 4, dtype=torch.int64)})
     with pytest.raises(SettingError, match="`labels` of a batch are NoneType"):

@@ -222,7 +222,7 @@ def test_epochs_differ_and_come_again_with_their_seed(order):
         ({"lengths": [0.5]}, "lengths='torch.float32[1]': must be a list or 1-D tensor of whole numbers"),
         (
             {"max_tokens": 5},
-            "max_tokens=5: row 1 alone has 6; give 7 or more, or set long_rows to drop or alone",
+            "max_tokens=5: row 1 alone has 6 tokens; give 7 or more, or set long_rows to drop or alone",
         ),
         (
             {"min_rows": 2},

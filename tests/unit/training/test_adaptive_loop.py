@@ -667,7 +667,9 @@ def test_what_cannot_be_used_is_refused_by_name(options, message):
 def test_what_rows_and_batches_do_not_say_is_asked_for():
     tuples = [(row["tokens"], row["labels"]) for row in ROWS]
     pairs = {"collate": lambda rows: tuple(collate([{"tokens": one, "labels": two} for one, two in rows]).values())}
-    with pytest.raises(SettingError, match=r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension; give"):
+    with pytest.raises(
+        SettingError, match=r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension; give"
+    ):
         training(rows=tuples, **pairs).loop.find_bound()
     one = training(rows=tuples, row_length=lambda row: len(row[0]), **pairs)
     with pytest.raises(SettingError, match=r"num_labels=None: `labels` of a batch are NoneType, .*; give"):
