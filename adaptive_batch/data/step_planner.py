@@ -16,7 +16,6 @@ from adaptive_batch.schedules import (
     Progress,
     next_batch_size,
     request_batch,
-    rows_of_next_step,
 )
 
 from .balance import balance_by_rows, balance_by_tokens
@@ -177,9 +176,7 @@ class StepPlanner:
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""
-        if self.batching.batch_tokens:
-            return progress.epoch_steps >= self.plan.steps
-        return rows_of_next_step(progress, step_rows=1, rows=len(self.sampler), **self.batching.ends) == 0
+        return self.epochs.is_over(progress)
 
     def num_steps(self, progress: Progress, epochs: int) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
