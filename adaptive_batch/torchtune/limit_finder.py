@@ -195,8 +195,7 @@ class LimitFinder:
         if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
         limit, rows = self.limits.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
-        longest = self._parts.shapes.padded(int(self._parts.lengths.max()))
-        most = limit.amount if limit.unit == "rows" else limit.amount // longest
+        most = self._parts.shapes.rows_within(limit, int(self._parts.lengths.max()))
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
             self._record.decision(
                 "uniform_micro_batches",
