@@ -6,6 +6,7 @@ largest first micro-batch of any rank, the largest second one, and so on, and th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import mul
@@ -133,13 +134,7 @@ class _SortedRows:
         low, high = max(self._lengths[start], mean), at_most
         if high < low or self._reached(start, groups, high) < end:
             return None
-        while low < high:
-            middle = (low + high) // 2
-            if self._reached(start, groups, middle) < end:
-                low = middle + 1
-            else:
-                high = middle
-        return high
+        return bisect_left(range(high), end, lo=low, key=lambda tokens: self._reached(start, groups, tokens))
 
     def _reached(self, start: int, groups: int, tokens: int) -> int:
         """Return where so many groups end that each take as many rows as they may with at most so many tokens."""

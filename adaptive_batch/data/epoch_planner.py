@@ -19,7 +19,6 @@ from adaptive_batch.schedules import (
     check_schedule,
     needs_noise_scale,
     request_batch,
-    rows_of_next_step,
 )
 
 from .sampler import RowSampler
@@ -161,14 +160,24 @@ class EpochPlanner:
     def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[Progress, int]:
         """Return progress with the batch that is requested for the next step, and its rows over all ranks; 0 where the epoch is over."""
         if self._batching.batch_tokens:
-            _, budgets, plan = self._planned(progress.at_epoch_start())
-            if progress.epoch_steps >= plan.steps:
+            (_, budgets, plan), step = self._planned(progress.at_epoch_start()), progress.epoch_steps
+            if step >= plan.steps:
                 return progress, 0
-            step = progress.epoch_steps
             return replace(progress, batch=budgets[step]), plan.rows_of_step(step)
-        progress = replace(progress, batch=rule(progress))
-        step_rows = progress.batch * self.ranks
-        return progress, rows_of_next_step(progress, step_rows=step_rows, rows=len(self.sampler), **self._batching.ends)
+        requested = rule(progress)
+        return replace(progress, batch=requested), self._rows_of_next_step(progress, requested * self.ranks)
+
+    def is_over(self, progress: Progress) -> bool:
+        """Return whether the epoch has no step left."""
+        if self._batching.batch_tokens:
+            return progress.epoch_steps >= self._planned(progress.at_epoch_start())[2].steps
+        return self._rows_of_next_step(progress, 1) == 0
+
+    def _rows_of_next_step(self, progress: Progress, step_rows: int) -> int:
+        most_steps, left = self._batching.max_steps_per_epoch, len(self.sampler) - progress.epoch_rows
+        if most_steps is not None and progress.epoch_steps >= most_steps:
+            return 0
+        return 0 if self._batching.drop_last and left < step_rows else min(step_rows, left)
 
     def divide(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
         """Divide the epoch at whose beginning, or within which, progress is."""

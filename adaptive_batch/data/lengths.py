@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -32,16 +32,8 @@ RECHECKED_ROWS = 8
 _CHECKSUM_BYTES = 32  # SHA-256
 
 
-class RowDataset(Protocol):
-    """A map-style dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 def row_lengths(
-    dataset: RowDataset,
+    dataset: Any,
     *,
     length: Callable[[Any], int] | None = None,
     cache_file: Path | None = None,
@@ -54,7 +46,7 @@ def row_lengths(
     among them, are still as long as it says. The random state of Python, numpy and torch (CPU) is left as it was.
 
     Args:
-        dataset: map-style dataset; need not be picklable.
+        dataset: map-style; need not be picklable.
         length: tokens of a row; None for those of its ``tokens``, a list or a 1-D tensor.
         cache_file: named by a fingerprint of all that decides a row's length (data, tokenizer, settings); None caches
             nothing. One that cannot be read or written is logged.
@@ -115,7 +107,7 @@ def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
 class _Lengths(Dataset[int | str]):
     """The length of each row; the reason where a row cannot be read."""
 
-    def __init__(self, dataset: RowDataset, length: Callable[[Any], int] | None) -> None:
+    def __init__(self, dataset: Any, length: Callable[[Any], int] | None) -> None:
         self._dataset, self._length = dataset, length
 
     def of(self, row: int) -> int:

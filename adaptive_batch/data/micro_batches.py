@@ -96,11 +96,7 @@ def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]
 
 
 def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group the rows of a step batch by length into micro-batches of at most so many padded tokens.
-
-    Args:
-        lengths: tokens of each row; none gives no micro-batch.
-        max_tokens: the most that rows x longest of a micro-batch may be.
+    """Group the rows of a step batch, of these lengths, into micro-batches of at most so many padded tokens, rows x longest.
 
     Returns:
         Positions of rows: as few micro-batches as there can be and, of such, those with the least padding; the ones

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,10 +97,8 @@ class RowSampler:
     ) -> None:
         self._dataset = dataset
         self._sampler: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed)
-        self._order = order
-        self._lengths = lengths
-        self._window = window
-        self._seed = seed
+        self._order = partial(row_order, len(dataset), order=order, lengths=lengths, window=window, seed=seed)  # type: ignore[arg-type]
+        self._is_dataloaders = order == "dataloader"
         self._requested: deque[int] = deque()
         self._rows: Iterator[Any] = iter(())
         self._numbers = torch.zeros(0, dtype=torch.int64)
@@ -111,11 +110,10 @@ class RowSampler:
 
     def order(self, epoch: int) -> torch.Tensor:
         """Return the row numbers in the order of an epoch: int64, `[rows]`."""
-        if self._order == "dataloader":
-            self._sampler.set_epoch(epoch)
-            return torch.tensor(list(self._sampler), dtype=torch.int64)
-        options = {"order": self._order, "lengths": self._lengths, "window": self._window, "seed": self._seed}
-        return row_order(len(self), epoch=epoch, **options)  # type: ignore[arg-type]
+        if not self._is_dataloaders:
+            return self._order(epoch=epoch)
+        self._sampler.set_epoch(epoch)
+        return torch.tensor(list(self._sampler), dtype=torch.int64)
 
     def start_epoch(self, epoch: int, *, position: int = 0, rows: torch.Tensor | None = None) -> None:
         """Begin an epoch, or resume it after `position` rows; `rows` are its row numbers if not those of `order`."""

@@ -16,7 +16,6 @@ from adaptive_batch.schedules import (
     Progress,
     next_batch_size,
     request_batch,
-    rows_of_next_step,
 )
 
 from .balance import balance_by_rows, balance_by_tokens
@@ -87,9 +86,9 @@ class StepPlanner:
         )
         self._grown_in = -1  # the last epoch at whose beginning the growth function was called
         self._logged = 0  # the batch of a schedule that was logged last
+        self._at = Progress()
         self._plan: EpochPlan | None = None
         self._reference: EpochPlan | None = None
-        self._set_epoch(Progress())
 
     @property
     def ranks(self) -> int:
@@ -100,7 +99,7 @@ class StepPlanner:
     def plan(self) -> EpochPlan:
         """The current epoch, divided into steps as its beginning shows it."""
         if self._plan is None:
-            self._plan = self.epochs.divide(self._at, self._rule)
+            self._plan = self.epochs.divide(self._at, self.epochs.rule(self.batch_size))
         return self._plan
 
     @property
@@ -130,27 +129,31 @@ class StepPlanner:
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
-    def begin(self, progress: Progress) -> Progress:
+    def begin(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
         """Begin the first epoch of this run, or resume it; find the constant batch that schedules count in."""
-        progress = self.begin_epoch(progress)
-        self._set_reference()
+        progress = self.begin_epoch(progress, batch_size=batch_size)
+        self.first_batch_size, self._reference = self.first_batch_size or self.batch_size, None
+        if self.reference.steps == 0:
+            remedy = f"an epoch of {len(self.sampler)} rows has no whole step; set drop_last=False"
+            raise SettingError("batch_size", self.batch_size, remedy)
         return progress
 
-    def look_at(self, progress: Progress, *, batch_size: int) -> None:
-        """Plan the epoch as :meth:`begin` does, with a batch size that is known, and call no rule of growth."""
-        self.batch_size = batch_size
-        self._set_epoch(replace(progress, rows_per_epoch=len(self.sampler)))
-        self._check_plan()
-        self._set_reference()
+    def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
+        """Grow the batch by the growth function, and plan the epoch's steps; or resume within an epoch.
 
-    def begin_epoch(self, progress: Progress) -> Progress:
-        """Grow the batch by the growth function, and plan the epoch's steps; or resume within an epoch."""
-        if progress.epoch_steps == 0:
+        With a `batch_size` that is known, no rule is called.
+        """
+        if batch_size is not None:
+            self.batch_size = batch_size
+        elif progress.epoch_steps == 0:
             self._grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=len(self.sampler))
-        self._set_epoch(progress)
-        self._check_plan()
-        self._follow(progress)
+        self._at, self._plan = progress, None
+        if self.batching.drop_last and self.plan.steps == 0:
+            remedy = f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
+            raise SettingError("drop_last", True, remedy)
+        if batch_size is None:
+            self._follow(progress)
         return progress
 
     def start_epoch(self, progress: Progress) -> None:
@@ -173,9 +176,7 @@ class StepPlanner:
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""
-        if self.batching.batch_tokens:
-            return progress.epoch_steps >= self.plan.steps
-        return rows_of_next_step(progress, step_rows=1, rows=len(self.sampler), **self.batching.ends) == 0
+        return self.epochs.is_over(progress)
 
     def num_steps(self, progress: Progress, epochs: int) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
@@ -185,22 +186,6 @@ class StepPlanner:
                 batch_size = next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self.maximum).after
             sizes[epoch] = batch_size
         return self.epochs.num_steps(progress, sizes)
-
-    def _set_epoch(self, progress: Progress) -> None:
-        self._at, self._rule, self._plan = progress, self.epochs.rule(self.batch_size), None
-
-    def _check_plan(self) -> None:
-        if self.batching.drop_last and self.plan.steps == 0:
-            remedy = f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
-            raise SettingError("drop_last", True, remedy)
-
-    def _set_reference(self) -> None:
-        if self.first_batch_size is None:
-            self.first_batch_size = self.batch_size
-        self._reference = None
-        if self.reference.steps == 0:
-            remedy = f"an epoch of {len(self.sampler)} rows has no whole step; set drop_last=False"
-            raise SettingError("batch_size", self.batch_size, remedy)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from .batch_rules import (
 )
 from .batch_schedules import at_epochs, by_noise_scale, geometric, linear_ramp, ramp_by_doubling, steps
 from .clock import UNITS, Clock, TrainingClock
-from .epoch_plan import EpochPlan, rows_of_next_step
+from .epoch_plan import EpochPlan
 from .learning_rate import (
     RULES,
     LearningRate,
@@ -56,7 +56,6 @@ __all__ = [
     "parse_reference",
     "ramp_by_doubling",
     "request_batch",
-    "rows_of_next_step",
     "scale_learning_rate",
     "squared_norm",
     "stages_of",

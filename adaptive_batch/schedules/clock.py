@@ -42,33 +42,18 @@ class Clock:
         return "tokens" in (self.warmup, self.decay)
 
 
-def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan, unit: str = "samples") -> float:
-    """Return the step that training with a constant batch would have reached.
+class TrainingClock:
+    """The clock of the learning rate's schedule: the step that training with a constant batch would have reached.
 
     By samples or tokens: the epochs that are done plus the part of this one, in the constant batch's steps per epoch.
     Growing the batch then neither stretches nor cuts a schedule. With a constant batch (by tokens: of steps with equally
     many) the clock is the number of optimizer steps, exactly. By steps it is that number whatever the batch.
 
     Args:
-        progress: where training is.
-        plan: the current epoch, divided by the current batch.
+        clock: its units.
         reference: an epoch, divided by the batch that training began with.
-        unit: ``samples``, ``tokens`` or ``steps``.
+        warmup_steps, total_steps: of the scheduler.
     """
-    if unit == "steps":
-        return progress.steps
-    begin = progress.epoch * reference.steps
-    if unit == "tokens":
-        return begin + progress.epoch_tokens * reference.steps / plan.tokens
-    if not plan.is_estimate:
-        slots = reference.slots if plan.stepped_rows == reference.stepped_rows else plan.slots
-        return begin + progress.epoch_rows * reference.steps / slots
-    by_steps = progress.epoch_steps / plan.most_steps if plan.most_steps else 0.0
-    return begin + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
-
-
-class TrainingClock:
-    """The clock of the learning rate's schedule, with the steps of its warm-up and in all; `reference` as :func:`schedule_clock`'s."""
 
     def __init__(
         self, clock: Clock | None = None, *, reference: EpochPlan, warmup_steps: int = 0, total_steps: int = 0
@@ -79,25 +64,36 @@ class TrainingClock:
         self._warmup_ended_at: float | None = None
 
     def decay(self, progress: Progress, plan: EpochPlan) -> float:
-        """Return the time by the unit of the decay."""
-        return schedule_clock(progress, plan=plan, reference=self._reference, unit=self._clock.decay)
+        """Return the time by the unit of the decay; `plan` is the current epoch, divided by the current batch."""
+        return self._by(self._clock.decay, progress, plan)
 
     def at(self, progress: Progress, plan: EpochPlan) -> float:
         """Return the time before a step: the warm-up's until that is over, then the rest of the decay spread over the rest of training."""
         decay = self.decay(progress, plan)
         if self._clock.warmup == self._clock.decay:
             return decay
-        warmup = schedule_clock(progress, plan=plan, reference=self._reference, unit=self._clock.warmup)
+        warmup = self._by(self._clock.warmup, progress, plan)
         if warmup < self._warmup:
             return warmup
         if self._warmup_ended_at is None:
             self._warmup_ended_at = decay
         ended_at, total = self._warmup_ended_at, self._total
-        return (
-            decay
-            if ended_at >= total
-            else self._warmup + (decay - ended_at) * (total - self._warmup) / (total - ended_at)
-        )
+        if ended_at >= total:
+            return decay
+        return self._warmup + (decay - ended_at) * (total - self._warmup) / (total - ended_at)
+
+    def _by(self, unit: str, progress: Progress, plan: EpochPlan) -> float:
+        reference = self._reference
+        if unit == "steps":
+            return progress.steps
+        begin = progress.epoch * reference.steps
+        if unit == "tokens":
+            return begin + progress.epoch_tokens * reference.steps / plan.tokens
+        if not plan.is_estimate:
+            slots = reference.slots if plan.stepped_rows == reference.stepped_rows else plan.slots
+            return begin + progress.epoch_rows * reference.steps / slots
+        by_steps = progress.epoch_steps / plan.most_steps if plan.most_steps else 0.0
+        return begin + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
 
     def state_dict(self) -> dict[str, float | None]:
         """Return when the warm-up ended, by the unit of the decay."""

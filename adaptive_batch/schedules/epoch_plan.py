@@ -1,11 +1,9 @@
-"""How an epoch divides into optimizer steps: before it begins, and step by step."""
+"""How an epoch divides into optimizer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from .progress import Progress
 
 
 @dataclass(frozen=True)
@@ -60,16 +58,3 @@ class EpochPlan:
             return self.steps * self.step_rows
         alike = len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]
         return len(self.sizes) * self.sizes[0] if alike else sum(self.sizes)
-
-
-def rows_of_next_step(
-    progress: Progress, *, step_rows: int, rows: int, drop_last: bool, max_steps: int | None = None
-) -> int:
-    """Return the rows of the step that comes next in this epoch, of `rows`, over all ranks; 0 where the epoch is over.
-
-    `drop_last` drops a step of fewer than `step_rows`; `max_steps` ends the epoch after so many; None for no limit.
-    """
-    if max_steps is not None and progress.epoch_steps >= max_steps:
-        return 0
-    left = rows - progress.epoch_rows
-    return 0 if drop_last and left < step_rows else min(step_rows, left)

@@ -13,10 +13,8 @@ after more micro-batches lie in between, and cost a pass over the gradients each
 
 Rows of unequal length: gradients are means over label tokens, so the small batch counts as its share of the step's label
 tokens, in rows. Then, rows in random order, the estimate is right to first order in 1 / rows of the small batch, and low
-with few: of rows whose labels vary (standard deviation 0.86 of the mean) 3 to 4% low with 8 rows of 64, 12 to 21% with 4 of
-16, 25 to 57% with single rows. Counted by rows it was 3% low to 17% high, with single rows 10 to 130% high, and |G|^2 varied
-more from step to step. Rows that are sorted or grouped by length within a step make the small batch no random sample of it:
-estimates of such were worthless, from -3 to 5 times the truth.
+with few (docs/how_it_decides.md has numbers); counted by rows it was off further, and varied more from step to step. Rows
+that are sorted or grouped by length within a step make the small batch no random sample of it, and estimates worthless.
 """
 
 from __future__ import annotations

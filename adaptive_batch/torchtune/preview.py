@@ -141,11 +141,11 @@ class TrainingPreview:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
         known_first = batches.first_batch_size
         batches.limits = capacity
-        batches.look_at(progress, batch_size=batch_size)
+        batches.begin(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, first=batches.grows_now(progress))
         if first := list(self._batch_sizes.values())[:1]:
             batches.first_batch_size = known_first or first[0]
-            batches.look_at(progress, batch_size=first[0])
+            batches.begin(progress, batch_size=first[0])
             self.look_ahead(progress, saved=saved)
         configured = saved.get("base_rate", self._parts.cfg.optimizer.get("lr"))
         if configured is None:

@@ -68,11 +68,8 @@ class MicroBatchLimits:
         Raises:
             SettingError: a configured size is above what fits; it is never cut in silence.
         """
-        rows, tokens, most = (
-            self.micro_batch_size,
-            self.micro_batch_tokens,
-            self._layout.padded_tokens([tried_length] * bound),
-        )
+        rows, tokens = self.micro_batch_size, self.micro_batch_tokens
+        most = self._layout.padded_tokens([tried_length] * bound)
         if isinstance(rows, int) and rows > bound:
             raise SettingError("micro_batch_size", rows, f"{bound} rows fit; give {bound} or less")
         if isinstance(tokens, int) and tokens > most:

@@ -43,3 +43,16 @@ def test_going_on_in_mid_epoch_takes_the_same_steps(batches, lengths, data):
     assert all(progress.tokens == sum(lengths[: progress.samples]) for progress, _, _ in whole)
     begin = data.draw(st.sampled_from(whole))[0]
     assert list(epochs.ahead(begin, {0: 1})) == whole[begin.steps :]
+
+
+def test_an_epoch_is_over_after_its_last_row_or_its_last_step():
+    def rows_of_next_step(rows, **ends):
+        epochs = planner([1] * rows, batch_size=4, **ends)
+        _, size = epochs.next_step(Progress(epoch_rows=8, epoch_steps=2), lambda progress: 4)
+        assert size or epochs.is_over(Progress(epoch_rows=8, epoch_steps=2)) or ends["drop_last"]
+        return size
+
+    assert rows_of_next_step(10, drop_last=False) == 2
+    assert rows_of_next_step(10, drop_last=True) == 0
+    assert rows_of_next_step(8, drop_last=False) == 0
+    assert rows_of_next_step(100, drop_last=False, max_steps_per_epoch=2) == 0

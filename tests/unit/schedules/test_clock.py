@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Clock, EpochPlan, Progress, TrainingClock
-from adaptive_batch.schedules.clock import schedule_clock
+
+
+def schedule_clock(progress, *, plan, reference, unit="samples"):
+    return TrainingClock(Clock(unit, unit), reference=reference).at(progress, plan)
 
 
 @given(rows=st.integers(1, 100_000), step_rows=st.integers(1, 300), drop_last=st.booleans(), epochs=st.integers(1, 5))
