@@ -153,7 +153,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         parts.build_optimizer()
-        if self.checkpoints.recipe_state is not None:
+        if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(parts)
             self.log.whose_rate()
         self.planner.batch_size = self.capacity.find(

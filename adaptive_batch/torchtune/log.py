@@ -63,16 +63,16 @@ class TrainingLog:
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
         progress = run.progress
-        for line in checkpoints.passed_over:
+        for line in checkpoints.found.passed_over:
             self.record.decision("passed_over", line)
-        rows, resumed = len(self._parts.dataset), checkpoints.recipe_state is not None
+        rows, resumed = len(self._parts.dataset), checkpoints.found.recipe_state is not None
         where = f"epoch {progress.epoch}"
         if progress.epoch_steps:
             where += f", row {progress.epoch_rows} of it (step {progress.steps})"
         of_ranks = f", {distributed.world_size()} ranks" if distributed.world_size() > 1 else ""
         self.record.decision(
             "start",
-            f"{f'resuming from {checkpoints.source}' if resumed else 'starting'} with {where}; {rows} rows{of_ranks}",
+            f"{f'resuming from {checkpoints.found.source}' if resumed else 'starting'} with {where}; {rows} rows{of_ranks}",
             resumed=resumed,
             run=run.name,
             rows=rows,
@@ -82,7 +82,7 @@ class TrainingLog:
         if run.begins_epoch_again:
             message = f"epoch {progress.epoch} begins again: which of its rows are left is not known with other rows"
             self.record.decision("epoch_restarted", message, epoch=progress.epoch)
-        if not resumed and checkpoints.holds_earlier_run:
+        if not resumed and checkpoints.found.holds_earlier_run:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
             self.record.decision("replaces", f"{message}; until its first save, resuming goes on with the earlier")
 

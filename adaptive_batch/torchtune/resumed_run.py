@@ -48,7 +48,7 @@ class ResumedRun:
     """
 
     def __init__(self, parts: TrainingParts, checkpoints: Checkpoints, *, seed: int) -> None:
-        settings, state = parts.settings, checkpoints.recipe_state
+        settings, state = parts.settings, checkpoints.found.recipe_state
         self._device = parts.device
         self._restores = settings.restores_random_state
         self.saved: dict[str, Any] = {} if state is None else state.get(STATE_KEY, {})
