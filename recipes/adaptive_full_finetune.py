@@ -438,7 +438,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 "learning_rate": self.rate.state_dict(),
                 "full_batch_loss": self.full_batch_loss.state_dict(),
                 "noise_scale": self.noise_scale.state_dict(),
-                "random_states": distributed.gather_to_rank_zero(RandomState(self.device).state_dict()),
+                "random_states": distributed.all_gather(RandomState(self.device).state_dict()),
             },
         }
 
