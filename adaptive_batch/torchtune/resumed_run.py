@@ -122,6 +122,6 @@ class ResumedRun:
             return
         states: list[dict[str, torch.Tensor]] = self.saved["random_states"]
         if len(states) == distributed.world_size():
-            RandomState.from_state_dict(states[distributed.rank()], self._device).restore()
+            RandomState(self._device).load_state_dict(states[distributed.rank()])
         else:  # no rank's is another's
             training.set_seed(seed=self.seed + progress.steps)
