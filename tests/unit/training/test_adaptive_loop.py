@@ -681,7 +681,7 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
     for option, value in {"headroom": 2, "device_memory": "lots", "maximum": 0}.items():
         with pytest.raises(SettingError, match=f"^{option}={value!r}: "):
             one.loop.find_bound(**{option: value})
-    with pytest.raises(SettingError, match=r"^device_memory='999TiB': .* or None for what is available"):
+    with pytest.raises(SettingError, match=r"^device_memory='999TiB': .* or null \(None\) for what is available"):
         one.loop.find_bound(device_memory="999TiB")
     one = training(batch_increase_function=lambda epoch, batch_size: -1)
     with pytest.raises(GrowthFunctionError, match=r"epoch=0, batch_size=4\) returned -1"):
