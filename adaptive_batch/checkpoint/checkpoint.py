@@ -115,7 +115,8 @@ class Checkpoint:
         Raises:
             CheckpointError: a file cannot be read, or the trees differ; on every rank, if on one.
         """
-        self._read(lambda state: read_into(self.path, state, tree), Ranks(process_group))
+        ranks = Ranks(process_group)
+        self._read(lambda state: read_into(self.path, state, tree, ranks), ranks)
 
     def load_optimizer(
         self,

@@ -7,7 +7,7 @@ would cut them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,19 +24,18 @@ from adaptive_batch.errors import CheckpointError
 from .dcp import Ranks, read_tensors
 from .optimizer_state import distributed_from_local, named_form, parameter_name
 
+_Path = tuple[Any, ...]  # keys and numbers
+
 # What ``torch.load(weights_only=True)`` reads back as it was.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is written.
+    """What is written: this rank's tensors by name, the state of rank zero, and about how many bytes all ranks' tensors have.
 
-    Attributes:
-        tensors: of this rank, by name.
-        state: that of rank zero is written: ``tree`` with tensors on the meta device in place of the stored ones, ``low_bit`` with
-            the layout and the parts by rank of each low-bit tensor, and ``small``.
-        num_bytes: of all ranks' tensors, about.
+    The state is ``tree`` with tensors on the meta device in place of the stored ones, ``low_bit`` with the layout and the parts by
+    rank of each low-bit tensor, and ``small``.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -60,12 +59,7 @@ class _Stored:
 
 
 def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content:
-    """Divide what a checkpoint is to hold; a collective.
-
-    Args:
-        tensors_tree: alike on all ranks but for what each holds of a DTensor; not copied.
-        small_state: of rank zero; that of another rank is not looked at. Copied.
-        ranks: that save together.
+    """Divide what a checkpoint is to hold, not copying tensors, but copying the small state of rank zero; a collective.
 
     Raises:
         TypeError: a value is of a kind that cannot be saved; on every rank.
@@ -102,11 +96,11 @@ def read_whole(folder: Path, state: Mapping[str, Any]) -> Any:
     return _read(folder, state, _stored(state["tree"]), Ranks())
 
 
-def read_into(folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+def read_into(folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any], ranks: Ranks) -> None:
     """Read into the tensors of `tree`: some entries of the tree that was saved; below these, with the same tensors.
 
     Raises:
-        CheckpointError: the trees differ, or a tensor was saved in another form than a plain one; it is named.
+        CheckpointError: the trees differ, or a low-bit tensor was saved by other ranks; it is named.
     """
     into: dict[str, list[torch.Tensor]] = {}
     for key, child in tree.items():
@@ -115,11 +109,11 @@ def read_into(folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any]) -
             if path not in found or path not in here:
                 where = "was not saved" if path in here else "was saved, and is not here"
                 raise CheckpointError(f"{_joined((key, *path))} {where}; it belongs to another model")
-            if found[path].name in state["low_bit"]:
-                raise CheckpointError(f"{_joined((key, *path))} is low-bit, and cannot be read into another tensor")
         for path, tensor in here.items():
-            into.setdefault(found[path].name, []).append(tensor.detach())
-    read_tensors(folder, {name: tensors[0] for name, tensors in into.items()})
+            stored = replace(found[path], parameter=tensor)
+            for name, part in _targets(stored, tensor.detach(), state, ranks).items():
+                into.setdefault(name, []).append(part)
+    read_tensors(folder, {name: parts[0] for name, parts in into.items()})
     for first, *others in into.values():
         for other in others:  # the same tensor when it was saved, and perhaps not here
             other.copy_(first)
@@ -141,9 +135,14 @@ def read_optimizer(
     form = named_form(_entry(state, key), optimizers, names)
     for parameter, name in names.items():
         if entries := form["state"].get(parameter_name(name)):
-            form["state"][parameter_name(name)] = _map_leaves(partial(_sharded_as, parameter), entries)
+            of_parameter = partial(_sharded_as, parameter)
+            form["state"][parameter_name(name)] = _map_leaves(of_parameter, entries, _Stored)
     read: dict[str, Any] = _read(folder, state, form, ranks)
     return read
+
+
+def _sharded_as(parameter: nn.Parameter, _: _Path, stored: _Stored) -> _Stored:
+    return replace(stored, parameter=parameter)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +155,7 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     forms: dict[Any, torch.Tensor] = {}
     tensors: dict[int, torch.Tensor] = {}
 
-    def form(path: tuple[Any, ...], value: Any) -> Any:
+    def form(path: _Path, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return _plain_value(path, value)
         tensor = value.detach()
@@ -176,43 +175,48 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 def _stored(divided: Any) -> Any:
     """Name the forms of a tree by the first path to each."""
     names: dict[int, str] = {}
+    taken: set[str] = set()
 
-    def name(path: tuple[Any, ...], form: Any) -> Any:
-        if not isinstance(form, torch.Tensor):
-            return form
+    def name(path: _Path, form: torch.Tensor) -> _Stored:
         if id(form) not in names:
-            number = len(names)  # ``{"a.b": x, "a": {"b": y}}`` has one path for two tensors
-            taken = _joined(path) in names.values()
-            names[id(form)] = f"{_joined(path)}#{number}" if taken else _joined(path)
+            joined = _joined(path)  # ``{"a.b": x, "a": {"b": y}}`` has one path for two tensors
+            names[id(form)] = f"{joined}#{len(names)}" if joined in taken else joined
+            taken.add(joined)
         return _Stored(names[id(form)], form)
 
-    return _map_leaves(name, divided)
+    return _map_leaves(name, divided, torch.Tensor)
 
 
 def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> Any:
     """Read the stored tensors of a tree."""
     into: dict[str, torch.Tensor] = {}
     for _, stored in _leaves(tree, _Stored):
-        if low_bit := state["low_bit"].get(stored.name):
-            _check_layout(stored, low_bit, ranks)
-            parts = _plain_parts(low_bit["ranks"][ranks.rank], f"{stored.name}@{ranks.rank}")
-            into |= {name: torch.empty_like(part, device="cpu") for name, part in parts.items()}
-        elif stored.name not in into:
-            into[stored.name] = stored.empty()
+        if stored.name not in into:
+            into |= _targets(stored, None, state, ranks)
     read_tensors(folder, into)
 
-    def restored(_: object, leaf: Any) -> Any:
-        if not isinstance(leaf, _Stored):
-            return leaf
-        if leaf.name not in state["low_bit"]:
-            return into[leaf.name]
-        form, parameter = state["low_bit"][leaf.name]["ranks"][ranks.rank], leaf.parameter
-        local = _with_parts(form, f"{leaf.name}@{ranks.rank}", into)
+    def restored(_: _Path, stored: _Stored) -> torch.Tensor:
+        if stored.name not in state["low_bit"]:
+            return into[stored.name]
+        form, parameter = state["low_bit"][stored.name]["ranks"][ranks.rank], stored.parameter
+        local = _with_parts(form, f"{stored.name}@{ranks.rank}", into)
         if isinstance(parameter, DTensor):
-            return distributed_from_local(local, parameter, parameter.placements, leaf.form.shape)
+            return distributed_from_local(local, parameter, parameter.placements, stored.form.shape)
         return local
 
-    return _map_leaves(restored, tree)
+    return _map_leaves(restored, tree, _Stored)
+
+
+def _targets(
+    stored: _Stored, tensor: torch.Tensor | None, state: Mapping[str, Any], ranks: Ranks
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to read into by name: those of `tensor`, or new ones."""
+    if low_bit := state["low_bit"].get(stored.name):
+        _check_layout(stored, low_bit, ranks)
+        form = low_bit["ranks"][ranks.rank] if tensor is None else local_part(tensor)
+        parts = _plain_parts(form, f"{stored.name}@{ranks.rank}")
+        return {name: torch.empty_like(part, device="cpu") if part.is_meta else part for name, part in parts.items()}
+    return {stored.name: stored.empty() if tensor is None else tensor}
 
 
 def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
@@ -255,18 +259,14 @@ def _entry(state: Mapping[str, Any], key: str) -> Any:
     return _stored(state["tree"])[key]
 
 
-def _sharded_as(parameter: nn.Parameter, _: object, leaf: Any) -> Any:
-    return replace(leaf, parameter=parameter) if isinstance(leaf, _Stored) else leaf
-
-
-def _copied(path: tuple[Any, ...], value: Any) -> Any:
+def _copied(path: _Path, value: Any) -> Any:
     """Copy a leaf of the small state to the host."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     return _plain_value(path, value)
 
 
-def _plain_value(path: tuple[Any, ...], value: Any) -> Any:
+def _plain_value(path: _Path, value: Any) -> Any:
     """Return a value that can be saved; subclasses, such as numpy's float64, as what they derive from."""
     if type(value) in _PLAIN:
         return value
@@ -289,23 +289,23 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-def _map_leaves(function: Callable[[tuple[Any, ...], Any], Any], tree: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Replace all but dicts, lists and tuples by what a function returns for path and value."""
+def _map_leaves(function: Callable[[_Path, Any], Any], tree: Any, kind: Any = object, path: _Path = ()) -> Any:
+    """Replace what is of a kind and is no dict, list or tuple by what a function returns for path and value."""
     if isinstance(tree, Mapping):
-        return {key: _map_leaves(function, child, (*path, key)) for key, child in tree.items()}
+        return {key: _map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_map_leaves(function, child, (*path, number)) for number, child in enumerate(tree))
-    return function(path, tree)
+        return type(tree)(_map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree))
+    return function(path, tree) if isinstance(tree, kind) else tree
 
 
-def _leaves(tree: Any, kind: type) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _leaves(tree: Any, kind: type) -> list[tuple[_Path, Any]]:
     """Return path and value of all leaves of a kind."""
-    found: list[tuple[tuple[Any, ...], Any]] = []
-    _map_leaves(lambda path, leaf: found.append((path, leaf)), tree)
-    return ((path, leaf) for path, leaf in found if isinstance(leaf, kind))
+    found: list[tuple[_Path, Any]] = []
+    _map_leaves(lambda path, leaf: found.append((path, leaf)), tree, kind)
+    return found
 
 
-def _joined(path: tuple[Any, ...]) -> str:
+def _joined(path: _Path) -> str:
     return ".".join(map(str, path)) or "the state"
 
 
