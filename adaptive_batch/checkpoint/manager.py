@@ -86,17 +86,13 @@ class CheckpointManager:
         return self._pending is not None and not self._pending.done()
 
     def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
-        """Save what a run needs to resume.
+        """Save what a run needs to resume; return the seconds for which training waited, also for an earlier asynchronous save.
 
         Args:
             step: optimizer steps so far; a checkpoint of the same step is replaced.
-            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``: dicts, lists, tuples, tensors
-                and plain values in any nesting. Alike on all
-                ranks but for what each holds of a DTensor.
+            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``: dicts, lists, tuples, tensors and plain
+                values in any nesting. Alike on all ranks but for what each holds of a DTensor.
             small_state: the rest, of the same kinds of value; it can be read alone. That of rank zero is saved.
-
-        Returns:
-            Seconds for which training waited, also for an earlier asynchronous save.
 
         Raises:
             CheckpointError: saving failed on one rank at least, or the asynchronous save before this one, which is then not begun;
@@ -120,21 +116,13 @@ class CheckpointManager:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Return when the last save is complete.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Return when the last save is complete; raise a CheckpointError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait, and release thread and memory.
-
-        Raises:
-            CheckpointError: the last save failed.
-        """
+        """Release thread and memory when the last save is complete; raise a CheckpointError if it failed."""
         try:
             self.wait()
         finally:
@@ -158,15 +146,15 @@ class CheckpointManager:
         }
         needed = sum(local_part(tensor).nbytes for name, tensor in tensors.items() if name not in self._copies)
         hosts = self._ranks.each(lambda: (platform.node(), needed, host_available_bytes()))
-        on_host = {name: sum(bytes_ for other, bytes_, _ in hosts if other == name) for name, _, _ in hosts}
-        if any(on_host[name] > available for name, _, available in hosts):
-            self._copies = {}
-            log.warning(
-                "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
-                on_host[platform.node()] / GIB,
-                hosts[self._ranks.rank][2] / GIB,
-            )
-            return False
+        for host, _, available in hosts:
+            if (on_host := sum(bytes_ for other, bytes_, _ in hosts if other == host)) > available:
+                self._copies = {}
+                log.warning(
+                    "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
+                    on_host / GIB,
+                    available / GIB,
+                )
+                return False
         self._ranks.each(lambda: self._copy_tensors(tensors))
         return True
 

@@ -221,15 +221,12 @@ def any_of_ranks(flag: bool) -> bool:
 
 
 def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
-    """Compute on rank zero alone and shares the result.
+    """Compute on rank zero alone and share the result.
 
     Args:
         compute: called on rank zero; its result must be picklable when there are other ranks. They wait for it up to 12 hours,
             or where :func:`init_process_group` did not begin the group, up to its timeout.
         group: another process group of all ranks, so that a thread may call this where nothing else uses that group.
-
-    Returns:
-        The result of rank zero, on every rank.
 
     Raises:
         BaseException: what `compute` raised on rank zero is raised on every rank, so that none is left waiting. An
@@ -245,18 +242,7 @@ def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
 
 
 def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Result]:
-    """Compute on every rank and shares the results.
-
-    Args:
-        compute: as in :func:`from_rank_zero`, called on every rank.
-        group: as in :func:`from_rank_zero`.
-
-    Returns:
-        The results by rank, on every rank.
-
-    Raises:
-        BaseException: what `compute` raised on the first rank that failed is raised on every rank, as in :func:`from_rank_zero`.
-    """
+    """Compute on every rank and return the results by rank, on every rank; arguments and errors as in :func:`from_rank_zero`."""
     if world_size() == 1:
         return [compute()]
     own = _outcome(compute)
@@ -266,11 +252,7 @@ def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Res
 
 
 def on_rank_zero(act: Callable[[], Result]) -> Result | None:
-    """Act on rank zero alone, and returns there what came of it, which need not be picklable; None on other ranks.
-
-    Raises:
-        BaseException: as :func:`from_rank_zero`.
-    """
+    """Act on rank zero alone and return the result there, which need not be picklable; errors as in :func:`from_rank_zero`."""
     results: list[Result] = []
     from_rank_zero(lambda: results.append(act()))
     return results[0] if results else None

@@ -52,14 +52,9 @@ _PEER_GONE = re.compile(
 
 @dataclass(frozen=True)
 class End:
-    """Why a run ended on all ranks.
+    """Why a run ended on all ranks: the rank that failed first, its node as torchrun numbers it, and facts as JSON values.
 
-    Attributes:
-        rank: the rank that said so.
-        kind: ``error``, ``out_of_memory``, ``stalled``, ``lost_peer`` or ``lost_store``.
-        message: in a sentence.
-        facts: what is known beside it, as JSON values.
-        node: of that rank, numbered as torchrun does.
+    The kind is ``error``, ``out_of_memory``, ``stalled``, ``lost_peer`` or ``lost_store``.
     """
 
     rank: int
@@ -70,7 +65,9 @@ class End:
 
 
 class Watchdog:
-    """Ends this process when another rank fails, and the others when this one does. :meth:`connect` makes it.
+    """Ends this process when another rank fails, and the others when this one does.
+
+    Making one is a collective that needs no process group: every rank makes one, all before or all after ``init_process_group``.
 
     Args:
         stall_seconds: so long without a beat is a stall; None for no such limit.
@@ -99,17 +96,6 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
         self._ending = threading.Lock()
-
-    @classmethod
-    def connect(
-        cls, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None
-    ) -> Watchdog | None:
-        """Return a watchdog that has yet to start, or None where the environment names no store, as without torchrun.
-
-        A collective, that needs no process group: every rank calls it, all before or all after ``init_process_group``.
-        """
-        named = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-        return cls(stall_seconds=stall_seconds, on_end=on_end) if named and dist.is_available() else None
 
     def start(self) -> None:
         """Watch over the thread that calls it."""
@@ -155,24 +141,21 @@ class Watchdog:
         """End the run on all ranks. Call it before the process group is destroyed, which the others would hear of first.
 
         The first rank to fail says why on stderr, once: an error of ours in a line, any other with its traceback. A rank that
-        fails later says nothing. When rank zero has been told, each process ends with status 1 and without clean-up.
+        fails later prints nothing. When rank zero has written it down, each process ends with status 1 and without clean-up.
 
         Args:
-            error: what happened. An error that says that another rank has gone becomes a ``lost_peer``.
-            kind: of :class:`End`.
-            facts: of :class:`End`.
+            error: what happened. An error that another rank has gone becomes a ``lost_peer``.
+            kind, facts: of :class:`End`.
         """
+        if kind == "error" and isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)):
+            self._end_of_this("lost_peer", _lost_peer(_gist(error)), facts)
         message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         text = f"rank {self._rank}: {message}"
-        if kind == "error" and isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)):
-            kind = "lost_peer"
-            message = _lost_peer(_gist(error))
-            text = f"rank {self._rank}: {message}"
-        elif isinstance(error, AdaptiveBatchError) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
+        if isinstance(error, AdaptiveBatchError) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
             text = message
         elif isinstance(error, BaseException):
             text = f"rank {self._rank}:\n{''.join(traceback.format_exception(error)).rstrip()}"
-        self._end(End(self._rank, kind, message, dict(facts or {}), self._node), text)
+        self._end(End(self._rank, kind, message, facts or {}, self._node), text)
 
     def _end(self, end: End, text: str) -> NoReturn:
         """End this process: by what the first rank to fail has claimed, which may be this one."""
@@ -243,8 +226,8 @@ class Watchdog:
             if not process and self._store.check([f"process/{other}"]):
                 process = self._neighbours[other] = self._store.get(f"process/{other}").decode()
             namespace, _, number = process.rpartition(" ")
-            is_watched = bool(namespace) and namespace == _namespace()
-            if is_watched and not _is_running(int(number)) and not self._store.check([f"left/{other}"]):
+            is_gone = namespace and namespace == _namespace() and not os.path.exists(f"/proc/{number}")
+            if is_gone and not self._store.check([f"left/{other}"]):
                 self._end_of_this("lost_peer", _lost_peer(f"rank {other} is no longer there"))
 
     def _end_of_this(
@@ -289,16 +272,6 @@ def _namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _print(text: str) -> None:

@@ -200,10 +200,7 @@ class Checkpoints:
     def save_epoch(self, parts: TrainingParts, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
         """Save an epoch, once a resume point that is being written is complete or has failed.
 
-        Args:
-            parts: with model and optimizers, which are put together on rank zero.
-            recipe_state: the rest; None where training is done, and the optimizer is not saved either.
-            epoch: that is over.
+        Where training is done, `recipe_state` is None, and the optimizer is not saved either.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
@@ -240,19 +237,11 @@ class Checkpoints:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Wait for a resume point that is being written.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Wait for a resume point that is being written; raise a CheckpointError if it failed."""
         self._manager.wait()
 
     def close(self) -> None:
-        """Wait, and save no more.
-
-        Raises:
-            CheckpointError: the last one failed.
-        """
+        """Wait, and save no more; raise a CheckpointError if the last one failed."""
         self._manager.close()
 
     def _settle(self) -> None:

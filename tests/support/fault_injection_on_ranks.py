@@ -290,8 +290,7 @@ class _Notes:
 
 def run_places(way: Way, places: Sequence[Place], folder: str) -> None:
     """Run each place; a rank that cannot go on ends all, as the recipe has it."""
-    watch = Watchdog.connect(stall_seconds=PATIENCE_SECONDS)
-    assert watch is not None
+    watch = Watchdog(stall_seconds=PATIENCE_SECONDS)
     watch.start()
     notes = _Notes(Path(folder), watch)
     gc.collect()
