@@ -45,14 +45,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SkippedCheckpoint:
-    """A folder that is no complete checkpoint.
-
-    Attributes:
-        path: the folder.
-        reason: why it is not used.
-        is_ours: it was written as a checkpoint in a format that this version knows.
-        order: as in :class:`Checkpoint`; None where it cannot be known.
-    """
+    """A folder that is no complete checkpoint, and why; `is_ours` if it was written as one in a format that this version knows."""
 
     path: Path
     reason: str
@@ -68,13 +61,7 @@ class SkippedCheckpoint:
 class Checkpoint:
     """A folder whose files are all there with the sizes that they were saved with.
 
-    Attributes:
-        path: the folder.
-        step: optimizer steps when it was saved.
-        order: grows with each save into one output directory, so that the largest is the newest.
-        package_version: of adaptive_batch, when it was saved.
-        world_size: ranks that wrote it.
-        files: by name.
+    The largest `order` is the newest of one output directory; `step` counts optimizer steps, and `world_size` the ranks that wrote it.
     """
 
     path: Path
@@ -123,7 +110,6 @@ class Checkpoint:
         optimizers: Iterable[Optimizer],
         names: Mapping[nn.Parameter, str],
         *,
-        key: str = "optimizer",
         process_group: Any = None,
     ) -> dict[str, Any]:
         """Load the state of optimizers, sharded as their parameters are; each rank reads its own part. A collective.
@@ -131,25 +117,20 @@ class Checkpoint:
         Args:
             optimizers: that it is for; they are not changed.
             names: of their parameters, as ``model.named_parameters()`` has them.
-            key: of the state in the tree that was saved; it may have any form that :func:`.optimizer_state.named_form` takes.
             process_group: whose ranks load together; None for one process.
 
         Returns:
-            What :func:`.optimizer_state.load_named_optimizer_state` takes.
+            What :func:`.load_named_optimizer_state` takes.
 
         Raises:
             CheckpointError: a file cannot be read, the state belongs to other parameters, or it is of low-bit states and the ranks
                 are not as many as saved it; on every rank, if on one.
         """
         ranks, optimizers = Ranks(process_group), list(optimizers)
-        return self._read(lambda state: read_optimizer(self.path, state, key, optimizers, names, ranks), ranks)
+        return self._read(lambda state: read_optimizer(self.path, state, optimizers, names, ranks), ranks)
 
     def load_small_state(self) -> Any:
-        """Load the small state alone, without reading the tensors.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Load the small state alone, without reading the tensors; raise a CheckpointError if it cannot be read."""
         return self._read(lambda state: state["small"], Ranks())
 
     def _read(self, read: Callable[[Any], Result], ranks: Ranks) -> Result:

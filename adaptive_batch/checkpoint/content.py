@@ -122,7 +122,6 @@ def read_into(folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any], r
 def read_optimizer(
     folder: Path,
     state: Mapping[str, Any],
-    key: str,
     optimizers: Iterable[Optimizer],
     names: Mapping[nn.Parameter, str],
     ranks: Ranks,
@@ -132,7 +131,7 @@ def read_optimizer(
     Raises:
         CheckpointError: the state belongs to other parameters, or cannot be divided among these ranks.
     """
-    form = named_form(_entry(state, key), optimizers, names)
+    form = named_form(_entry(state, "optimizer"), optimizers, names)
     for parameter, name in names.items():
         if entries := form["state"].get(parameter_name(name)):
             of_parameter = partial(_sharded_as, parameter)

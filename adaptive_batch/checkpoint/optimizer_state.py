@@ -84,8 +84,7 @@ def named_form(
 
     Args:
         state: of ``optimizer.state_dict()``, with its numbers; the named form; ``{name: one of these}``, for the optimizer in backward.
-        optimizers: that it is to be loaded into; they say which parameter has which number.
-        names: as in :func:`named_optimizer_state`.
+        optimizers, names: that it is to be loaded into.
 
     Raises:
         CheckpointError: it is none of these, or has a parameter that there is not.

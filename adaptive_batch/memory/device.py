@@ -273,8 +273,7 @@ class AcceleratorMemory:
     def release(self) -> None:
         gc.collect()
         self._backend.synchronize(self.device)
-        if hasattr(self._backend, "empty_cache"):  # torch.accelerator has it since 2.9
-            self._backend.empty_cache()
+        self._backend.empty_cache()
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:

@@ -409,6 +409,9 @@ class SaysNothing:
     def synchronize(self, _):
         pass
 
+    def empty_cache(self):
+        pass
+
 
 def test_a_device_that_does_not_say_what_it_peaks_at_is_refused_for_probes_alone():
     device = torch.device("cuda", 0)
