@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -84,6 +85,22 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def move_into_place(folder: Path, target: Path) -> None:
+    """Rename a folder to `target`; one that was there is kept as ``.replaced-NAME`` until then, and removed."""
+    replaced = target.with_name(f".replaced-{target.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    try:
+        folder.rename(target)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def cache_directory() -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from adaptive_batch._util import sync_folder
+from adaptive_batch._util import move_into_place
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import GIB, host_available_bytes
 
@@ -173,7 +173,7 @@ class CheckpointManager:
         try:
             order = ranks.first(lambda: self._prepare(target, temporary))
             write_checkpoint(temporary, content, step=step, order=order, ranks=ranks)
-            ranks.first(lambda: self._move_into_place(temporary, target))
+            ranks.first(lambda: move_into_place(temporary, target))
         except BaseException as error:
             nearest = next(folder for folder in (target, *target.parents) if folder.exists())
             free = shutil.disk_usage(nearest).free
@@ -207,19 +207,6 @@ class CheckpointManager:
         temporary.mkdir()
         orders = (inspect(folder).order for folder in _step_folders(self._output_dir))
         return max([time.time_ns(), *(order + 1 for order in orders if order is not None)])
-
-    def _move_into_place(self, temporary: Path, target: Path) -> None:
-        replaced = target.with_name(_REPLACED + target.name)
-        if target.exists():
-            target.rename(replaced)
-        try:
-            temporary.rename(target)
-        except BaseException:
-            if replaced.exists():
-                replaced.rename(target)
-            raise
-        sync_folder(self._output_dir)
-        shutil.rmtree(replaced, ignore_errors=True)
 
     def _remove_old(self, newest: int) -> None:
         """Keep the last few that are complete by name and size. Folders of users and of newer versions stay."""

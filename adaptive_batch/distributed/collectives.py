@@ -43,7 +43,7 @@ def is_launched() -> bool:
 
 
 def launch_name() -> str | None:
-    """Return a name for what torchrun was told to start, the same after each restart; None without torchrun."""
+    """Return a name for what torchrun has started, the same after each restart; None without torchrun."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" is torchrun's own word where nobody gave another
     return None if run is None else f"{run}/{platform.node()}/{os.getppid()}/{_began(os.getppid())}"
 
@@ -77,9 +77,9 @@ def meet_ranks() -> tuple[Store, int, int]:
 
 
 def _attempt(store: Store, rank: int, size: int) -> str:
-    """A name that rank zero makes and gives to whoever asks until all ranks of its own attempt have heard it.
+    """Return a name that rank zero makes and gives to whoever asks until all ranks of this attempt have it.
 
-    The ranks of an attempt have all ended before those of the next one start, so that nobody hears an earlier name.
+    The ranks of an attempt have all ended before those of the next one start, so that nobody gets an earlier name.
     """
     if rank:
         number = store.add("asked", 1)
@@ -88,16 +88,16 @@ def _attempt(store: Store, rank: int, size: int) -> str:
         except dist.DistStoreError as error:
             raise RankLostError(f"rank zero has not come within {_COME}", {}) from error
         name = store.get(f"answer/{number}").decode()
-        store.add(f"{name}/heard", 1)
+        store.add(f"{name}/taken", 1)
         return name
     name, until = uuid.uuid4().hex, time.monotonic() + _COME.total_seconds()
-    while (heard := store.add(f"{name}/heard", 0)) < size - 1:
+    while (taken := store.add(f"{name}/taken", 0)) < size - 1:
         asked, answered = store.add("asked", 0), store.add("answered", 0)
         for number in range(answered + 1, asked + 1):
             store.set(f"answer/{number}", name)
         store.add("answered", asked - answered)
         if time.monotonic() > until:
-            raise RankLostError(f"{heard + 1} of {size} ranks have come within {_COME}", {})
+            raise RankLostError(f"{taken + 1} of {size} ranks have come within {_COME}", {})
         time.sleep(0.01)
     return name
 

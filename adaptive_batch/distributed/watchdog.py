@@ -3,7 +3,7 @@
 A rank that fails leaves the others in a collective, which ends at the process group's timeout: half an hour on gloo. Neither a
 monitored barrier nor aborting the group frees them. So a thread of each rank asks the store that torchrun's environment names whether
 a rank has failed, and whether the ranks of the same machine are alive: gloo notices one that was killed, NCCL does not. The first
-rank to fail claims the end and says why, rank zero writes it down, and each process ends where it stands. A second thread ends a run
+rank to fail claims the end and prints why, rank zero writes it down, and each process ends where it stands. A second thread ends a run
 that has stopped without failing. Signals play no part: Python handles them in the main thread, which is the one that hangs.
 
     claim          the first rank to fail: its `End`
@@ -81,7 +81,7 @@ class Watchdog:
     def __init__(self, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None) -> None:
         self.on_end = on_end
         store, self._rank, world_size = distributed.meet_ranks()
-        # The store outlives this object: what an earlier one has left there is not heard again.
+        # The store outlives this object: what an earlier one has left there is not read again.
         self._store: Store = PrefixStore(f"watch/{store.add(f'watch/started/{self._rank}', 1)}", store)
         self._has_store = True
         self._rank_zero_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -138,9 +138,9 @@ class Watchdog:
     def fail(
         self, error: BaseException | str, *, kind: str = "error", facts: Mapping[str, Any] | None = None
     ) -> NoReturn:
-        """End the run on all ranks. Call it before the process group is destroyed, which the others would hear of first.
+        """End the run on all ranks. Call it before the process group is destroyed, which the others would notice first.
 
-        The first rank to fail says why on stderr, once: an error of ours in a line, any other with its traceback. A rank that
+        The first rank to fail prints why on stderr, once: an error of ours in a line, any other with its traceback. A rank that
         fails later prints nothing. When rank zero has written it down, each process ends with status 1 and without clean-up.
 
         Args:
@@ -252,10 +252,10 @@ class Watchdog:
             _print(f"rank {self._rank}: why the run ended was not written down: {type(error).__name__}: {error}")
 
 
-def _lost_peer(said: str) -> str:
+def _lost_peer(reason: str) -> str:
     return (
-        f"another rank has gone without a word, perhaps killed for want of memory ({said}); --max-restarts, or "
-        "resume_from_checkpoint=True, goes on from what was saved last"
+        f"another rank has gone without a word, perhaps killed for want of memory ({reason}); --max-restarts, or "
+        "resume_from_checkpoint=True, resumes from what was saved last"
     )
 
 

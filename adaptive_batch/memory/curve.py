@@ -14,12 +14,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trial held in the course of its program.
-
-    Attributes:
-        program: a number that is the same for the same operations in the same order, within one process.
-        live_bytes: bytes alive after each of them.
-    """
+    """The bytes alive after each operation of a trial; `program` is the same for the same operations, within one process."""
 
     program: int
     live_bytes: Sequence[int]
@@ -27,39 +22,26 @@ class Trace:
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes alive after one operation: ``fixed_bytes + bytes_per_row * rows``.
-
-    Attributes:
-        fixed_bytes: of no rows; whole or a fraction.
-        bytes_per_row: what each row adds; 0 or more.
-        operation: its number in the trace.
-    """
+    """Bytes alive after one operation, by its number in the trace: ``fixed_bytes + bytes_per_row * rows``; the slope is 0 or more."""
 
     fixed_bytes: Fraction
     bytes_per_row: Fraction
     operation: int
 
     def at(self, rows: int) -> int:
-        """Bytes alive at that many rows."""
+        """Return the bytes alive at that many rows."""
         return math.ceil(self.fixed_bytes + self.bytes_per_row * rows)
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Most bytes alive in forward and backward, by rows.
-
-    Attributes:
-        lines: those that are the highest at some number of rows, from few rows to many.
-    """
+    """Most bytes alive in forward and backward, by rows: of all lines those that are the highest at some number of rows, in order."""
 
     lines: tuple[Line, ...]
 
     @classmethod
     def from_traces(cls, fewer: tuple[int, Trace], more: tuple[int, Trace]) -> MemoryCurve:
-        """The curve through two sizes that ran the same program.
-
-        Args:
-            fewer, more: rows of a trial that fitted, and its trace.
+        """Return the curve through two sizes, each as rows and trace, that ran the same program.
 
         Raises:
             ValueError: they ran other programs, as one row alone often does.
@@ -81,15 +63,15 @@ class MemoryCurve:
         return cls(tuple(_upper_envelope(lines)))
 
     def peak_bytes(self, rows: int) -> int:
-        """Most bytes alive at that many rows."""
+        """Return the most bytes alive at that many rows."""
         return max(line.at(rows) for line in self.lines)
 
     def highest(self, rows: int) -> Line:
-        """The line that makes the peak at that many rows; the first of several."""
+        """Return the line that makes the peak at that many rows; the first of several."""
         return max(self.lines, key=lambda line: (line.fixed_bytes + line.bytes_per_row * rows, -line.operation))
 
     def max_rows(self, budget_bytes: int) -> int | None:
-        """Most rows whose peak stays within the budget; 0 where not one does, None where any number does."""
+        """Return the most rows whose peak stays within the budget; 0 where not one does, None where any number does."""
         limits = []
         for line in self.lines:
             if line.bytes_per_row:
@@ -100,7 +82,7 @@ class MemoryCurve:
 
 
 def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
-    """Of lines by growing slope, those that are the highest at some number of rows from 1 on."""
+    """Return of lines by growing slope, those that are the highest at some number of rows from 1 on."""
     hull: list[Line] = []
     for line in lines:
         while hull and _overtakes(hull[-1], line) <= (_overtakes(hull[-2], hull[-1]) if len(hull) > 1 else 1):
@@ -110,5 +92,5 @@ def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
 
 
 def _overtakes(flatter: Line, steeper: Line) -> Fraction:
-    """Rows from which the steeper of two lines is the higher."""
+    """Return the rows from which the steeper of two lines is the higher."""
     return (flatter.fixed_bytes - steeper.fixed_bytes) / (steeper.bytes_per_row - flatter.bytes_per_row)

@@ -21,7 +21,7 @@ class OptimizerInBackward:
 
     def __init__(self, optimizers: Mapping[nn.Parameter, Optimizer]) -> None:
         self.optimizers = dict(optimizers)
-        self._rehearsing = False
+        self._is_dry_run = False
         self._fresh: set[nn.Parameter] = set()
         for parameter in self.optimizers:
             if parameter.requires_grad:
@@ -30,11 +30,11 @@ class OptimizerInBackward:
     def _step(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         optimizer = self.optimizers[parameter]
-        if not self._rehearsing:
+        if not self._is_dry_run:
             optimizer.step()
             optimizer.zero_grad()
             return
-        # One parameter at a time is copied, stepped and put back, so a rehearsal costs the host one parameter, not the model.
+        # One parameter at a time is copied, stepped and put back, so a dry run costs the host one parameter, not the model.
         weights = TensorSnapshot([parameter])
         fresh = parameter in self._fresh
         before = OptimizerSnapshot(optimizer) if not fresh or not optimizer.state else None
@@ -42,21 +42,21 @@ class OptimizerInBackward:
             optimizer.step()
             optimizer.zero_grad()
             if fresh:
-                before = None  # the state that was made stays until the rehearsal ends
+                before = None  # the state that was made stays until the dry run ends
         finally:
             weights.restore()
             if before:  # also what a step that ran out of memory left half made
                 before.restore()
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """Inside, a step is taken and undone; state that a fresh optimizer makes stays resident until the end, then goes."""
         self._fresh = {parameter for parameter, optimizer in self.optimizers.items() if not optimizer.state}
         snapshots = [OptimizerSnapshot(self.optimizers[parameter]) for parameter in self._fresh]
-        self._rehearsing = True
+        self._is_dry_run = True
         try:
             yield
         finally:
-            self._rehearsing = False
+            self._is_dry_run = False
             for snapshot in snapshots:
                 snapshot.restore()

@@ -99,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resizable.discard(key)
 
     def _see_resized(self, kwargs: dict[str, Any] | None) -> None:
-        """FSDP frees what it has gathered by resizing storages in place, which is no operation: look at them at each of its own."""
+        """FSDP frees what it has gathered by resizing storages in place, which is no operation: look at them at each of its operations."""
         for tensor in (kwargs or {}).get("out", ()):
             storage = tensor.untyped_storage()
             self._see(storage)

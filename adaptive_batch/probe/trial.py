@@ -98,7 +98,7 @@ class DryRun:
             stack.callback(snapshot.restore)
             stack.callback(self._drop_gradients)
             if self._in_backward:
-                stack.enter_context(self._in_backward.rehearsal())
+                stack.enter_context(self._in_backward.dry_run())
             if not self._model.training:
                 self._model.train()
             self._rehearse_one_step(snapshot)

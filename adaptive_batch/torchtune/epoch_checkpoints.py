@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from safetensors import safe_open
 from torchtune import config, training
 
-from adaptive_batch._util import atomic_write, sync_folder
+from adaptive_batch._util import atomic_write, move_into_place, sync_folder
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import is_out_of_memory
 
@@ -173,27 +173,18 @@ class EpochCheckpoints:
                 f"saving {self._output_dir / folder} failed ({error}); what was saved before is untouched: "
                 f"{remedy}, and resume with resume_from_checkpoint=True"
             ) from error
-        self._move_into_place(folder)
+        move_into_place(saved, self._output_dir / folder)  # the weights are there before the recipe state names them
+        if (self._temporary / _RECIPE_STATE).exists():
+            state_file = self._output_dir / _RECIPE_STATE
+            state_file.parent.mkdir(parents=True, exist_ok=True)
+            (self._temporary / _RECIPE_STATE).replace(state_file)
+            sync_folder(state_file.parent)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def mark_preempted(self, epoch: int) -> None:
         """Mark a saved epoch: its run was asked to end while it was being saved."""
         path = self._output_dir / f"epoch_{epoch}" / _IDENTITY
         atomic_write(path, json.dumps({**json.loads(path.read_text()), "preempted": True}, indent=2))
-
-    def _move_into_place(self, folder: str) -> None:
-        target, state_file = self._output_dir / folder, self._output_dir / _RECIPE_STATE
-        replaced = self._output_dir / f".replaced-{folder}"
-        shutil.rmtree(replaced, ignore_errors=True)
-        if target.exists():
-            target.rename(replaced)
-        (self._temporary / folder).rename(target)
-        sync_folder(self._output_dir)  # the weights are there before the recipe state names them
-        if (self._temporary / _RECIPE_STATE).exists():
-            state_file.parent.mkdir(parents=True, exist_ok=True)
-            (self._temporary / _RECIPE_STATE).replace(state_file)
-            sync_folder(state_file.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _weights_in(folder: Path) -> list[Path]:
