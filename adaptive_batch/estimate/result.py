@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -212,15 +213,14 @@ class MemoryEstimate:
     def table(self) -> str:
         """Aligned text: a line for each device and length, what is resident, and what makes the peaks."""
         cells = [["device", "length", "max_batch_size", "tokens", "peak GiB", "GiB a row", "free GiB"]]
-        for device in self.devices:
-            for length in self.lengths:
-                rows = self.bound(length, device)
-                peak, line = length.peak_bytes(max(1, rows)), length.curve.highest(max(2, rows))
-                cells.append([
-                    device.name, str(length.sequence_length), self.format_rows(rows), str(rows * length.sequence_length),
-                    f"{peak / GIB:.2f}", f"{float(line.bytes_per_row) / GIB:.4f}",
-                    f"{(device.budget_bytes - peak) / GIB:.2f}" if rows else "-",
-                ])  # fmt: skip
+        for device, length in product(self.devices, self.lengths):
+            rows = self.bound(length, device)
+            peak, line = length.peak_bytes(max(1, rows)), length.curve.highest(max(2, rows))
+            cells.append([
+                device.name, str(length.sequence_length), self.format_rows(rows), str(rows * length.sequence_length),
+                f"{peak / GIB:.2f}", f"{float(line.bytes_per_row) / GIB:.4f}",
+                f"{(device.budget_bytes - peak) / GIB:.2f}" if rows else "-",
+            ])  # fmt: skip
         lines = _aligned(cells)
         for device in self.devices:
             budget, total = format_bytes(device.budget_bytes), format_bytes(device.total_bytes)
@@ -229,14 +229,14 @@ class MemoryEstimate:
             for length in self.lengths:
                 if what := length.first_too_large(device.budget_bytes):
                     lines.append(f"  {length.sequence_length} tokens: too large: {what}")
-        resident = self.lengths[0].resident
+        resident, of_step = self.lengths[0].resident, self.lengths[0].optimizer_peak_bytes
         on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         gradients = f", gradients that stay {resident.gradients / GIB:.2f}" if resident.gradients else ""
         lines.append(
             f"fixed{on_each}: {resident.total / GIB:.2f} GiB: parameters {resident.parameters / GIB:.2f}, optimizer state "
             f"{resident.optimizer / GIB:.2f}{gradients}, buffers {resident.buffers / GIB:.2f}"
         )
-        if (of_step := self.lengths[0].optimizer_peak_bytes) is not None:
+        if of_step is not None:
             lines.append(f"optimizer's step: {of_step / GIB:.2f} GiB at its peak, whatever the batch")
         for length in self.lengths:
             lines.append(length.explain(max(1, *(self.bound(length, device) for device in self.devices))))

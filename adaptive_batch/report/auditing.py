@@ -13,7 +13,7 @@ from typing import Any
 
 from adaptive_batch.errors import SettingError
 
-from .run_history import Entry, Record, RunHistory, as_number, steps_at, whole
+from .run_history import Record, RunHistory, as_number, steps_at, whole
 from .run_log import iterate_records
 
 RECORD = Path("adaptive_batch") / "run.jsonl"
@@ -56,7 +56,7 @@ def audit_records(records: Iterable[Record | None], again: Iterable[Record | Non
     history = RunHistory(records)
     auditor = _Auditor(has_beginning=history.has_beginning)
     for entry in history.entries(again):
-        auditor.add(entry)
+        auditor.add(*entry)
     auditor.finish()
     pairs = [("run log", f"{history.num_records:,} lines, {auditor.num_torn:,} of them torn"), *auditor.report()]
     if history.num_other_runs:
@@ -87,22 +87,20 @@ class _Auditor:
         if not has_beginning:
             self._wrong("the beginning of the run is not in the log")
 
-    def add(self, entry: Entry) -> None:
+    def add(self, record: Record | None, steps: int, counts: bool) -> None:
         """Check the next record."""
-        record, steps = entry.record, entry.steps
         if record is None:
             self.num_torn += 1
-        if record is None or not entry.in_run:
             return
         kind, epoch = str(record.get("kind")), whole(record, "epoch")
         if kind != "step":
             self._repeats.event(record, steps)
-        elif not entry.counts:
+        elif not counts:
             self._repeats.roll_back(steps, record)
-        self._changes.event(record, steps, counts=entry.counts)
+        self._changes.event(record, steps, counts=counts)
         if kind == "start":
             self._num_rows = max(0, whole(record, "rows") or 0)
-        if not entry.counts:
+        if not counts:
             return
         if kind == "start":
             self._start(record)

@@ -35,22 +35,6 @@ class _Attempt:
     last_of_epoch: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A record in its place: None for a torn line.
-
-    Attributes:
-        steps: optimizer steps that were done up to it, itself included.
-        counts: whether it is part of the history of the last run.
-        in_run: whether it belongs to the last run, rolled back or not.
-    """
-
-    record: Record | None
-    steps: int
-    counts: bool
-    in_run: bool
-
-
 class RunHistory:
     """The history of the last run in a file, found in one pass over its records; None stands for a torn line."""
 
@@ -76,8 +60,13 @@ class RunHistory:
         self.has_beginning = self._run.has_beginning
         self.num_other_runs = len({attempt.run for attempt in self._attempts} - {self._attempts[0].run, self._run})
 
-    def entries(self, records: Iterable[Record | None]) -> Iterator[Entry]:
-        """Read the same records again, each with its place. What was appended meanwhile is left out."""
+    def entries(self, records: Iterable[Record | None]) -> Iterator[tuple[Record | None, int, bool]]:
+        """Read the same records again; what was appended meanwhile is left out.
+
+        Yields:
+            Each record of the last run and each torn line, with the optimizer steps that were done up to it, itself included,
+            and whether it is part of the history, not rolled back.
+        """
         place = steps = 0
         for record in islice(records, self.num_records):
             kind = record.get("kind") if record else None
@@ -88,9 +77,9 @@ class RunHistory:
                 steps = self._attempts[place].first
             elif kind == "step" and record is not None:
                 steps = whole(record, "step") or 0
-            within = steps + (kind == "capacity")  # which is lowered in the middle of the next step
-            counts = within <= self._kept.get(place, -1)
-            yield Entry(record, steps, counts, self._attempts[place].run is self._run)
+            if record is None or self._attempts[place].run is self._run:
+                within = steps + (kind == "capacity")  # which is lowered in the middle of the next step
+                yield record, steps, within <= self._kept.get(place, -1)
 
     def _started(self, start: Record) -> _Attempt:
         name, run = start.get("run"), self._attempts[-1].run
@@ -179,27 +168,26 @@ class Timeline:
         events: list[Event] = []
         beginning = newest = Step(0, 0.0, 0.0, {})
         seconds, before, in_stretch = 0.0, math.nan, False
-        for record, entry in zip(named, history.entries(named), strict=True):
-            if not entry.in_run:
-                continue
+        for record, number, counts in history.entries(named):
+            assert record is not None
             kind, now = record["kind"], as_number(record.get("time"))
             if kind != "start" and now > before:
                 seconds += now - before
             before = now if math.isfinite(now) else before
             if kind == "step":
                 samples = as_number(record.get("samples_seen"))
-                newest = Step(entry.steps, samples if math.isfinite(samples) else entry.steps, seconds, record)
-                if not entry.counts and not in_stretch:
+                newest = Step(number, samples if math.isfinite(samples) else number, seconds, record)
+                if not counts and not in_stretch:
                     rolled_back.append([])
-                (steps if entry.counts else rolled_back[-1]).append(newest)
-                in_stretch = not entry.counts
+                (steps if counts else rolled_back[-1]).append(newest)
+                in_stretch = not counts
                 continue
             if kind in ("start", "epoch_restarted"):
-                newest = next((step for step in reversed(steps) if step.number <= entry.steps), beginning)
+                newest = next((step for step in reversed(steps) if step.number <= number), beginning)
                 in_stretch = False
             mark = _mark(record)
-            back = not entry.counts and mark not in _NEVER_ROLLED_BACK
-            events.append(Event(mark, entry.steps, newest.samples, seconds, record, back))
+            back = not counts and mark not in _NEVER_ROLLED_BACK
+            events.append(Event(mark, number, newest.samples, seconds, record, back))
         return cls(steps, rolled_back, events, seconds, history.num_other_runs)
 
 

@@ -38,11 +38,8 @@ class RunLog:
             self._file = path.open("a", encoding="utf-8")
             if not _locked(self._file):
                 self._file.close()
-                raise SettingError(
-                    "output_dir",
-                    str(path.parents[1]),
-                    "another run is writing there; give this one a folder of its own",
-                )
+                remedy = "another run is writing there; give this one another folder"
+                raise SettingError("output_dir", str(path.parents[1]), remedy)
             if torn:
                 self._file.write("\n")
 
@@ -98,7 +95,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file; lines that a kill has torn are left out, with a warning."""
     records = list(iterate_records(path))
     if torn := records.count(None):
-        log.warning("%s: %d torn %s left out", path, torn, "line is" if torn == 1 else "lines are")
+        log.warning("%s: torn lines that are left out: %d", path, torn)
     return [record for record in records if record is not None]
 
 

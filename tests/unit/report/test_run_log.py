@@ -83,7 +83,9 @@ def test_records_come_one_by_one_and_a_torn_line_is_none(tmp_path):
 def test_a_record_that_another_run_is_writing_is_refused(tmp_path):
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     with RunLog(path) as first:
-        with pytest.raises(SettingError, match=r"output_dir=.*another run is writing there; give this one a folder"):
+        with pytest.raises(
+            SettingError, match=r"output_dir=.*another run is writing there; give this one another folder"
+        ):
             RunLog(path)
         first.decision("still", "written")
     with RunLog(path) as second:  # it ended, by whatever means
