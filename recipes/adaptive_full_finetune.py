@@ -34,18 +34,19 @@ from adaptive_batch.torchtune import (
     STATE_KEY,
     BatchSizeFinder,
     Checkpoints,
+    Data,
+    Job,
     LimitFinder,
     ModelBuilder,
     RateController,
     ResumedRun,
     Settings,
+    Trainer,
     TrainingLog,
-    TrainingParts,
     TrainingPreview,
     Validation,
     all_ranks,
     as_dict,
-    base_rate,
     check_output_dir,
     check_scheduler,
     set_up_terminal,
@@ -74,10 +75,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         plain = as_dict(cfg)
         self.settings = Settings.from_config(plain)
         self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
-        self.parts = TrainingParts(cfg, self.settings, builder)
-        self.bounds = BatchSizeFinder(self.parts)
-        self.bounds.watch = watch
-        self.device = self.parts.device
+        self.job = Job(cfg, self.settings, builder)
+        self.device = self.job.device
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.noise_scale = NoiseScale()
         self.asked_to_end = False
@@ -99,31 +98,29 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_data(self) -> None:
         """Read the data and the checkpoint that is resumed from, and check all that needs no weights."""
-        settings, parts = self.settings, self.parts
-        parts.build_data()
+        settings, job = self.settings, self.job
+        self.data = data = Data.read(job)
+        self.bounds = BatchSizeFinder(job, data)
+        self.bounds.watch = self.watch
         self.checkpoints = Checkpoints(self.cfg, settings)
-        self.resumed = ResumedRun(parts, self.checkpoints, seed=self.seed)
+        self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         self.progress, self.unlabelled = self.resumed.progress, self.resumed.unlabelled
-        parts.check_rows()
+        data.check_rows()
         self.planner = StepPlanner(
-            parts,
-            parts.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch),
-            layout=parts.shapes,
-            ranks=parts.ranks,
+            data,
+            data.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch),
+            layout=data.shapes,
+            ranks=job.ranks,
             counts_tokens=settings.lr_clock.counts_tokens,
         )
         self.follows_schedule = settings.batch_size_schedule is not None
         if self.resumed.saved:
-            self.planner.load_state_dict(
-                self.resumed.state_of_steps(
-                    configured_batch_size=settings.batch_size, follows_schedule=self.follows_schedule
-                )
-            )
+            self.planner.load_state_dict(self.resumed.state_of_steps())
         validates_what_fits = settings.validation is not None and settings.validation.fits_itself
         if settings.needs_bound or validates_what_fits:
             self.bounds.check()
         check_scheduler(self.cfg)
-        self.plan = TrainingPreview(parts, self.planner)
+        self.plan = TrainingPreview(job, data, self.planner)
         self.plan.check(self.progress)
 
     def _print_preview(self) -> None:
@@ -134,7 +131,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             print(text)
 
     def _setup_log(self) -> None:
-        self.log = TrainingLog(self.parts)
+        self.log = TrainingLog(self.job, self.data)
         self.record = self.log.record
         self.planner.event = self.record.decision
         self.checkpoints.begin_job(self.resumed.name)
@@ -144,17 +141,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_model(self) -> None:
         """Load weights and optimizer, and find what fits."""
-        parts, resumed = self.parts, self.resumed
-        self.capacity = LimitFinder(parts, self.bounds, self.record, run=resumed.name)
+        job, data, resumed = self.job, self.data, self.resumed
         if self.watch:
             self.watch.on_end = self._write_down_end
-        parts.build_model(self.checkpoints, on_change=self.capacity.lower)
+        self.trainer = trainer = Trainer.load(
+            job, data, self.checkpoints, on_change=lambda change: self.capacity.lower(change)
+        )
+        self.capacity = LimitFinder(job, data, trainer, self.bounds, self.record, run=resumed.name)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
-        parts.build_optimizer()
         if self.checkpoints.recipe_state is not None:
-            self.checkpoints.load_optimizer(parts)
-            self.log.whose_rate()
+            self.checkpoints.load_optimizer(trainer)
+            self.log.whose_rate(trainer.base_rate)
         self.planner.batch_size = self.capacity.find(
             self.planner.batch_size,
             goes_on=resumed.keeps_batch or (bool(resumed.saved) and self.follows_schedule),
@@ -162,7 +160,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         )
         self.validation = None
         if self.settings.validation:
-            self.validation = Validation(parts, self.bounds, capacities=self.capacity, record=self.record)
+            self.validation = Validation(job, data, trainer, self.bounds, capacities=self.capacity, record=self.record)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
@@ -170,8 +168,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._check_schedule_fits()
         self.planner.limits = self.capacity.limits
         self.progress = self.planner.begin(self.progress)
-        self.parts.accumulator.capacity = self.planner.limit
-        self.log.epoch(self.progress.epoch, self.planner, self.capacity)
+        self.trainer.runner.capacity = self.planner.limit
+        self.log.epoch(self.progress.epoch, self.planner, self.capacity, self.trainer)
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
@@ -188,22 +186,27 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.full_batch_loss.load_state_dict(saved["full_batch_loss"])
 
     def _setup_rate(self) -> None:
-        parts, settings = self.parts, self.settings
+        trainer, settings = self.trainer, self.settings
         self.rate = RateController(
-            parts,
+            self.job,
             self.planner,
-            parts.optimizers,
+            trainer.optimizers,
             progress=self.progress,
             total_steps=self.plan.schedule_steps,
             saved=self.resumed.saved.get("learning_rate", {}),
             record=self.record,
         )
         self.log.rate_and_stages(
-            self.rate, self.plan, self.progress, limits=self.capacity.limits, saved=self.resumed.saved
+            self.rate,
+            self.plan,
+            self.progress,
+            base=trainer.base_rate,
+            limits=self.capacity.limits,
+            saved=self.resumed.saved,
         )
         # a compiled model would be compiled for one row more
         if distributed.world_size() > 1 and settings.on_out_of_memory == "shrink" and not self.cfg.compile:
-            parts.accumulator.learn_collectives()
+            trainer.runner.learn_collectives()
 
     def _check_schedule_fits(self) -> None:
         """Refuse a schedule that may ask for more rows than fit here, where they cannot be split."""
@@ -241,8 +244,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             for epoch in range(first_epoch, self.settings.epochs):
                 if epoch > first_epoch:
                     self.progress = self.planner.begin_epoch(self.progress)
-                    self.parts.accumulator.capacity = self.planner.limit
-                    self.log.epoch(epoch, self.planner, self.capacity)
+                    self.trainer.runner.capacity = self.planner.limit
+                    self.log.epoch(epoch, self.planner, self.capacity, self.trainer)
                 within = self.progress.epoch_steps > 0
                 if epoch == first_epoch and not within:
                     self.resumed.restore_random_state(self.progress)
@@ -269,11 +272,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 progress, rows = self.planner.next_step(self.progress)
                 if rows and distributed.world_size() == 1:  # ranks try the longest row of all when they begin
                     self.capacity.try_longer(rows, batch_size=self.planner.batch_size)
-                self.parts.accumulator.capacity = self.planner.limit
+                self.trainer.runner.capacity = self.planner.limit
                 if self.watch:
                     self.watch.beat(f"step {self.progress.steps + 1}")
                 agreed = agree_on_step(
-                    self.parts.accumulator,
+                    self.trainer.runner,
                     rows,
                     batch=progress.batch,
                     num_rows=len(self.planner.sampler.taken),
@@ -287,8 +290,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     plan=self.planner.plan,
                     batch=self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens),
                 )
-                result = self.parts.accumulator.run(rows, num_micro_batches=agreed.num_micro_batches)
-                self.parts.step()
+                result = self.trainer.runner.run(rows, num_micro_batches=agreed.num_micro_batches)
+                self.trainer.step()
                 self.progress = self._after(result, progress)
                 bar.update(1)
                 bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
@@ -374,7 +377,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if state:
             state[STATE_KEY]["preempted"] = distributed.any_of_ranks(self.preemption.requested)
         self.record.sync()
-        self.checkpoints.save_epoch(self.parts, recipe_state=state, epoch=epoch)
+        self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
         self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
         if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
@@ -388,7 +391,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             return
         self.record.sync()
         try:
-            seconds = self.checkpoints.save_step(step, self.parts, state=self._state())
+            seconds = self.checkpoints.save_step(step, self.trainer, state=self._state())
             if ends:
                 self.checkpoints.wait()
         except CheckpointError as error:
@@ -424,17 +427,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             training.MAX_STEPS_KEY: self.resumed.max_steps_per_epoch,
             training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
             STATE_KEY: {
-                "run": self.resumed.name,
+                **self.resumed.state_dict(),
                 "epochs": self.settings.epochs,
                 "configured_batch_size": self.settings.batch_size,
-                "base_rate": base_rate(self.parts),
+                "base_rate": self.trainer.base_rate,
                 "unlabelled": self.unlabelled,
-                "times_begun_again": self.resumed.times_begun_again,
-                "optimizer": {
-                    "optimizer._component_": str(self.cfg.optimizer._component_),
-                    "optimizer_in_bwd": self.settings.optimizer_in_bwd,
-                },
-                "conditions": self.resumed.conditions,
                 "progress": self.progress.state_dict(),
                 "steps": self.planner.state_dict(),
                 "limits": self.capacity.limits.state_dict(),
@@ -448,7 +445,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _write_down_end(self, end: End) -> None:
         """On rank zero, say why all ranks end, and keep what a restart should know."""
         self.record.decision("ended", end.message, says=False, rank=end.rank, reason=end.kind, **end.facts)
-        self.capacity.write_down_loss(end.facts)
+        if hasattr(self, "capacity"):
+            self.capacity.write_down_loss(end.facts)
 
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""

@@ -21,9 +21,11 @@ from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     BatchSizeFinder,
     Checkpoints,
+    Data,
+    Job,
     ModelBuilder,
     Settings,
-    TrainingParts,
+    Trainer,
     all_ranks,
     as_dict,
     set_up_terminal,
@@ -48,17 +50,16 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         DoesNotFitError: not even one row fits, at any length.
     """
     settings = Settings.from_config(as_dict(cfg))
-    parts = TrainingParts(cfg, settings, builder)
+    job = Job(cfg, settings, builder)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-    parts.build_data()
-    parts.check_rows()
-    bounds = BatchSizeFinder(parts)
+    data = Data.read(job)
+    data.check_rows()
+    bounds = BatchSizeFinder(job, data)
     bounds.watch = watch
     checkpoints = Checkpoints(cfg, settings)
     bounds.check()
-    parts.build_model(checkpoints)
-    parts.build_optimizer()
-    checkpoints.load_optimizer(parts)
+    trainer = Trainer.load(job, data, checkpoints)
+    checkpoints.load_optimizer(trainer)
     results, refused = [], None
 
     def say(text: str) -> None:
@@ -70,7 +71,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             path = Path(cfg.output_dir) / "adaptive_batch" / "probe.json"
-            *_, result = bounds.of_training(length=length, batch_size=settings.batch_size, path=path)
+            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size, path=path)
         except DoesNotFitError as error:
             if distributed.world_size() > 1:  # it may be on one rank alone, and the others wait for it
                 raise

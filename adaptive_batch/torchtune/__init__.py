@@ -15,57 +15,53 @@ if TYPE_CHECKING:
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
     from .configs import shipped_configs as shipped_configs
+    from .data import Data as Data
     from .doctor import check as check
     from .epoch_checkpoints import STATE_KEY as STATE_KEY
     from .estimates import estimate_devices as estimate_devices
-    from .fake_parts import FakeParts as FakeParts
+    from .fake_run import FakeRun as FakeRun
+    from .job import Job as Job
+    from .launch import all_ranks as all_ranks
+    from .launch import set_up_terminal as set_up_terminal
+    from .launch import use_shipped_config as use_shipped_config
     from .limit_finder import LimitFinder as LimitFinder
     from .log import TrainingLog as TrainingLog
-    from .log import base_rate as base_rate
     from .model import FullModel as FullModel
     from .model import ModelBuilder as ModelBuilder
-    from .parts import TrainingParts as TrainingParts
-    from .parts import set_up_terminal as set_up_terminal
-    from .parts import use_shipped_config as use_shipped_config
     from .preview import TrainingPreview as TrainingPreview
-    from .ranks import all_ranks as all_ranks
-    from .ranks import check_fewer_ranks as check_fewer_ranks
     from .rate import RateController as RateController
     from .rate import check_scheduler as check_scheduler
     from .requirements import as_dict as as_dict
     from .requirements import check_output_dir as check_output_dir
-    from .requirements import complete as complete
-    from .resume_policy import compare as compare
     from .resumed_run import ResumedRun as ResumedRun
     from .settings import Settings as Settings
     from .settings import reference_tables as reference_tables
     from .settings import write_reference as write_reference
+    from .trainer import Trainer as Trainer
     from .validation import Validation as Validation
 
 _MODULE_OF = {
+    "FakeRun": ".fake_run",
+    "Trainer": ".trainer",
+    "Job": ".job",
+    "Data": ".data",
     "BatchSizeFinder": ".batch_size_finder",
     "LimitFinder": ".limit_finder",
     "STATE_KEY": ".epoch_checkpoints",
-    "compare": ".resume_policy",
     "check": ".doctor",
     "estimate_devices": ".estimates",
-    "FakeParts": ".fake_parts",
     "TrainingLog": ".log",
-    "base_rate": ".log",
-    "complete": ".requirements",
     "without_effect": ".checks",
     "without_effect_on_probe": ".checks",
-    "TrainingParts": ".parts",
     "ResumedRun": ".resumed_run",
     "as_dict": ".requirements",
     "check_output_dir": ".requirements",
     "FullModel": ".model",
     "ModelBuilder": ".model",
-    "set_up_terminal": ".parts",
-    "use_shipped_config": ".parts",
+    "set_up_terminal": ".launch",
+    "use_shipped_config": ".launch",
     "TrainingPreview": ".preview",
-    "all_ranks": ".ranks",
-    "check_fewer_ranks": ".ranks",
+    "all_ranks": ".launch",
     "RateController": ".rate",
     "check_scheduler": ".rate",
     "Checkpoints": ".checkpoints",

@@ -1,4 +1,4 @@
-"""The search for the largest batch that a run's parts allow, in training and in validation."""
+"""The search for the largest batch that a run allows, in training and in validation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, budget_bytes, 
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
-from .fake_parts import expected_curve
+from .data import Data
+from .doctor import installed_version
+from .fake_run import expected_curve
+from .job import Job
 from .model import ModelBuilder
-from .parts import TrainingParts, package_version
 from .requirements import as_dict
+from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 
@@ -58,12 +61,12 @@ _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
 class BatchSizeFinder:
-    """Runs trials of what training will run, on the parts of a run.
+    """Runs trials of what training will run, on the data and the model of a run.
 
     Use :meth:`check` before the weights are loaded and the others after.
 
     Args:
-        parts: with their data built.
+        job, data: of the run.
 
     Attributes:
         watch: over this rank, of several; keeps the time of trials.
@@ -72,9 +75,9 @@ class BatchSizeFinder:
         indeterminate_val: the same of a trial of validation.
     """
 
-    def __init__(self, parts: TrainingParts) -> None:
-        self._parts = parts
-        self.settings = parts.settings
+    def __init__(self, job: Job, data: Data) -> None:
+        self._job, self._data = job, data
+        self.settings = job.settings
         self._trials: dict[int | str, WorstRows] = {}
         self.watch: Watchdog | None = None
         self.indeterminate: int | None = None
@@ -87,13 +90,13 @@ class BatchSizeFinder:
             SettingError: a probed length is beyond the model's, the memory allowed is below what its weights need, a
                 configured batch is above what can be tried, or the device does not say what it uses.
         """
-        parts, settings, probe = self._parts, self.settings, self.settings.probe
+        job, data, settings, probe = self._job, self._data, self.settings, self.settings.probe
         grows_from_configured = settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         most = self.most_rows
         splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
         if grows_from_configured and not splits and settings.batch_size > most:
             raise SettingError("batch_size", settings.batch_size, f"{self._why_most()}; give {most} or less")
-        longest = parts.max_seq_len
+        longest = job.max_seq_len
         for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
             key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
             if longest and isinstance(length, int) and length > longest:
@@ -104,7 +107,7 @@ class BatchSizeFinder:
                 remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
                 raise SettingError(key, length, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
         if longest and settings.validation and settings.validation.fits_itself:
-            tokens = int(parts.lengths_val.max())
+            tokens = int(data.lengths_val.max())
             if tokens > longest:
                 remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
                 raise SettingError("batch_size_val", "auto", f"{remedy}; set tokenizer.max_seq_len={longest} or less")
@@ -116,9 +119,9 @@ class BatchSizeFinder:
             total_bytes=memory.total_bytes(),
             available_bytes=memory.available_bytes(()),
         )
-        weights = sum(p.numel() * p.element_size() for p in parts.skeleton.parameters()) // distributed.world_size()
+        weights = sum(p.numel() * p.element_size() for p in job.skeleton.parameters()) // distributed.world_size()
         of_each = " of each rank" if distributed.world_size() > 1 else ""
-        on_host = distributed.world_size() > 1 and bool(parts.cfg.get("fsdp_cpu_offload", False))
+        on_host = distributed.world_size() > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:
             raise SettingError(
                 "probe.device_memory",
@@ -130,8 +133,8 @@ class BatchSizeFinder:
     @property
     def most_rows(self) -> int:
         """The most rows that are of use at once: what a step or an epoch has of them, and ``probe.maximum``."""
-        settings, ranks = self.settings, self._parts.ranks
-        rows = max(1, len(self._parts.dataset) // ranks)
+        settings, ranks = self.settings, self._job.ranks
+        rows = max(1, len(self._data.dataset) // ranks)
         if settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens):
             of_use = min(rows, settings.step_rows)
         else:
@@ -142,16 +145,17 @@ class BatchSizeFinder:
         if self.most_rows == self.settings.probe.maximum:
             return f"probe.maximum is {self.settings.probe.maximum}"
         accumulated = self.settings.gradient_accumulation_steps
-        ranks = f" for {self._parts.ranks} ranks" if self._parts.ranks > 1 else ""
-        rows = f"an epoch has {len(self._parts.dataset)} rows{ranks}"
+        ranks = f" for {self._job.ranks} ranks" if self._job.ranks > 1 else ""
+        rows = f"an epoch has {len(self._data.dataset)} rows{ranks}"
         return f"{rows} for {accumulated} micro-batches" if accumulated > 1 else rows
 
     def of_training(
-        self, *, length: int | str, batch_size: int, path: Path, goes_on: bool = False
+        self, trainer: Trainer, *, length: int | str, batch_size: int, path: Path, goes_on: bool = False
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
 
         Args:
+            trainer: of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             batch_size: that training begins with, unless it is to be found.
             path: the file of the result, which is believed after one trial if it depends on the same things.
@@ -170,7 +174,7 @@ class BatchSizeFinder:
 
         def search(*, accumulates: bool) -> ProbeResult:
             rounds = settings.probe.round_to_power_of_two and settings.use_maximum_batch_size
-            return self._find(rows, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
+            return self._find(trainer, rows, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
 
         step_rows = batch_size * settings.gradient_accumulation_steps
         may_be_another = settings.batch_changes or settings.grows or bool(settings.batch_tokens)
@@ -194,7 +198,7 @@ class BatchSizeFinder:
         """Whether some step has several micro-batches whatever fits, accumulation as configured apart."""
         settings = self.settings
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
-        holds_more = self._parts.ranks > distributed.data_parallel_size()  # each rank, than batch_size
+        holds_more = self._job.ranks > distributed.data_parallel_size()  # each rank, than batch_size
         grows_beyond = settings.grows and settings.grow_beyond_maximum
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more
 
@@ -209,7 +213,7 @@ class BatchSizeFinder:
             return 0, tokens, f"{path} has no search of these settings; plan with one by probe.assumed_maximum=N"
         return min(found.max_batch_size, self.most_rows), tokens, f"a search found that before ({path})"
 
-    def of_row(self, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
+    def of_row(self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
         """The same for one row, repeated: for a row that is longer than any that was tried.
 
         Raises:
@@ -217,31 +221,32 @@ class BatchSizeFinder:
         """
         length = len(row["tokens"])
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {length} tokens")
-        return self._find(rows, maximum=maximum, accumulates=accumulates)
+        return self._find(trainer, rows, maximum=maximum, accumulates=accumulates)
 
-    def of_validation(self) -> ProbeResult:
+    def of_validation(self, trainer: Trainer) -> ProbeResult:
         """Find the largest number of the longest rows of validation that fit, without gradients.
 
         Raises:
             DoesNotFitError: one row does not fit.
         """
-        parts = self._parts
-        lengths = parts.lengths_val
+        data = self._data
+        lengths = data.lengths_val
         order = longest_rows(lengths, len(lengths))
         tokens = int(lengths[order[0]])
         made: list[dict[str, Any]] = []
 
         def rows(size: int) -> list[dict[str, Any]]:
-            made.extend(parts.dataset_val[row] for row in order[len(made) : size])
+            made.extend(data.dataset_val[row] for row in order[len(made) : size])
             return made[:size]
 
         most = min(len(order), self.settings.probe.maximum)
         maximum = min(most, _half(self.indeterminate_val) or most)
         name = f"one row of {tokens} tokens of dataset_val, even without gradients,"
-        return self._find(WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
+        return self._find(trainer, WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
 
     def _find(
         self,
+        trainer: Trainer,
         rows: WorstRows,
         *,
         maximum: int,
@@ -250,12 +255,12 @@ class BatchSizeFinder:
         evaluates: bool = False,
         path: Path | None = None,
     ) -> ProbeResult:
-        parts, settings, memory = self._parts, self.settings, self._memory()
+        data, settings, memory = self._data, self.settings, self._memory()
         probe = settings.probe
         search = MaxBatchSearch(
-            parts.model,
-            parts.in_backward or parts.optimizer,
-            parts.accumulator,
+            trainer.model,
+            trainer.in_backward or trainer.optimizer,
+            trainer.runner,
             memory=memory,
             device_memory=probe.device_memory,
             headroom=probe.headroom,
@@ -269,7 +274,7 @@ class BatchSizeFinder:
             maximum=maximum,
             accumulates=accumulates,
             round_to_power_of_two=rounds,
-            evaluate=(lambda tried: parts.accumulator.evaluate(parts.collate_val(tried), rehearsing=True))
+            evaluate=(lambda tried: trainer.runner.evaluate(data.collate_val(tried), rehearsing=True))
             if evaluates
             else None,
             trained=self._rows_of_training() if evaluates else None,
@@ -301,12 +306,11 @@ class BatchSizeFinder:
         rounds: bool,
     ) -> str:
         """A name for everything that a bound depends on."""
-        parts = self._parts
         return fingerprint(
             self.settings_name(rows.length),
             [memory.describe(), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")],
             [maximum, accumulates, rounds, distributed.data_parallel_size(), distributed.world_size()],
-            _shapes(parts.collate(rows.first(1))),
+            _shapes(self._data.collate(rows.first(1))),
             # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
             round(math.log(max(1, budget_bytes), 1.01)),
         )
@@ -318,28 +322,28 @@ class BatchSizeFinder:
 
     def settings_name(self, tokens: int) -> str:
         """A name for the part of it that is the same wherever it is run."""
-        parts, probe = self._parts, self.settings.probe
-        plain = as_dict(parts.cfg)
+        job, data, probe = self._job, self._data, self.settings.probe
+        plain = as_dict(job.cfg)
         return fingerprint(
             {key: plain.get(key) for key in _MEMORY_KEYS},
-            {name: package_version(name) for name in _PACKAGES},
-            _kind_of_fine_tuning(parts.builder),
-            [probe.search, tokens, parts.packed, str(parts.cfg.device), probe.device_memory, probe.headroom],
+            {name: installed_version(name) for name in _PACKAGES},
+            _kind_of_fine_tuning(job.builder),
+            [probe.search, tokens, data.packed, str(job.cfg.device), probe.device_memory, probe.headroom],
             distributed.world_size(),
         )
 
     def curve_name(self, rows: WorstRows, *, accumulates: bool, evaluates: bool) -> str:
         """A name for everything that a peak depends on, whatever it may be."""
-        parts = self._parts
-        plain = as_dict(parts.cfg)
+        job, data = self._job, self._data
+        plain = as_dict(job.cfg)
         chosen = {key: plain.get(key) for key in (*_MEMORY_KEYS, "log_gradient_noise_scale", "batch_size_schedule")}
         return fingerprint(
             chosen,
             _sources(chosen),
-            {name: package_version(name) for name in _PACKAGES},
-            _kind_of_fine_tuning(parts.builder),
-            [rows.length, parts.packed, parts.device.type, _kind_of(parts.device), accumulates, evaluates],
-            [distributed.data_parallel_size(), distributed.world_size(), _shapes(parts.collate(rows.first(1)))],
+            {name: installed_version(name) for name in _PACKAGES},
+            _kind_of_fine_tuning(job.builder),
+            [rows.length, data.packed, job.device.type, _kind_of(job.device), accumulates, evaluates],
+            [distributed.data_parallel_size(), distributed.world_size(), _shapes(data.collate(rows.first(1)))],
         )
 
     def estimated_curve(
@@ -352,7 +356,7 @@ class BatchSizeFinder:
         start = time.perf_counter()
         try:
             curve = expected_curve(
-                self._parts.cfg, self.settings, rows.first, accumulates=accumulates, builder=self._parts.builder
+                self._job.cfg, self.settings, rows.first, accumulates=accumulates, builder=self._job.builder
             )
         except Exception as error:  # it only shortens the search
             log.info("searching without an estimate, which could not be made: %s: %s", type(error).__name__, error)
@@ -361,7 +365,7 @@ class BatchSizeFinder:
         return curve
 
     def _memory(self) -> DeviceMemory:
-        return device_memory(self._parts.device, shared_by=distributed.local_world_size())
+        return device_memory(self._job.device, shared_by=distributed.local_world_size())
 
     def limit(self, doing: str) -> AbstractContextManager[object]:
         """Within its context all ranks end where one does not come to the end of its trial in time."""
@@ -370,11 +374,11 @@ class BatchSizeFinder:
 
     def rows_of(self, length: int | str) -> WorstRows:
         """Return the rows of trials of a length."""
-        lengths = self._parts.lengths
+        lengths = self._data.lengths
         order = longest_rows(lengths, len(lengths))
         longest = int(lengths[order[0]])
         if length == "max_seq_len":
-            limit = getattr(self._parts.tokenizer, "max_seq_len", None)
+            limit = getattr(self._data.tokenizer, "max_seq_len", None)
             if limit is None:
                 raise SettingError(
                     "probe.sequence_length", length, "the tokenizer has no max_seq_len; set it, or give a number"
@@ -385,7 +389,7 @@ class BatchSizeFinder:
 
         def rows(count: int) -> list[dict[str, Any]]:
             while len(made) < count:
-                row = self._parts.dataset[order[len(made)]]
+                row = self._data.dataset[order[len(made)]]
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:count]
 

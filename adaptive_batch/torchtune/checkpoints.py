@@ -29,8 +29,8 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError
 
 from .epoch_checkpoints import STATE_KEY, EpochCheckpoints
-from .parts import TrainingParts
 from .settings import Settings
+from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 
@@ -200,11 +200,11 @@ class Checkpoints:
         assert self._point is not None
         self._point.load_into({"model": model.state_dict()}, process_group=self._group)
 
-    def load_optimizer(self, parts: TrainingParts) -> None:
+    def load_optimizer(self, trainer: Trainer) -> None:
         """Load the optimizer's state, where training is resumed."""
         if self._point is not None:
             state: Mapping[str, Any] = self._point.load_optimizer(
-                parts.optimizers, parts.names_of_parameters, process_group=self._group
+                trainer.optimizers, trainer.names_of_parameters, process_group=self._group
             )
         elif self._optimizer_file is not None:
             saved = torch.load(self._optimizer_file, map_location="cpu", mmap=True, weights_only=True)
@@ -212,15 +212,15 @@ class Checkpoints:
                 return
         else:
             return
-        load_named_optimizer_state(state, parts.optimizers, parts.names_of_parameters)
+        load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def save_epoch(self, parts: TrainingParts, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
+    def save_epoch(self, trainer: Trainer, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
         """Save an epoch, once a resume point that is being written is complete or has failed.
 
         Args:
-            parts: with model and optimizers, which are put together on rank zero.
+            trainer: has model and optimizers, which are put together on rank zero.
             recipe_state: the rest; None where training is done, and the optimizer is not saved either.
             epoch: that is over.
 
@@ -229,14 +229,14 @@ class Checkpoints:
         """
         self._settle()
         optimizer: Any
-        model = parts.builder.to_save(parts.model, device=parts.device)
+        model = trainer.to_save()
         if distributed.world_size() == 1:
-            optimizer = parts.optimizer.state_dict()
+            optimizer = trainer.optimizer.state_dict()
         else:
-            named = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
+            named = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
             if recipe_state is not None and distributed.any_of_ranks(_holds_low_bit(named)):
                 # which cannot be put together: the epoch holds the weights alone, and a resume point what it takes to resume
-                self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], parts, state=recipe_state)
+                self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], trainer, state=recipe_state)
                 recipe_state = None
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
         state = None if recipe_state is None else {**recipe_state, training.OPT_KEY: optimizer}
@@ -256,7 +256,7 @@ class Checkpoints:
 
         distributed.on_rank_zero(mark)
 
-    def save_step(self, step: int, parts: TrainingParts, *, state: Mapping[str, Any]) -> float:
+    def save_step(self, step: int, trainer: Trainer, *, state: Mapping[str, Any]) -> float:
         """Save a resume point; returns the seconds for which training waited.
 
         Raises:
@@ -264,8 +264,8 @@ class Checkpoints:
         """
         start = time.perf_counter()
         self._settle()
-        optimizer = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
-        self._manager.save(step, {"model": parts.model.state_dict(), "optimizer": optimizer}, dict(state))
+        optimizer = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
+        self._manager.save(step, {"model": trainer.model.state_dict(), "optimizer": optimizer}, dict(state))
         return time.perf_counter() - start
 
     def wait(self) -> None:

@@ -46,10 +46,9 @@ from adaptive_batch.memory import MemoryCurve
 from .batch_size_finder import BatchSizeFinder
 from .checks import without_effect_on_estimate
 from .estimate_changes import candidates, share_of_layers, with_overrides
-from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed
+from .fake_run import FEW, MORE, FakeRun, Rows
 from .keys import load_function
-from .ranks import check_parallel
-from .requirements import as_dict, complete
+from .requirements import TO_PLAN, as_dict, check_parallel, complete
 from .settings import Settings
 
 _LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least
@@ -83,7 +82,7 @@ def estimate_devices(
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
     start = time.perf_counter()
-    complete(cfg, needs=FakeParts.needs)
+    complete(cfg, needs=TO_PLAN)
     settings = Settings.from_config(as_dict(cfg))
     asked = settings.estimate
     if distributed.is_launched():
@@ -176,15 +175,15 @@ class Estimator:
             *others, last = wanted
             lengths = [step.estimate(length, self.targets, checks=False) for length in others]
             lengths.append(step.estimate(last, self.targets, checks=True))
-            self._recomputed = share_of_layers(step.parts.skeleton) / 3
-            not_counted = list(step.parts.left_out)
+            self._recomputed = share_of_layers(step.run.job.skeleton) / 3
+            not_counted = list(step.run.left_out)
             if self._settings.fits_itself:
                 not_counted.append(
                     "a step that fits as one micro-batch needs less: gradients of earlier ones are counted"
                 )
             if self._on_accelerator:
                 names = [device.architecture for device in self._devices]
-                not_counted += left_out(names, dtype=step.parts.dtype, world_size=asked.world_size)
+                not_counted += left_out(names, dtype=step.run.job.dtype, world_size=asked.world_size)
             else:
                 not_counted.append("what is no tensor: Python, libraries, the dataset")
                 not_counted.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
@@ -233,11 +232,10 @@ class Estimator:
             settings = Settings.from_config(as_dict(cfg))
             device = FakeDevice(workspace=self._workspace if self._on_accelerator else None)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
-            parts = FakeParts(cfg, settings, device, reads_data=reads_data)
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-                    yield _Step(parts, lengths)
+                    yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data), lengths)
             except Exception as error:
                 words = ("FakeTensor", "not supported for tensor subclasses")
                 is_plain = isinstance(error, AssertionError | RuntimeError) and any(
@@ -249,35 +247,33 @@ class Estimator:
 
 
 class _Step:
-    """The training step of some parts on fake tensors.
+    """The training step on fake tensors.
 
     Args:
-        parts: of which nothing is built yet.
+        run: whose model is not built yet.
         lengths: to estimate.
     """
 
-    def __init__(self, parts: FakeParts, lengths: Sequence[int | str]) -> None:
-        self.parts = parts
-        parts.build_data()
-        bounds = BatchSizeFinder(parts)
+    def __init__(self, run: FakeRun, lengths: Sequence[int | str]) -> None:
+        self.run = run
+        bounds = BatchSizeFinder(run.job, run.data)
         self._rows = {length: self._rows_of(bounds, length) for length in lengths}
-        settings = parts.settings
+        settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
-        self._step = fake_step(
-            parts,
+        self._step = run.step(
             rows,
             accumulates=bounds.has_several or settings.fits_itself or settings.gradient_accumulation_steps > 1,
-            keep_gradients=(lambda: parts.accumulator.keep_gradients(rows(1))) if keeps else None,
+            keeps_gradients=keeps,
         )
 
     def _rows_of(self, bounds: BatchSizeFinder, length: int | str) -> tuple[Rows, int]:
-        if self.parts.reads_data:
+        if self.run.reads_data:
             worst = bounds.rows_of(length)
             tokens = worst.length
 
             def rows(count: int) -> list[dict[str, Any]]:  # also more than the dataset has
-                some = worst.first(min(count, len(self.parts.dataset)))
+                some = worst.first(min(count, len(self.run.data.dataset)))
                 return [some[number % len(some)] for number in range(count)]
 
         else:
@@ -285,11 +281,11 @@ class _Step:
             tokens = length
 
             def rows(count: int) -> list[dict[str, Any]]:
-                return [self.parts.made_up_row(length)] * count
+                return [self.run.made_up_row(length)] * count
 
-        longest = self.parts.max_seq_len
+        longest = self.run.job.max_seq_len
         if longest and tokens > longest:
-            key, _ = self.parts.settings.estimate.lengths_of(self.parts.settings.probe)
+            key, _ = self.run.job.settings.estimate.lengths_of(self.run.job.settings.probe)
             raise SettingError(key, length, f"the model takes {longest} tokens at most")
         return rows, tokens
 
@@ -306,19 +302,19 @@ class _Step:
             f"each number of rows runs other operations (tried: {tried}), so no peak follows from another at {length} tokens; "
             "probe it on a device"
         )
-        raise SettingError("model", str(self.parts.cfg.model._component_), remedy)
+        raise SettingError("model", str(self.run.job.cfg.model._component_), remedy)
 
     def estimate(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthEstimate:
         """Estimate one length; `checks` it by one more size, whose tensors are attributed to modules."""
         rows, tokens = self._rows[length]
-        run = rehearsed(self.parts, rows)
+        run = self.run.forward_backward(rows)
         (fewer, few), (larger, more) = self._alike(run, length)
         curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
         fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
         check, sites = None, {}
         if checks:
             most = _COLLATED_BYTES // (128 * tokens)
-            size = max(_LEAST_CHECKED, min(max(fitting), self.parts.settings.probe.maximum, most))
+            size = max(_LEAST_CHECKED, min(max(fitting), self.run.job.settings.probe.maximum, most))
             third = self._step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
             check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
             sites = {operation: live.describe() for operation, live in third.explained.items()}

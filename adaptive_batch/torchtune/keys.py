@@ -2,7 +2,7 @@
 
 A key is one field of a frozen dataclass (:mod:`.settings`): the field has its name, type and default, and the :class:`Key` that
 it carries has the rest. What needs to know about keys derives it from these fields: names that are refused, settings that have no
-effect (:mod:`.checks`), changes on resuming (:mod:`.resume_policy`), the tables of docs/configuration.md.
+effect (:mod:`.checks`), changes on resuming (:mod:`.resumed_run`), the tables of docs/configuration.md.
 """
 
 from __future__ import annotations

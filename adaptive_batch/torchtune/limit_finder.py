@@ -17,14 +17,16 @@ from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
 from .batch_size_finder import BatchSizeFinder
-from .parts import TrainingParts
+from .data import Data
+from .job import Job
+from .trainer import Trainer
 
 
 class LimitFinder:
     """Keeps the bound and the capacity of a run, and writes down every change.
 
     Args:
-        parts: of the run.
+        job, data, trainer: of the run.
         bounds: finds what fits.
         record: of the run.
         run: its name; what it lost when it ended on all ranks is kept for it.
@@ -33,15 +35,17 @@ class LimitFinder:
         limits: what it has found.
     """
 
-    def __init__(self, parts: TrainingParts, bounds: BatchSizeFinder, record: RunLog, *, run: str = "") -> None:
-        self._parts = parts
-        self._settings = parts.settings
+    def __init__(
+        self, job: Job, data: Data, trainer: Trainer, bounds: BatchSizeFinder, record: RunLog, *, run: str = ""
+    ) -> None:
+        self._job, self._data, self._trainer = job, data, trainer
+        self._settings = job.settings
         self._bounds = bounds
         self._record = record
         self._run = run
-        self._lost = Path(parts.cfg.output_dir) / "adaptive_batch" / "lost.json"
+        self._lost = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._kept: dict[str, Any] = {}  # what is to be known when training is started again
-        self.limits = parts.new_limits()
+        self.limits = data.new_limits()
 
     def find(self, batch_size: int, *, goes_on: bool, saved: Mapping[str, Any]) -> int:
         """Find how many rows fit at once, where any setting needs it.
@@ -87,9 +91,9 @@ class LimitFinder:
             message = f"a micro-batch holds {holds}: more ran out of memory before all ranks ended"
             self._record.decision("capacity", message, after=holds.amount, unit=holds.unit)
         if self.limits.bound:
-            (longest,) = longest_rows(self._parts.lengths, 1)
-            if int(self._parts.lengths[longest]) > self.limits.tried_length:
-                self.try_longer([self._parts.read(longest)], batch_size=batch_size)
+            (longest,) = longest_rows(self._data.lengths, 1)
+            if int(self._data.lengths[longest]) > self.limits.tried_length:
+                self.try_longer([self._data.read_row(longest)], batch_size=batch_size)
         return batch_size
 
     def _try_fewer(self, lost: Mapping[str, Any]) -> None:
@@ -114,11 +118,11 @@ class LimitFinder:
         length, before = len(row["tokens"]), limits.tried_length
         if length <= before:
             return
-        capacity, padded = limits.of(batch_size), self._parts.shapes.padded(length)
+        capacity, padded = limits.of(batch_size), self._data.shapes.padded(length)
         most = max(1, capacity.amount if capacity.unit == "rows" else capacity.amount // padded)
         if self._settings.grows and self._settings.micro_batch_size is None and limits.bound:
             most = max(most, limits.bound) if capacity.unit == "rows" else most  # what the batch may grow to
-        result = self._bounds.of_row(row, maximum=most, accumulates=not self._settings.optimizer_in_bwd)
+        result = self._bounds.of_row(self._trainer, row, maximum=most, accumulates=not self._settings.optimizer_in_bwd)
         limits.num_out_of_memory += result.num_out_of_memory
         fit = result.max_batch_size
         message = f"a row of {length} tokens is longer than the {before} that were tried: {fit} of these fit at once"
@@ -143,7 +147,7 @@ class LimitFinder:
             trials=len(result.trials),
             out_of_memory=result.num_out_of_memory,
         )
-        self._parts.accumulator.capacity = after
+        self._trainer.runner.capacity = after
 
     def lower(self, change: LimitChange) -> None:
         """Write down, at once, what an out-of-memory error in training took away."""
@@ -155,7 +159,7 @@ class LimitFinder:
         if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
         capacity, rows = self.limits.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
-        longest = self._parts.shapes.padded(int(self._parts.lengths.max()))
+        longest = self._data.shapes.padded(int(self._data.lengths.max()))
         most = capacity.amount if capacity.unit == "rows" else capacity.amount // longest
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
             self._record.decision(
@@ -207,10 +211,11 @@ class LimitFinder:
     def _search(self, batch_size: int, *, goes_on: bool) -> ProbeResult:
         """Search for the bound, show the table, and write it to ``probe.json``."""
         results = self._bounds.of_training(
+            self._trainer,
             length=self._settings.probe.sequence_length,
             batch_size=batch_size,
             goes_on=goes_on,
-            path=Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json",
+            path=Path(self._job.cfg.output_dir) / "adaptive_batch" / "probe.json",
         )
         for result in results:
             out_of_memory = 0 if result.from_cache else result.num_out_of_memory
@@ -258,7 +263,7 @@ class LimitFinder:
             )
 
     def _warn_of_batch_norm(self) -> None:
-        if has_batch_norm(self._parts.model) and (
+        if has_batch_norm(self._trainer.model) and (
             self._settings.adaptive or self._settings.on_out_of_memory == "shrink"
         ):
             self._record.decision(

@@ -16,13 +16,13 @@ from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
 
 from .checkpoints import Checkpoints
+from .data import Data
+from .job import Job
 from .limit_finder import LimitFinder
-from .parts import TrainingParts
 from .preview import TrainingPreview
-from .ranks import describe_ranks
 from .rate import RateController, reference_batch
-from .resume_policy import say_changes
 from .resumed_run import ResumedRun
+from .trainer import Trainer
 
 log = utils.get_logger("INFO")
 
@@ -31,7 +31,7 @@ class TrainingLog:
     """The record of a run and its metric logger; of several ranks, rank zero writes them.
 
     Args:
-        parts: of the run, with their data built.
+        job, data: of the run.
 
     Attributes:
         record: of decisions and steps.
@@ -40,9 +40,9 @@ class TrainingLog:
         SettingError: another run writes there.
     """
 
-    def __init__(self, parts: TrainingParts) -> None:
-        cfg = parts.cfg
-        self._parts, self._settings, self._cfg = parts, parts.settings, cfg
+    def __init__(self, job: Job, data: Data) -> None:
+        cfg = job.cfg
+        self._job, self._data, self._settings, self._cfg = job, data, job.settings, cfg
         path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
         self.record = distributed.on_rank_zero(lambda: RunLog(path)) or RunLog(path, enabled=False)
         self._metrics: Any = None
@@ -50,7 +50,7 @@ class TrainingLog:
             self._metrics = config.instantiate(cfg.metric_logger)
             self._metrics.log_config(cfg)
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
-        self._memory = bool(cfg.get("log_peak_memory_stats", False)) and parts.device.type != "cpu"
+        self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
         if cfg.get("log_peak_memory_stats", False) and not self._memory:
             log.info("log_peak_memory_stats has no effect on a CPU")
 
@@ -65,7 +65,7 @@ class TrainingLog:
         progress = run.progress
         for line in checkpoints.passed_over:
             self.record.decision("passed_over", line)
-        rows, resumed = len(self._parts.dataset), checkpoints.recipe_state is not None
+        rows, resumed = len(self._data.dataset), checkpoints.recipe_state is not None
         where = f"epoch {progress.epoch}"
         if progress.epoch_steps:
             where += f", row {progress.epoch_rows} of it (step {progress.steps})"
@@ -98,12 +98,16 @@ class TrainingLog:
         if epochs is not None and epochs != settings.epochs:
             message = f"epochs {epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
             record.decision("epochs", message, before=epochs, after=settings.epochs)
-        if distributed.data_parallel_size() != self._parts.ranks:
-            step_rows = (
-                0 if settings.batch_tokens else saved["steps"]["batch_size"] * settings.gradient_accumulation_steps
+        ranks, began_on = distributed.data_parallel_size(), self._job.ranks
+        if ranks != began_on:
+            rows = saved["steps"]["batch_size"] * settings.gradient_accumulation_steps * began_on
+            share = f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
+            if settings.batch_tokens:
+                share = "the rows of each step are dealt to them by their tokens"
+            message = (
+                f"{ranks} ranks, and {began_on} began the run: batches, their order and the learning rate stay; {share}"
             )
-            message = describe_ranks(began_on=self._parts.ranks, step_rows=step_rows * self._parts.ranks)
-            record.decision("ranks", message, before=self._parts.ranks, after=distributed.data_parallel_size())
+            record.decision("ranks", message, before=began_on, after=ranks)
         configured = settings.batch_size
         before = saved["steps"]["batch_size"] if saved else configured
         scheduled = settings.batch_size_schedule is not None  # which says what a step holds
@@ -113,7 +117,7 @@ class TrainingLog:
         elif configured != before and not (run.keeps_batch or scheduled or settings.use_maximum_batch_size):
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
             record.decision("batch_size", message, before=before, after=configured)
-        say_changes(run.differs, saved.get("conditions", {}), run.conditions, record=record)
+        run.log_changes(record)
         for name, (value, goes_on) in run.ignored.items():
             message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
             record.decision("no_effect", message, key=name, configured=value, after=goes_on)
@@ -123,9 +127,9 @@ class TrainingLog:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
             record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
 
-    def whose_rate(self) -> None:
+    def whose_rate(self, saved: float) -> None:
         """A line where the checkpoint's learning rate is not the configured one."""
-        configured, saved = self._cfg.optimizer.get("lr"), base_rate(self._parts)
+        configured = self._cfg.optimizer.get("lr")
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
             self.record.decision("lr", message, configured=float(configured), lr=saved)
@@ -136,38 +140,38 @@ class TrainingLog:
         plan: TrainingPreview,
         progress: Progress,
         *,
+        base: float,
         limits: MicroBatchLimits,
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
-        settings, parts, record = self._settings, self._parts, self.record
+        settings, record = self._settings, self.record
         if message := rate.describe():
-            record.decision("lr", message, reference=str(reference_batch(parts)), rule=settings.lr_scaling)
+            record.decision("lr", message, reference=str(reference_batch(self._job)), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
-        base = base_rate(parts)
         table, stages = plan.table(progress, base_rate=base, capacity=limits, saved=saved)
         record.decision("stages", f"the plan:\n{table}", stages=stages)
-        most, configured = plan.full_batch_rows, settings.step_rows * parts.ranks
+        most, configured = plan.full_batch_rows, settings.step_rows * self._job.ranks
         if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
             message = describe_unscaled(base, batch=most, reference=configured)
             record.decision("lr", message, lr=base, global_batch=most, reference=configured)
 
-    def epoch(self, epoch: int, batches: StepPlanner, capacity: LimitFinder) -> None:
+    def epoch(self, epoch: int, batches: StepPlanner, capacity: LimitFinder, trainer: Trainer) -> None:
         """A line on the epoch that begins, where anything adaptive is on."""
-        plan, settings, holds = batches.plan, self._settings, self._parts.accumulator.capacity
+        plan, settings, holds = batches.plan, self._settings, trainer.runner.capacity
         if not settings.adaptive:
             return
         if plan.sizes is not None:
             least, most = min(plan.sizes, default=0), max(plan.sizes, default=0)
             rows = f"{least} to {most} rows" if least < most else f"{most} rows"
             if settings.batch_tokens and settings.batch_size_schedule is None:
-                what = f"{plan.steps} steps of up to {settings.batch_tokens * self._parts.ranks} tokens, {rows} each"
+                what = f"{plan.steps} steps of up to {settings.batch_tokens * self._job.ranks} tokens, {rows} each"
             else:
                 what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
         else:
             accumulated = f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated"
-            accumulated += f" x {self._parts.ranks} ranks" if self._parts.ranks > 1 else ""
+            accumulated += f" x {self._job.ranks} ranks" if self._job.ranks > 1 else ""
             what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
         self.record.decision(
             "plan",
@@ -180,8 +184,8 @@ class TrainingLog:
             unit=holds.unit,
             steps=plan.steps,
         )
-        configured = settings.step_rows * self._parts.ranks
-        rate = base_rate(self._parts)
+        configured = settings.step_rows * self._job.ranks
+        rate = trainer.base_rate
         scheduled = settings.batch_size_schedule is not None  # the plan shows its batches
         if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
             message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
@@ -230,7 +234,7 @@ class TrainingLog:
         if self._settings.measures_noise and progress.noise_scale is not None:
             metrics["gradient_noise_scale"] = progress.noise_scale
         if self._memory and self._metrics is not None:
-            metrics.update(training.get_memory_stats(device=self._parts.device))
+            metrics.update(training.get_memory_stats(device=self._job.device))
         self.record.step(
             step=progress.steps,
             epoch=progress.epoch,
@@ -252,9 +256,3 @@ class TrainingLog:
     def _log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         if self._metrics is not None:
             self._metrics.log_dict(metrics, step=step)
-
-
-def base_rate(parts: TrainingParts) -> float:
-    """The rate before schedule and batch have their say."""
-    group = parts.optimizers[0].param_groups[0]
-    return float(group.get("initial_lr", group["lr"]))

@@ -22,7 +22,8 @@ from adaptive_batch.schedules import (
 from adaptive_batch.training import MicroBatchLimits, same_answers
 
 from .batch_size_finder import BatchSizeFinder
-from .parts import TrainingParts
+from .data import Data
+from .job import Job
 from .rate import RateController, stand_in
 
 
@@ -30,7 +31,7 @@ class TrainingPreview:
     """Goes through the rest of training with the rules that training will ask, without training.
 
     Args:
-        parts: of the run, with their data built.
+        job, data: of the run.
         batches: of the run.
 
     Attributes:
@@ -38,8 +39,8 @@ class TrainingPreview:
         schedule_steps: where the learning rate's schedule ends.
     """
 
-    def __init__(self, parts: TrainingParts, batches: StepPlanner) -> None:
-        self._parts, self._settings, self._batches = parts, parts.settings, batches
+    def __init__(self, job: Job, data: Data, batches: StepPlanner) -> None:
+        self._job, self._data, self._settings, self._batches = job, data, job.settings, batches
         self._batch_sizes: dict[int, int] = {}
         self._unknown = ""
         self._stage_notes: list[str] = []
@@ -55,7 +56,7 @@ class TrainingPreview:
         settings, batches = self._settings, self._batches
         if not settings.grows or progress.epoch >= settings.epochs:
             return
-        random_state = RandomState(self._parts.device)
+        random_state = RandomState(self._job.device)
         key = "batch_size_schedule" if settings.batch_size_schedule is not None else "batch_increase_function"
         same_answers({key: batches.call_rules(progress)})
         if settings.batch_size_schedule is not None:
@@ -78,7 +79,7 @@ class TrainingPreview:
         self._batch_sizes, self._unknown = {}, ""
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
-            random_state = RandomState(self._parts.device)
+            random_state = RandomState(self._job.device)
             try:
                 asked, known_until, why = batch_sizes_ahead(
                     settings.batch_increase_function,
@@ -104,7 +105,7 @@ class TrainingPreview:
                     getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
                 )  # of one that measures
                 asked = [min(most, batches.maximum or most)]
-            most = max(asked, default=1) * self._parts.ranks
+            most = max(asked, default=1) * self._job.ranks
             self.full_batch_rows = min(most, len(batches.sampler))
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
@@ -119,7 +120,7 @@ class TrainingPreview:
         """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
         settings, batches = self._settings, self._batches
         rate = RateController(
-            self._parts,
+            self._job,
             batches,
             [stand_in(base_rate)],
             progress=progress,
@@ -129,14 +130,14 @@ class TrainingPreview:
         stages = stages_of(self._planned(progress, rate, capacity))
         notes = [self._unknown] if self._unknown else []
         notes += self._stage_notes
-        if settings.lr_clock.decay == "steps" and self._parts.cfg.get("lr_scheduler", None):
+        if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if batches.plan.is_estimate:
             notes.append(
                 "the schedule follows what is measured in training: this is what comes if nothing new is measured"
             )
         unit = "tokens" if settings.batch_tokens else "rows"
-        return table(stages, unit=unit, ranks=self._parts.ranks, notes=notes), as_record(stages)
+        return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
     def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], goes_on: bool) -> str:
         """The plan where nothing is tried and nothing is trained: with the bound that is known, if any is needed.
@@ -148,10 +149,10 @@ class TrainingPreview:
             goes_on: the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
-        capacity = self._parts.new_limits()
+        capacity = self._data.new_limits()
         batch_size, lines = batches.batch_size, []
         if settings.needs_bound:
-            path = Path(self._parts.cfg.output_dir) / "adaptive_batch" / "probe.json"
+            path = Path(self._job.cfg.output_dir) / "adaptive_batch" / "probe.json"
             rows, tokens, why = bounds.known(path)
             unknown = "not known, so nothing is cut, and micro-batches are not known"
             lines.append(f"bound: {rows or unknown} ({why})")
@@ -167,7 +168,7 @@ class TrainingPreview:
             batches.first_batch_size = known_first or first[0]
             batches.look_at(progress, batch_size=first[0])
             self.look_ahead(progress, saved=saved)
-        configured = saved.get("base_rate", self._parts.cfg.optimizer.get("lr"))
+        configured = saved.get("base_rate", self._job.cfg.optimizer.get("lr"))
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")
         text, _ = self.table(progress, base_rate=float(configured or 1.0), capacity=capacity, saved=saved)
@@ -183,7 +184,7 @@ class TrainingPreview:
         return self._batches.epochs.ahead(progress, self._batch_sizes)
 
     def _planned(self, progress: Progress, rate: RateController, capacity: MicroBatchLimits) -> Iterator[PlannedStep]:
-        lengths = self._parts.real_lengths
+        lengths = self._data.real_lengths
         key, num_micro_batches = None, 0
         for at, rows, plan in self._ahead(progress):
             tokens = int(lengths[rows].sum())
@@ -206,8 +207,8 @@ class TrainingPreview:
         if capacity.amount == 0:  # the plan alone, where what fits is not known
             return 1
         mine = self._batches.rows_of_rank(rows, capacity)
-        lengths = self._parts.lengths[[rows[position] for position in mine]].tolist()
-        return max(1, len(micro_batches(lengths, capacity, self._parts.shapes)))
+        lengths = self._data.lengths[[rows[position] for position in mine]].tolist()
+        return max(1, len(micro_batches(lengths, capacity, self._data.shapes)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """What is to be said of the stages of a schedule."""
@@ -229,7 +230,7 @@ class TrainingPreview:
         notes = check_stages(
             settings.batch_size_schedule,
             ahead,
-            ranks=self._parts.ranks,
+            ranks=self._job.ranks,
             rows_per_epoch=len(batches.sampler),
             drop_last=settings.drop_last,
             maximum=batches.maximum,

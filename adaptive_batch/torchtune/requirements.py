@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from torchtune.config._errors import InstantiationError
 from torchtune.modules.peft import get_adapter_params
 
+from adaptive_batch._util import check_bool, check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .keys import load_function
@@ -208,3 +209,37 @@ def as_dict(cfg: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+# Optimizers whose kernels want the parameters on the device.
+_NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
+
+
+def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
+    """Refuse what is configured for several ranks and cannot be used.
+
+    Returns:
+        How many ranks hold one copy of the model.
+
+    Raises:
+        SettingError: naming the key.
+    """
+    component, on_host = str(cfg.optimizer._component_), cfg.get("fsdp_cpu_offload", None)
+    dim = cfg.get("tensor_parallel_dim", None)
+    dim = 1 if dim is None else check_whole("tensor_parallel_dim", dim)
+    if world_size % dim:
+        raise SettingError("tensor_parallel_dim", dim, f"it must divide the {world_size} ranks")
+    if dim > 1 and cfg.get("tensor_parallel_plan", None) is None:
+        remedy = "tensor parallelism needs a plan, such as tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
+        raise SettingError("tensor_parallel_plan", None, remedy)
+    if cfg.optimizer.get("fused", False) and (dim > 1 or (world_size > 1 and component == "torch.optim.SGD")):
+        raise SettingError("optimizer.fused", True, f"{component} cannot step these parameters so; set it to False")
+    for key in ("fsdp_cpu_offload", "fsdp_reshard_after_forward"):
+        if cfg.get(key, None) is not None:
+            check_bool(key, cfg.get(key))
+    if world_size > 1 and on_host and str(cfg.device).startswith("cpu"):
+        raise SettingError("fsdp_cpu_offload", True, "device is cpu, which has no other host; set it to False")
+    if world_size > 1 and on_host and component.startswith(_NEEDS_THE_DEVICE):
+        remedy = f"{component} cannot step parameters that lie on the host; set it to False, or take torch.optim.AdamW"
+        raise SettingError("fsdp_cpu_offload", True, f"{remedy} with fused=True")
+    return dim

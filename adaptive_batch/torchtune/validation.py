@@ -13,8 +13,10 @@ from adaptive_batch.report import RunLog
 from adaptive_batch.training import Evaluator
 
 from .batch_size_finder import BatchSizeFinder
+from .data import Data
+from .job import Job
 from .limit_finder import LimitFinder
-from .parts import TrainingParts
+from .trainer import Trainer
 
 
 class Validation:
@@ -24,7 +26,7 @@ class Validation:
     ``max_validation_batches`` alone, never on what fits.
 
     Args:
-        parts: with model and optimizer built.
+        job, data, trainer: of the run.
         bounds: finds what fits, for ``batch_size_val: auto``.
         capacities: of training; out-of-memory errors are counted and written down there.
         record: of the run.
@@ -38,17 +40,24 @@ class Validation:
     """
 
     def __init__(
-        self, parts: TrainingParts, bounds: BatchSizeFinder, *, capacities: LimitFinder, record: RunLog
+        self,
+        job: Job,
+        data: Data,
+        trainer: Trainer,
+        bounds: BatchSizeFinder,
+        *,
+        capacities: LimitFinder,
+        record: RunLog,
     ) -> None:
-        settings = parts.settings.validation
+        settings = job.settings.validation
         assert settings is not None
-        self._parts = parts
-        self.num_rows = settings.rows_of(len(parts.dataset_val), ranks=parts.ranks)
+        self._job, self._data = job, data
+        self.num_rows = settings.rows_of(len(data.dataset_val), ranks=job.ranks)
         self.capacity = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
-            bound = bounds.of_validation()
+            bound = bounds.of_validation(trainer)
             capacities.limits.num_out_of_memory += bound.num_out_of_memory
-            padded = parts.shapes_val.padded(bound.sequence_length)
+            padded = data.shapes_val.padded(bound.sequence_length)
             self.capacity = MicroBatchLimit(bound.max_batch_size * padded, "tokens")
             record.decision(
                 "validation_bound",
@@ -60,18 +69,18 @@ class Validation:
                 seconds=round(sum(bound.seconds), 2),
             )
         self._evaluator = Evaluator(
-            parts.model,
-            parts.accumulator,
-            collate=parts.collate_val,
+            trainer.model,
+            trainer.runner,
+            collate=data.collate_val,
             capacity=self.capacity,
-            shapes=parts.shapes_val,
+            shapes=data.shapes_val,
             on_change=partial(capacities.write_down, kind="validation_capacity"),
-            filler=lambda: parts.dataset_val[0],
+            filler=lambda: data.dataset_val[0],
         )
 
     def run(self) -> float:
         """The mean loss over the label tokens of the rows. Training goes on as if this had not been."""
-        random_state = RandomState(self._parts.device)
+        random_state = RandomState(self._job.device)
         try:
             return self._evaluator.run(self._rows())
         finally:
@@ -79,4 +88,4 @@ class Validation:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())
-        return (self._parts.dataset_val[row] for row in mine)
+        return (self._data.dataset_val[row] for row in mine)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torchtune
 from omegaconf import OmegaConf
-from support.model_families import MODELS, Combination, RealParts, peaks_on_ranks, tried
+from support.model_families import MODELS, Combination, RealRun, peaks_on_ranks, tried
 from support.ranks import run_on_ranks
 from torch._subclasses.fake_tensor import FakeTensor
 from torchtune import config
@@ -25,7 +25,7 @@ from torchtune.data import padded_collate_packed
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FakeDevice, cuda_workspace, read_estimate
-from adaptive_batch.torchtune import FakeParts, Settings, config_path, estimate_devices, shipped_configs
+from adaptive_batch.torchtune import FakeRun, Settings, config_path, estimate_devices, shipped_configs
 
 SMALL = Combination("qwen2", 32)
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -91,7 +91,7 @@ def test_peaks_and_bounds_are_those_of_trials(benchmark, combination):
 
 def test_packed_rows_are_within_a_thousandth():
     combination = Combination("llama3_2", 64, packed=True)
-    plan, real = combination.planned(), tried(RealParts(combination).built(), (1, 2, 7))
+    plan, real = combination.planned(), tried(RealRun(combination), (1, 2, 7))
     for trial in real.trials:
         estimate = plan.one_row_bytes if trial.batch_size == 1 else plan.curve.peak_bytes(trial.batch_size)
         assert estimate == pytest.approx(trial.peak_bytes, rel=1e-3)
@@ -99,16 +99,15 @@ def test_packed_rows_are_within_a_thousandth():
 
 def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     cfg = Combination("llama3_2", 64, packed=True).config()
-    parts = FakeParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
-    parts.build_data()
-    rows = [parts.made_up_row(24)] * 3
-    ours, theirs = parts.collate(rows), padded_collate_packed(rows)
+    run = FakeRun(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
+    rows = [run.made_up_row(24)] * 3
+    ours, theirs = run.data.collate(rows), padded_collate_packed(rows)
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in ours.items()} == {
         key: (tensor.shape, tensor.dtype) for key, tensor in theirs.items()
     }
-    huge = parts.collate([parts.made_up_row(2**17)] * 5)["mask"]  # 80 GiB
+    huge = run.data.collate([run.made_up_row(2**17)] * 5)["mask"]  # 80 GiB
     assert isinstance(huge, FakeTensor)
-    assert not any("flex" in sentence for sentence in parts.left_out)
+    assert not any("flex" in sentence for sentence in run.left_out)
     on_cuda, _ = planned(cfg, device="cuda", estimate={"sequence_lengths": [64]})
     assert any(sentence.startswith("flex attention: packed rows") for sentence in on_cuda.left_out)
     assert huge.numel() == 5 * 2**34
@@ -404,7 +403,7 @@ def test_compiling_and_offloading_are_said_to_be_counted_otherwise():
 
 
 def test_offloading_without_checkpointing_is_refused_as_in_training():
-    with pytest.raises(SettingError, match="it needs enable_activation_checkpointing=True"):
+    with pytest.raises(SettingError, match="it needs CUDA and enable_activation_checkpointing=True"):
         small(enable_activation_offloading=True)
 
 

@@ -16,8 +16,15 @@ from torchtune import config
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune import Settings, TrainingParts, complete, set_up_terminal, use_shipped_config
-from adaptive_batch.torchtune.requirements import TO_TRAIN, check_all_is_trained, check_file, check_loss, plainly
+from adaptive_batch.torchtune import Job, Settings, set_up_terminal, use_shipped_config
+from adaptive_batch.torchtune.requirements import (
+    TO_TRAIN,
+    check_all_is_trained,
+    check_file,
+    check_loss,
+    complete,
+    plainly,
+)
 from adaptive_batch.torchtune.sharded import check_names
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -125,8 +132,8 @@ def test_adapters_are_refused_before_weights_load_and_data_are_read(small, recip
 def test_compile_is_off_where_it_is_missing_as_in_torchtunes_recipe():
     cfg = SMALL.config()
     del cfg.compile
-    parts = TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
-    assert parts.cfg.compile is False
+    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    assert job.cfg.compile is False
     assert cfg.compile is False  # the recipe reads it too
 
 
@@ -135,7 +142,7 @@ def test_a_key_that_is_missing_is_named(key):
     cfg = SMALL.config()
     del cfg[key]
     with pytest.raises(SettingError, match=f"^{key}=None: it is missing; give "):
-        TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+        Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +173,7 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     settings = Settings.from_config(OmegaConf.to_container(cfg))
     with pytest.raises(SettingError, match=says):
-        TrainingParts(cfg, settings)
+        Job(cfg, settings)
 
 
 @pytest.mark.parametrize(
@@ -205,12 +212,12 @@ class LooksAtValues(torch.nn.Linear):
 def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_there():
     cfg = SMALL.config()
     cfg.model = {"_component_": f"{__name__}.LooksAtValues"}
-    parts = TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
-    parts.check_all_is_trained()
+    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    job.check_model()
     with pytest.raises(
         SettingError, match=r"^model='[\w.]*test_requirements\.LooksAtValues': adapters are not trained here"
     ):
-        parts._build(NoWeights())
+        job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
 
 
 class NoWeights:

@@ -1,8 +1,7 @@
-"""The parts of a run on fake tensors: the model, data and optimizer of a configuration, without weights, files or a device."""
+"""A run on fake tensors: the model, data and optimizer of a configuration, without weights, files or a device."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any, ClassVar, cast
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils._python_dispatch import _disable_current_modes
-from torchtune import config
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
@@ -19,13 +17,13 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
 from adaptive_batch.memory import MemoryCurve
 
+from .data import Data
+from .job import Job
 from .model import ModelBuilder
-from .parts import TrainingParts
 from .requirements import TO_PLAN, told
 from .settings import Settings
-from .sharded import Weights, apply_checkpointing, build_sharded, compute_rotary_buffers
-
-log = logging.getLogger("adaptive_batch")
+from .sharded import apply_checkpointing, build_sharded, compute_rotary_buffers
+from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
 
@@ -35,8 +33,8 @@ _COMPILED_OPTIMIZERS = "torchao."
 _BITSANDBYTES = "bitsandbytes."
 
 
-class FakeParts(TrainingParts):
-    """What :class:`TrainingParts` builds, on a :class:`FakeDevice`.
+class FakeRun:
+    """What training would build, on a :class:`FakeDevice`.
 
     Args:
         cfg: the recipe's configuration, for the device that it names.
@@ -52,8 +50,6 @@ class FakeParts(TrainingParts):
         SettingError: something is configured that cannot be counted on fake tensors.
     """
 
-    needs: ClassVar[Sequence[str]] = TO_PLAN
-
     def __init__(
         self,
         cfg: DictConfig,
@@ -63,34 +59,37 @@ class FakeParts(TrainingParts):
         reads_data: bool,
         builder: ModelBuilder | None = None,
     ) -> None:
-        self.fake = device
+        self._device, self.reads_data = device, reads_data
         self.left_out: list[str] = []
-        self.on_accelerator = not str(cfg.device).startswith("cpu")
-        self.reads_data = reads_data
-        super().__init__(self._eager_on_cpu(cfg), settings, builder)
+        self._on_accelerator = not str(cfg.device).startswith("cpu")
+        self.job = Job(self._eager_on_cpu(cfg), settings, builder, needs=TO_PLAN)
+        self.data = self._read_what_is_at_hand() if reads_data else self._make_up_data()
+        if self.data.packed and self._on_accelerator:
+            self._leave_out("flex attention: packed rows are counted with a mask of tokens x tokens, and it needs less")
+        real = self.data.collate
+
+        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            with _disable_current_modes():
+                return self._collate_packed(rows) if self.data.packed else real(rows)
+
+        self.data.collate = collate
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
-        """The configuration with what fake tensors on a CPU can run, and what that leaves out."""
+        """Return the configuration with what fake tensors on a CPU can run; note what that leaves out."""
         on_cpu = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(on_cpu, DictConfig)
         on_cpu.device = "cpu"
         if on_cpu.get("fsdp_cpu_offload", False):
             remedy = "an estimate does not know what is on the host and what on the device; estimate with False, which needs more"
             raise SettingError("fsdp_cpu_offload", True, remedy)
-        if on_cpu.get("enable_activation_offloading", False):
-            if not on_cpu.get("enable_activation_checkpointing", False):
-                raise SettingError(
-                    "enable_activation_offloading", True, "it needs enable_activation_checkpointing=True"
-                )
+        if on_cpu.get("enable_activation_offloading", False) and on_cpu.get("enable_activation_checkpointing", False):
             on_cpu.enable_activation_offloading = False
-            self.left_out.append(
+            self._leave_out(
                 "enable_activation_offloading: what each layer keeps is counted on the device, so more fits than is said"
             )
         if on_cpu.get("compile", False):
             on_cpu.compile = False
-            self.left_out.append(
-                "compile: the eager program is counted, which holds more than a compiled one as a rule"
-            )
+            self._leave_out("compile: the eager program is counted, which holds more than a compiled one as a rule")
         return on_cpu
 
     def _leave_out(self, sentence: str) -> None:
@@ -99,107 +98,102 @@ class FakeParts(TrainingParts):
 
     # --- data -------------------------------------------------------------------------------------------------------
 
-    def build_data(self) -> None:
-        """The loss, and rows: of the dataset, or made up."""
-        if self.reads_data:
-            self._read_what_is_at_hand()
-        else:
-            self.check_all_is_trained()
-            self.loss_fn = config.instantiate(self.cfg.loss)
-            blocks = self.cfg.dataset
-            self.packed = any(
-                block.get("packed", False) for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
-            )
-            self._packed_val = False
-            self._choose_collate(pad_id=0)
-            self._pack_filler = 0
-            self.dataset = [self.made_up_row(8)]
-        if self.packed and self.on_accelerator:
-            self._leave_out("flex attention: packed rows are counted with a mask of tokens x tokens, and it needs less")
-        real = self.collate
+    def _make_up_data(self) -> Data:
+        self.job.check_model()
+        blocks = self.job.cfg.dataset
+        packed = any(block.get("packed", False) for block in (blocks if isinstance(blocks, ListConfig) else [blocks]))
+        return Data(self.job, [made_up_row(8, packed=packed)], packed=packed)
 
-        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            with _disable_current_modes():
-                return self._collate_packed(rows) if self.packed else real(rows)
+    def _read_what_is_at_hand(self) -> Data:
+        try:
+            with _offline():
+                return Data.read(self.job)
+        except AdaptiveBatchError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            cause: Exception = error.__cause__  # a tokenizer that is not there
+        except Exception as error:  # the tokenizer's and the dataset's own libraries have many
+            cause = error
+        key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
+        collate = self.job.cfg.get("collate_fn", None)
+        why = f"not at hand ({type(cause).__name__}: {told(cause)})"
+        if collate is not None and not any(isinstance(length, str) for length in lengths):
+            remedy = f"it is called on rows of the dataset, which are {why}; remove it to estimate rows of text alone"
+            raise SettingError("collate_fn", collate, remedy) from cause
+        remedy = f"the rows that should tell their length are {why}; give lengths, such as estimate.sequence_lengths=[512,1024,2048]"
+        raise SettingError(
+            key,
+            lengths[0] if len(lengths) == 1 else list(lengths),
+            remedy + ("" if collate else ", and no file is read"),
+        ) from cause
 
-        self.collate = collate
+    def made_up_row(self, tokens: int) -> dict[str, Any]:
+        """Return a row of text of that many tokens, each with a label."""
+        return made_up_row(tokens, packed=self.data.packed)
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What torchtune makes of packed rows: the mask, of tokens x tokens for each, is fake from the start, and takes no memory."""
+        """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake from the start."""
         batch = {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels", "input_pos")}
         count, tokens = batch["tokens"].shape
-        with self.fake.mode:
+        with self._device.mode:
             batch["mask"] = torch.empty(count, tokens, tokens, dtype=torch.bool)
         return batch
 
-    def _build_tokenizer(self) -> Any:
-        return config.instantiate(self.cfg.tokenizer)  # one that is not there is one reason more to give lengths
-
-    def _read_what_is_at_hand(self) -> None:
-        try:
-            with _offline():
-                super().build_data()
-        except AdaptiveBatchError:
-            raise
-        except Exception as error:  # the tokenizer's and the dataset's own libraries have many
-            key, lengths = self.settings.estimate.lengths_of(self.settings.probe)
-            collate = self.cfg.get("collate_fn", None)
-            why = f"not at hand ({type(error).__name__}: {told(error)})"
-            if collate is not None and not any(isinstance(length, str) for length in lengths):
-                remedy = (
-                    f"it is called on rows of the dataset, which are {why}; remove it to estimate rows of text alone"
-                )
-                raise SettingError("collate_fn", collate, remedy) from error
-            remedy = f"the rows that should tell their length are {why}; give lengths, such as estimate.sequence_lengths=[512,1024,2048]"
-            raise SettingError(
-                key,
-                lengths[0] if len(lengths) == 1 else list(lengths),
-                remedy + ("" if collate else ", and no file is read"),
-            ) from error
-
-    def made_up_row(self, tokens: int) -> dict[str, Any]:
-        """A row of text of that many tokens, each with a label."""
-        if not self.packed:
-            return {"tokens": [0] * tokens, "labels": [0] * tokens}
-        row = torch.zeros(tokens, dtype=torch.int64)
-        return {
-            "tokens": row,
-            "labels": row,
-            "input_pos": torch.arange(tokens),
-            "seq_lens": torch.tensor([tokens]),
-        }
-
-    def to_device(self, batch: dict[str, Any]) -> None:
-        self.fake.batch(batch)
-
     # --- model and optimizer ----------------------------------------------------------------------------------------
 
-    def _build(self, weights: Weights | None = None) -> torch.nn.Module:
+    def step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
+        """Build model and optimizer, and return the step that training would run.
+
+        Args:
+            rows: gives that many rows.
+            accumulates: earlier micro-batches have left gradients.
+            keeps_gradients: these are whole on each rank.
+        """
+        trainer = self.trainer = Trainer(
+            self.job, self.data, self._build(), to_device=self._device.batch, new_optimizer=self._new_optimizer
+        )
+        return FakeStep(
+            model=trainer.model,
+            optimizer=trainer.in_backward or trainer.optimizer,
+            forward_backward=self.forward_backward(rows),
+            step=trainer.rehearse_step,
+            accumulates=accumulates,
+            device=self._device,
+            sharding=trainer.runner.sharding,
+            keep_gradients=(lambda: trainer.runner.keep_gradients(rows(1))) if keeps_gradients else None,
+        )
+
+    def forward_backward(self, rows: Rows) -> Callable[[int], object]:
+        """Return forward and backward of that many rows, as training runs them."""
+        return lambda size: self.trainer.runner.rehearse(rows(size))
+
+    def _build(self) -> torch.nn.Module:
+        job = self.job
         if distributed.world_size() > 1:
-            model = build_sharded(self.cfg, dtype=self.dtype, device=self.device)
+            model = build_sharded(job.cfg, dtype=job.dtype, device=job.device)
         else:
-            model = self.builder.skeleton(self.cfg, dtype=self.dtype)
-            apply_checkpointing(model, self.cfg)
-        self.builder.freeze(model)
-        compute_rotary_buffers(model, dtype=self.dtype, device=self.device)  # some look at their values
-        self.fake.move(model)
+            model = job.builder.skeleton(job.cfg, dtype=job.dtype)
+            apply_checkpointing(model, job.cfg)
+        job.builder.freeze(model)
+        compute_rotary_buffers(model, dtype=job.dtype, device=job.device)  # some look at their values
+        self._device.move(model)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             self._leave_out(
                 "recurrent layers: their fused kernels keep what fake tensors do not show, so a step needs more"
             )
-        if self.on_accelerator:  # its kernels keep no weights of attention for dropout, and a CPU's would
+        if self._on_accelerator:  # its kernels keep no weights of attention for dropout, and a CPU's would
             for module in model.modules():
                 if isinstance(getattr(module, "attn_dropout", None), float):
                     cast(Any, module).attn_dropout = 0.0
         return model
 
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        component = str(self.cfg.optimizer._component_)
+        component = str(self.job.cfg.optimizer._component_)
         if component.startswith(_BITSANDBYTES):
             self._leave_out(
                 "bitsandbytes: its states by their documented sizes, paged ones as if they stayed on the device"
             )
-            with self.fake.mode:
+            with self._device.mode:
                 return StatesOfBitsandbytes(parameters, component)
         if component.startswith(_COMPILED_OPTIMIZERS):
             from torchao.optim import subclass_4bit, subclass_8bit
@@ -207,78 +201,46 @@ class FakeParts(TrainingParts):
             for states in (subclass_4bit, subclass_8bit):  # tables that are looked into when they are made, and kept
                 states.get_qmap_signed()
                 states.get_qmap_unsigned()
-        with self.fake.mode:
-            optimizer = super()._new_optimizer(parameters)
+        with self._device.mode:
+            optimizer = self.job.new_optimizer(parameters)
+        if not self._on_accelerator:
+            return optimizer
         is_plain = all(optimizer.defaults.get(key) is None for key in ("fused", "foreach"))
-        if (
-            self.on_accelerator
-            and component.startswith("torch.optim.")
-            and is_plain
-            and "foreach" in optimizer.defaults
-        ):
+        if component.startswith("torch.optim.") and is_plain and "foreach" in optimizer.defaults:
             for group in optimizer.param_groups:  # what torch takes there
                 group["foreach"] = True
-        if component.startswith(_COMPILED_OPTIMIZERS) and self.on_accelerator:
+        if component.startswith(_COMPILED_OPTIMIZERS):
             self._leave_out("torchao: its step is compiled on a device, so only the states that it keeps are counted")
-            optimizer.step = _uncounted(self.fake, optimizer.step)  # type: ignore[method-assign]
+            step = optimizer.step
+
+            def uncounted(*args: Any, **kwargs: Any) -> Any:
+                with self._device.uncounted():
+                    return step(*args, **kwargs)
+
+            optimizer.step = uncounted  # type: ignore[method-assign]
         return optimizer
 
 
-class NoWeights:
-    """Stands for weights where the model is built without them."""
-
-    is_divided = False
-
-    def load_weights(self) -> Mapping[str, Any]:
-        """Return none."""
-        return {}
-
-    def load_divided(self, model: torch.nn.Module) -> None:
-        """Load none."""
-
-
-def fake_step(
-    parts: FakeParts, rows: Rows, *, accumulates: bool, keep_gradients: Callable[[], object] | None = None
-) -> FakeStep:
-    """The step that training with these parts runs, on fake tensors.
-
-    Args:
-        parts: with their data built.
-        rows: gives that many rows.
-        accumulates, keep_gradients: as in :class:`FakeStep`.
-    """
-    parts.build_model(NoWeights())
-    parts.build_optimizer()
-    return FakeStep(
-        model=parts.model,
-        optimizer=parts.in_backward or parts.optimizer,
-        forward_backward=rehearsed(parts, rows),
-        step=parts.rehearse_step,
-        accumulates=accumulates,
-        device=parts.fake,
-        sharding=parts.accumulator.sharding,
-        keep_gradients=keep_gradients,
-    )
-
-
-def rehearsed(parts: FakeParts, rows: Rows) -> Callable[[int], object]:
-    """Forward and backward of that many rows, as training runs them."""
-    return lambda size: parts.accumulator.rehearse(rows(size))
+def made_up_row(tokens: int, *, packed: bool) -> dict[str, Any]:
+    """Return a row of text of that many tokens, each with a label."""
+    if not packed:
+        return {"tokens": [0] * tokens, "labels": [0] * tokens}
+    row = torch.zeros(tokens, dtype=torch.int64)
+    return {"tokens": row, "labels": row, "input_pos": torch.arange(tokens), "seq_lens": torch.tensor([tokens])}
 
 
 def expected_curve(
     cfg: DictConfig, settings: Settings, rows: Rows, *, accumulates: bool, builder: ModelBuilder | None = None
 ) -> MemoryCurve:
-    """What trials of these rows should peak at on the configured device."""
+    """Return what trials of these rows should peak at on the configured device."""
     capability = torch.cuda.get_device_capability() if str(cfg.device).startswith("cuda") else None
-    workspace = partial(workspace_bytes, compute_capability=capability)
-    parts = FakeParts(cfg, settings, FakeDevice(workspace=workspace), reads_data=False, builder=builder)
-    parts.build_data()
-    if parts.packed and _SUPPORTS_FLEX_ATTENTION:
+    device = FakeDevice(workspace=partial(workspace_bytes, compute_capability=capability))
+    run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
+    if run.data.packed and _SUPPORTS_FLEX_ATTENTION:
         raise SettingError(
             "dataset.packed", True, "flex attention, which packed rows have here, cannot run on fake tensors"
         )
-    step = fake_step(parts, rows, accumulates=accumulates)
+    step = run.step(rows, accumulates=accumulates)
     few, more = (step.trace(size) for size in (FEW, MORE))
     return MemoryCurve.from_traces((FEW, few.trace), (MORE, more.trace))
 
@@ -343,11 +305,3 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
         state[f"state{number}"] = torch.zeros_like(parameter, dtype=torch.uint8 if is_8bit else torch.float32)
         if is_8bit:
             state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // 256), dtype=torch.float32)
-
-
-def _uncounted(device: FakeDevice, step: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with device.uncounted():
-            return step(*args, **kwargs)
-
-    return run
