@@ -10,8 +10,10 @@ from adaptive_batch._util import lazy_names
 if TYPE_CHECKING:
     from .batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from .checkpoints import Checkpoints as Checkpoints
+    from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
     from .checks import without_effect_on_probe as without_effect_on_probe
+    from .config_errors import as_dict as as_dict
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
     from .configs import shipped_configs as shipped_configs
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from .preview import TrainingPreview as TrainingPreview
     from .rate import RateController as RateController
     from .rate import check_scheduler as check_scheduler
-    from .requirements import as_dict as as_dict
-    from .requirements import check_output_dir as check_output_dir
     from .resumed_run import ResumedRun as ResumedRun
     from .settings import Settings as Settings
     from .settings import reference_tables as reference_tables
@@ -54,8 +54,8 @@ _MODULE_OF = {
     "without_effect": ".checks",
     "without_effect_on_probe": ".checks",
     "ResumedRun": ".resumed_run",
-    "as_dict": ".requirements",
-    "check_output_dir": ".requirements",
+    "as_dict": ".config_errors",
+    "check_output_dir": ".checks",
     "FullModel": ".model",
     "ModelBuilder": ".model",
     "set_up_terminal": ".launch",

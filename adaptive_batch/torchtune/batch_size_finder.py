@@ -24,12 +24,12 @@ from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, budget_bytes, 
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
+from .config_errors import as_dict
 from .data import Data
 from .doctor import installed_version
 from .fake_run import expected_curve
 from .job import Job
 from .model import ModelBuilder
-from .requirements import as_dict
 from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")

@@ -101,7 +101,7 @@ class Data:
         if packed:
             return MicroBatchLayout(uniform)
         job, multiple, shortest = self._job, self._settings.pad_to_multiple_of, 1
-        if distributed.data_parallel_size() > 1 and "output" in (job.cfg.get("custom_sharded_layers", None) or ()):
+        if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
             chunks = getattr(job.loss_fn, "num_output_chunks", 1)
             shortest = min(chunks * (chunks - 1) + 1, job.max_seq_len or sys.maxsize)
         return MicroBatchLayout(uniform, multiple, job.max_seq_len if multiple > 1 else None, shortest)

@@ -44,11 +44,11 @@ from adaptive_batch.estimate import (
 from adaptive_batch.memory import MemoryCurve
 
 from .batch_size_finder import BatchSizeFinder
-from .checks import without_effect_on_estimate
+from .checks import TO_PLAN, check_parallel, complete, without_effect_on_estimate
+from .config_errors import as_dict
 from .estimate_changes import candidates, share_of_layers, with_overrides
 from .fake_run import FEW, MORE, FakeRun, Rows
 from .keys import load_function
-from .requirements import TO_PLAN, as_dict, check_parallel, complete
 from .settings import Settings
 
 _LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least

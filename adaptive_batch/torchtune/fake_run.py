@@ -17,10 +17,11 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
 from adaptive_batch.memory import MemoryCurve
 
+from .checks import TO_PLAN
+from .config_errors import one_line
 from .data import Data
 from .job import Job
 from .model import ModelBuilder
-from .requirements import TO_PLAN, told
 from .settings import Settings
 from .sharded import apply_checkpointing, build_sharded, compute_rotary_buffers
 from .trainer import Trainer
@@ -82,7 +83,7 @@ class FakeRun:
         if on_cpu.get("fsdp_cpu_offload", False):
             remedy = "an estimate does not know what is on the host and what on the device; estimate with False, which needs more"
             raise SettingError("fsdp_cpu_offload", True, remedy)
-        if on_cpu.get("enable_activation_offloading", False) and on_cpu.get("enable_activation_checkpointing", False):
+        if on_cpu.get("enable_activation_offloading", False):
             on_cpu.enable_activation_offloading = False
             self._leave_out(
                 "enable_activation_offloading: what each layer keeps is counted on the device, so more fits than is said"
@@ -116,7 +117,7 @@ class FakeRun:
             cause = error
         key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
         collate = self.job.cfg.get("collate_fn", None)
-        why = f"not at hand ({type(cause).__name__}: {told(cause)})"
+        why = f"not at hand ({type(cause).__name__}: {one_line(cause)})"
         if collate is not None and not any(isinstance(length, str) for length in lengths):
             remedy = f"it is called on rows of the dataset, which are {why}; remove it to estimate rows of text alone"
             raise SettingError("collate_fn", collate, remedy) from cause

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig
@@ -13,12 +14,13 @@ from torchtune import config, training, utils
 from adaptive_batch import distributed
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
+from .checks import TO_TRAIN, check_loss, complete
+from .config_errors import one_line
 from .model import FullModel, ModelBuilder
-from .requirements import TO_TRAIN, check_loss, complete, told
 from .settings import Settings
-from .sharded import check_names
 
 log = logging.getLogger("adaptive_batch")
+T = TypeVar("T")
 
 
 class Job:
@@ -34,7 +36,7 @@ class Job:
         ranks: that a batch is counted on, as many as saw different rows when the run began.
 
     Raises:
-        SettingError: a key is missing or another recipe's, or a device, dtype, loss or offloading setting cannot be used.
+        SettingError: a key is missing or another recipe's, or the device or dtype cannot be used.
     """
 
     def __init__(
@@ -46,41 +48,11 @@ class Job:
         needs: Sequence[str] = TO_TRAIN,
     ) -> None:
         complete(cfg, needs=needs)
-        check_names(cfg)
         self.cfg, self.settings, self.builder = cfg, settings, builder or FullModel()
         self.ranks = distributed.data_parallel_size()
-        try:
-            self.device = utils.get_device(device=cfg.device)
-        except RuntimeError as error:
-            raise SettingError("device", cfg.device, f"{told(error)}; give cuda or cpu") from error
-        if str(cfg.dtype) in ("fp16", "float16"):
-            raise SettingError("dtype", cfg.dtype, "there is no gradient scaling for fp16; use bf16 or fp32")
-        try:
-            self.dtype = training.get_dtype(cfg.dtype, device=self.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            why = f"{told(error).rstrip('.')}; " if isinstance(error, RuntimeError) else ""
-            raise SettingError("dtype", cfg.dtype, f"{why}give bf16 or fp32") from error
-        self._check_activations()
+        self.device = _usable("device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device))
+        self.dtype = _usable("dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device))
         self.loss_fn = config.instantiate(cfg.loss)
-
-    def _check_activations(self) -> None:
-        cfg = self.cfg
-        all_layers, mode = cfg.get("enable_activation_checkpointing", False), cfg.get("ac_mode", None)
-        if cfg.get("enable_activation_offloading", False) and not (all_layers and self.device.type == "cuda"):
-            remedy = "it needs CUDA and enable_activation_checkpointing=True; set it to False"
-            raise SettingError("enable_activation_offloading", True, remedy)
-        if mode not in (None, "none", "full", "selective"):
-            raise SettingError("ac_mode", mode, "give full, selective with ac_option, or null")
-        if mode in ("full", "selective") and all_layers:
-            raise SettingError(
-                "ac_mode", mode, "enable_activation_checkpointing is True too, which says all layers; remove one"
-            )
-        option = str(cfg.get("ac_option", None))
-        if mode == "selective" and not (option.isdigit() and int(option) > 0):
-            remedy = "give a whole number: of so many layers, the activations of one are recomputed"
-            raise SettingError("ac_option", cfg.get("ac_option", None), remedy)
-        if cfg.device == "npu" and cfg.compile:
-            raise SettingError("compile", True, "an NPU does not compile; set it to False")
 
     def check_model(self) -> None:
         """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is checked once it is built.
@@ -112,3 +84,10 @@ class Job:
         """Build the configured optimizer of some parameters."""
         optimizer: torch.optim.Optimizer = config.instantiate(self.cfg.optimizer, parameters)
         return optimizer
+
+
+def _usable(key: str, value: Any, usable: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SettingError(key, value, f"{one_line(error).rstrip('.')}; give {usable}") from error

@@ -11,14 +11,13 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib import import_module
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 from adaptive_batch._util import check_whole, nearest
 from adaptive_batch.errors import SettingError
 
 Resume = Literal["free", "report", "epoch", "refuse"]
 T = TypeVar("T")
-D = TypeVar("D")
 
 # Keys of torchtune's full fine-tune configs by what a change of them does on resuming. One that looks like ours is still torchtune's.
 _THEIRS: Mapping[Resume, str] = {
@@ -63,19 +62,6 @@ class Key:
     fills_steps: bool = False
 
 
-@overload
-def key(read: Callable[[str, Any], T], doc: str = "") -> T: ...
-@overload
-def key(
-    read: Callable[[str, Any], T],
-    doc: str = "",
-    *,
-    default: D,
-    shown: str = "",
-    needs: tuple[str, ...] = (),
-    resume: Resume = "free",
-    fills_steps: bool = False,
-) -> T | D: ...
 def key(read: Callable[[str, Any], Any], doc: str = "", *, default: Any = MISSING, **more: Any) -> Any:
     """Return the dataclass field of a key, which must be given where it has no default; for the arguments see :class:`Key`."""
     return field(default=default, metadata={"key": Key(read, doc, **more)})
@@ -217,23 +203,19 @@ def load_function(path: str, *, key: str) -> Any:
         module = ".".join(parts[:split])
         try:
             found: Any = import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name and (module == error.name or module.startswith(error.name + ".")):
-                continue
-            raise SettingError(key, path, f"importing {module} failed: {error}") from error
         except Exception as error:
-            raise SettingError(key, path, f"importing {module} failed: {type(error).__name__}: {error}") from error
+            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+                continue
+            why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+            raise SettingError(key, path, f"importing {module} failed: {why}") from error
         for part in parts[split:]:
             if not hasattr(found, part):
                 names = [name for name in dir(found) if not name.startswith("_")]
                 raise SettingError(key, path, f"{module} has no {part}; {nearest(part, names)}")
             found = getattr(found, part)
         return found
-    raise SettingError(
-        key,
-        path,
-        f"no module {parts[0]} can be imported; run from the folder that holds it, or put that folder on PYTHONPATH",
-    )
+    remedy = "run from the folder that holds it, or put that folder on PYTHONPATH"
+    raise SettingError(key, path, f"no module {parts[0]} can be imported; {remedy}")
 
 
 def _load(value: object, *, key: str) -> Any:

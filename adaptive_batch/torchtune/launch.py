@@ -20,8 +20,9 @@ from adaptive_batch.distributed import EXIT_STATUS, Watchdog
 from adaptive_batch.errors import RankLostError, SettingError
 from adaptive_batch.training import differences
 
+from .checks import check_parallel
+from .config_errors import as_dict, check_file, plainly
 from .configs import config_path, shipped_configs
-from .requirements import as_dict, check_file, check_parallel, plainly
 
 log = logging.getLogger("adaptive_batch")
 

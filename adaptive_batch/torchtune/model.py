@@ -13,7 +13,8 @@ from torchtune.config._errors import InstantiationError
 from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
 
-from .requirements import check_all_is_trained, told
+from .checks import check_all_is_trained
+from .config_errors import one_line
 from .sharded import Weights, apply_checkpointing, build_sharded, load_sharded
 
 
@@ -60,7 +61,7 @@ class FullModel:
             with torch.device("meta"), training.set_default_dtype(dtype):
                 model: torch.nn.Module = config.instantiate(cfg.model)
         except InstantiationError as error:  # its module cannot be imported
-            raise SettingError("model", str(cfg.model._component_), told(error)) from error
+            raise SettingError("model", str(cfg.model._component_), one_line(error)) from error
         return model
 
     def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

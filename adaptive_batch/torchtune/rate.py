@@ -24,9 +24,9 @@ from adaptive_batch.schedules import (
     write_rate,
 )
 
+from .config_errors import as_dict
 from .job import Job
 from .keys import load_function
-from .requirements import as_dict
 
 
 class RateController:

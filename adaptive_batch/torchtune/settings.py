@@ -26,7 +26,7 @@ from adaptive_batch.schedules import (
     parse_reference,
 )
 
-from .checks import check_before_reading, check_together
+from .checks import check_together
 from .keys import (
     TORCHTUNE_KEYS,
     Resume,
@@ -89,6 +89,18 @@ def _number_of_batches(name: str, value: Any) -> int | None:
 
 def _clock(name: str, value: Any) -> Clock:
     return Clock.from_config(value)
+
+
+def _norm(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:  # false for NaN
+        raise SettingError(name, value, "give the largest norm of all gradients, such as 1.0, or null")
+    return float(value)
+
+
+def _layers(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise SettingError(name, value, "give a list of names, such as [tok_embeddings,output], or null")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -204,6 +216,9 @@ class Settings:
     epochs: int = key(check_whole)
     max_steps_per_epoch: int | None = key(check_whole, default=None)
     optimizer_in_bwd: bool = key(check_bool, default=False)
+    clip_grad_norm: float | None = key(_norm, default=None)
+    ac_mode: str | None = key(one_of("none", "full", "selective"), default=None)
+    custom_sharded_layers: tuple[str, ...] = key(_layers, default=())
     use_maximum_batch_size: bool = key(
         check_bool,
         "`True`: search, then set `batch_size` to the bound (see `probe.round_to_power_of_two`), at most the rows of an epoch; "
@@ -480,7 +495,10 @@ class Settings:
         Raises:
             SettingError: a key that is nearly one of ours, or a value that cannot be used.
         """
-        check_before_reading(config)
+        schedule = config.get("batch_size_schedule")
+        if config.get("batch_increase_function") is not None and schedule is not None:  # before either is imported
+            remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"
+            raise SettingError("batch_size_schedule", schedule, remedy)
         check_names(OURS, config)
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values.keys() & {"micro_batch_size", "micro_batch_tokens"}:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -78,20 +78,6 @@ def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) 
             dp_mesh=mesh["dp"],
         )
     return model
-
-
-def check_names(cfg: DictConfig) -> None:
-    """Refuse layers to shard separately that are no list of names.
-
-    Raises:
-        SettingError: naming the key.
-    """
-    names = cfg.get("custom_sharded_layers", None)
-    if names is not None and not (isinstance(names, ListConfig) and all(isinstance(name, str) for name in names)):
-        value = OmegaConf.to_container(names) if OmegaConf.is_config(names) else names
-        raise SettingError(
-            "custom_sharded_layers", value, "give a list of names, such as [tok_embeddings,output], or null"
-        )
 
 
 def tied_modules(model: torch.nn.Module) -> set[str]:

@@ -51,7 +51,6 @@ class Trainer:
         self.model, self._device, self._builder = model, job.device, job.builder
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
-        limit = cfg.get("clip_grad_norm")
         self.runner = MicroBatchRunner(
             model,
             collate=data.collate,
@@ -62,7 +61,7 @@ class Trainer:
             capacity=MicroBatchLimit(settings.batch_size),
             shapes=data.shapes,
             pad_id=data.pad_id,
-            max_grad_norm=None if limit is None else float(limit),
+            max_grad_norm=settings.clip_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
             replays=settings.on_out_of_memory == "shrink",
             measures_noise=settings.measures_noise,

@@ -11,8 +11,8 @@ from torchtune._recipe_registry import get_all_recipes
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.torchtune import Job, Settings
+from adaptive_batch.torchtune.checks import check_parallel
 from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
-from adaptive_batch.torchtune.requirements import check_parallel
 from adaptive_batch.torchtune.resumed_run import check_fewer_ranks
 from adaptive_batch.training import differences, same_answers
 
