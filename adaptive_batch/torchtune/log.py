@@ -1,4 +1,4 @@
-"""What a run says and writes down: where it starts, what differs, each epoch, each step."""
+"""What a run logs and writes down: where it starts, what differs, each epoch, each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torchtune import config, training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.data import StepPlanner
+from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
@@ -18,23 +18,21 @@ from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
 from .checkpoints import Checkpoints
 from .data import Data
 from .job import Job
-from .limit_finder import LimitFinder
 from .preview import TrainingPreview
 from .rate import RateController, reference_batch
 from .resumed_run import ResumedRun
-from .trainer import Trainer
 
 log = utils.get_logger("INFO")
 
 
 class TrainingLog:
-    """The record of a run and its metric logger; of several ranks, rank zero writes them.
+    """The run log and the metric logger of a run; of several ranks, rank zero writes them.
 
     Args:
         job, data: of the run.
 
     Attributes:
-        record: of decisions and steps.
+        record: the run log.
 
     Raises:
         SettingError: another run writes there.
@@ -60,31 +58,32 @@ class TrainingLog:
             self._metrics.close()
         self.record.close()
 
+    # --- where a run begins -----------------------------------------------------------------------------------------
+
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
-        progress = run.progress
+        event, progress, rows = self.record.decision, run.progress, len(self._data.dataset)
         for line in checkpoints.passed_over:
-            self.record.decision("passed_over", line)
-        rows, resumed = len(self._data.dataset), checkpoints.recipe_state is not None
-        where = f"epoch {progress.epoch}"
-        if progress.epoch_steps:
-            where += f", row {progress.epoch_rows} of it (step {progress.steps})"
-        of_ranks = f", {distributed.world_size()} ranks" if distributed.world_size() > 1 else ""
-        self.record.decision(
+            event("passed_over", line)
+        resumed, ranks = checkpoints.recipe_state is not None, distributed.world_size()
+        begins = f"resuming from {checkpoints.source}" if resumed else "starting"
+        within = f", row {progress.epoch_rows} of it (step {progress.steps})" if progress.epoch_steps else ""
+        of_ranks = f", {ranks} ranks" if ranks > 1 else ""
+        event(
             "start",
-            f"{f'resuming from {checkpoints.source}' if resumed else 'starting'} with {where}; {rows} rows{of_ranks}",
+            f"{begins} with epoch {progress.epoch}{within}; {rows} rows{of_ranks}",
             resumed=resumed,
             run=run.name,
             rows=rows,
-            ranks=distributed.world_size(),
+            ranks=ranks,
             progress=progress.state_dict(),
         )
         if run.begins_epoch_again:
             message = f"epoch {progress.epoch} begins again: which of its rows are left is not known with other rows"
-            self.record.decision("epoch_restarted", message, epoch=progress.epoch)
+            event("epoch_restarted", message, epoch=progress.epoch)
         if not resumed and checkpoints.holds_earlier_run:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
-            self.record.decision("replaces", f"{message}; until its first save, resuming goes on with the earlier")
+            event("replaces", f"{message}; until its first save, resuming takes the earlier")
 
     def changes(self, run: ResumedRun, *, without_effect: Sequence[tuple[str, str]]) -> None:
         """Log each setting that differs from the checkpoint's, or that has no effect.
@@ -93,45 +92,40 @@ class TrainingLog:
             run: what the checkpoint brings.
             without_effect: settings that do nothing, each with the reason.
         """
-        saved, epochs = run.saved, run.epochs
-        settings, record = self._settings, self.record
-        if epochs is not None and epochs != settings.epochs:
-            message = f"epochs {epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
-            record.decision("epochs", message, before=epochs, after=settings.epochs)
-        ranks, began_on = distributed.data_parallel_size(), self._job.ranks
+        settings, event, saved = self._settings, self.record.decision, run.saved
+        if run.epochs not in (None, settings.epochs):
+            message = f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
+            event("epochs", message, before=run.epochs, after=settings.epochs)
+        configured, ranks, began_on = settings.batch_size, distributed.data_parallel_size(), self._job.ranks
+        before = saved["steps"]["batch_size"] if saved else configured
         if ranks != began_on:
-            rows = saved["steps"]["batch_size"] * settings.gradient_accumulation_steps * began_on
+            rows = before * settings.gradient_accumulation_steps * began_on
             share = f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
             if settings.batch_tokens:
                 share = "the rows of each step are dealt to them by their tokens"
             message = (
                 f"{ranks} ranks, and {began_on} began the run: batches, their order and the learning rate stay; {share}"
             )
-            record.decision("ranks", message, before=began_on, after=ranks)
-        configured = settings.batch_size
-        before = saved["steps"]["batch_size"] if saved else configured
-        scheduled = settings.batch_size_schedule is not None  # which says what a step holds
-        if run.keeps_batch and configured != before:
-            message = f"batch_size {before}: configured is {configured}, the checkpoint's goes on"
-            record.decision("batch_size", message, before=before, after=before)
-        elif configured != before and not (run.keeps_batch or scheduled or settings.use_maximum_batch_size):
+            event("ranks", message, before=began_on, after=ranks)
+        scheduled = settings.batch_size_schedule is not None  # which decides what a step holds
+        if configured != before and run.keeps_batch:
+            message = f"batch_size {before}: configured is {configured}, the checkpoint's is kept"
+            event("batch_size", message, before=before, after=before)
+        elif configured != before and not (scheduled or settings.use_maximum_batch_size):
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
-            record.decision("batch_size", message, before=before, after=configured)
-        run.log_changes(record)
-        for name, (value, goes_on) in run.ignored.items():
-            message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
-            record.decision("no_effect", message, key=name, configured=value, after=goes_on)
+            event("batch_size", message, before=before, after=configured)
+        run.log_changes(self.record)
         for key, reason in without_effect:
-            record.decision("no_effect", f"{key} has no effect: {reason}", key=key)
+            event("no_effect", f"{key} has no effect: {reason}", key=key)
         if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
-            record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
+            event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
 
     def whose_rate(self, saved: float) -> None:
-        """A line where the checkpoint's learning rate is not the configured one."""
+        """Log where the checkpoint's learning rate is not the configured one."""
         configured = self._cfg.optimizer.get("lr")
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
-            message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
+            message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} is kept"
             self.record.decision("lr", message, configured=float(configured), lr=saved)
 
     def rate_and_stages(
@@ -145,34 +139,42 @@ class TrainingLog:
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
-        settings, record = self._settings, self.record
+        settings, event = self._settings, self.record.decision
         if message := rate.describe():
-            record.decision("lr", message, reference=str(reference_batch(self._job)), rule=settings.lr_scaling)
+            event("lr", message, reference=str(reference_batch(self._job)), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         table, stages = plan.table(progress, base_rate=base, capacity=limits, saved=saved)
-        record.decision("stages", f"the plan:\n{table}", stages=stages)
-        most, configured = plan.full_batch_rows, settings.step_rows * self._job.ranks
-        if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
-            message = describe_unscaled(base, batch=most, reference=configured)
-            record.decision("lr", message, lr=base, global_batch=most, reference=configured)
+        event("stages", f"the plan:\n{table}", stages=stages)
+        if settings.batch_size_schedule:
+            self._log_unscaled(base, batch=plan.full_batch_rows)
 
-    def epoch(self, epoch: int, batches: StepPlanner, capacity: LimitFinder, trainer: Trainer) -> None:
-        """A line on the epoch that begins, where anything adaptive is on."""
-        plan, settings, holds = batches.plan, self._settings, trainer.runner.capacity
+    def _log_unscaled(self, rate: float, *, batch: int) -> None:
+        """Log that the rate stays where the batch is another than the configured one."""
+        reference = self._settings.step_rows * self._job.ranks
+        if self._settings.lr_scaling == "none" and batch != reference:
+            message = describe_unscaled(rate, batch=batch, reference=reference)
+            self.record.decision("lr", message, lr=rate, global_batch=batch, reference=reference)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def epoch(self, epoch: int, batches: StepPlanner, *, rate: float) -> None:
+        """Log the epoch that begins, where anything adaptive is on."""
+        plan, settings, ranks, holds = batches.plan, self._settings, self._job.ranks, batches.limit
         if not settings.adaptive:
             return
-        if plan.sizes is not None:
+        if plan.sizes is None:
+            of_ranks = f" x {ranks} ranks" if ranks > 1 else ""
+            accumulated = (
+                f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated{of_ranks}"
+            )
+            what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
+        else:
             least, most = min(plan.sizes, default=0), max(plan.sizes, default=0)
             rows = f"{least} to {most} rows" if least < most else f"{most} rows"
+            what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
             if settings.batch_tokens and settings.batch_size_schedule is None:
-                what = f"{plan.steps} steps of up to {settings.batch_tokens * self._job.ranks} tokens, {rows} each"
-            else:
-                what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
-        else:
-            accumulated = f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated"
-            accumulated += f" x {self._job.ranks} ranks" if self._job.ranks > 1 else ""
-            what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
+                what = f"{plan.steps} steps of up to {settings.batch_tokens * ranks} tokens, {rows} each"
         self.record.decision(
             "plan",
             f"epoch {epoch}: {what}; a micro-batch holds {holds}",
@@ -184,13 +186,24 @@ class TrainingLog:
             unit=holds.unit,
             steps=plan.steps,
         )
-        configured = settings.step_rows * self._job.ranks
-        rate = trainer.base_rate
-        scheduled = settings.batch_size_schedule is not None  # the plan shows its batches
-        if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
-            message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
-            self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
-        capacity.say_if_one_by_one(batches.batch_size)
+        if settings.batch_size_schedule is None:  # whose plan shows its batches
+            self._log_unscaled(rate, batch=plan.step_rows)
+
+    def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int) -> None:
+        """Log the rows of an epoch that were trained and left out, and how many steps had no label."""
+        if unlabelled:
+            message = f"{unlabelled} of {progress.epoch_steps} steps had no label at all, and changed nothing"
+            self.record.decision("no_labels", message, steps=unlabelled)
+        reasons = planner.epochs.left_out(progress)
+        left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
+        self.record.decision(
+            "epoch",
+            f"epoch {progress.epoch}: {progress.epoch_rows} rows trained{left_out}",
+            epoch=progress.epoch,
+            used=progress.epoch_rows,
+            left_out=sum(reasons.values()),
+            reasons=reasons,
+        )
 
     def step(
         self,
@@ -199,7 +212,7 @@ class TrainingLog:
         *,
         rate: float,
         seconds: float,
-        batches: StepPlanner,
+        sampler: RowSampler,
         num_out_of_memory: int,
         full_batch_loss: FullBatchLoss,
     ) -> None:
@@ -210,7 +223,7 @@ class TrainingLog:
             progress: after it.
             rate: of learning.
             seconds: that it took.
-            batches: that handed out its rows.
+            sampler: of its rows.
             num_out_of_memory: errors so far.
             full_batch_loss: takes in the step.
         """
@@ -238,8 +251,8 @@ class TrainingLog:
         self.record.step(
             step=progress.steps,
             epoch=progress.epoch,
-            position=batches.sampler.position,
-            rows=batches.sampler.taken,
+            position=sampler.position,
+            rows=sampler.taken,
             asked=progress.batch,
             seconds=round(seconds, 6),
             **metrics,
@@ -248,7 +261,7 @@ class TrainingLog:
             self._log(metrics, step=progress.steps)
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
-        """A line on a validation, and its metric."""
+        """Log a validation, and its metric."""
         message = f"step {step}: val_loss {loss:.4f} over {rows} rows"
         self.record.decision("validation", message, steps=step, val_loss=loss)
         self._log({"val_loss": loss}, step=step)

@@ -47,7 +47,6 @@ class ResumedRun:
         progress: where training begins.
         name: of the run.
         seed, max_steps_per_epoch: of the run.
-        ignored: settings without effect as the checkpoint's are kept, each with its value and that of the checkpoint.
         epochs: of the checkpoint; None without one.
         begins_epoch_again: which rows are left of the epoch is not known, so that it begins again.
         times_begun_again: how often that has happened.
@@ -69,7 +68,7 @@ class ResumedRun:
         self.progress, self.name = Progress(), uuid.uuid4().hex[:12]
         self.seed, self.max_steps_per_epoch = seed, self._settings.max_steps_per_epoch
         self.differs: list[str] = []
-        self.ignored: dict[str, tuple[Any, Any]] = {}
+        self._ignored: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
         self.begins_epoch_again = self.keeps_batch = False
         self.times_begun_again = self.unlabelled = 0
@@ -79,7 +78,7 @@ class ResumedRun:
         self.progress = Progress(epoch=state[training.EPOCHS_KEY])
         for name, key in (("seed", training.SEED_KEY), ("max_steps_per_epoch", training.MAX_STEPS_KEY)):
             if (configured := getattr(self, name)) != state[key]:
-                self.ignored[name] = configured, state[key]
+                self._ignored[name] = configured, state[key]
                 setattr(self, name, state[key])
         saved, settings = self.saved, self._settings
         for key, value in self._now["optimizer"].items() if saved else ():
@@ -109,10 +108,12 @@ class ResumedRun:
         """Return what identifies the run, and what its results depend on, as plain values."""
         return {"run": self.name, "times_begun_again": self.times_begun_again, **self._now}
 
-    def state_of_steps(self) -> dict[str, Any]:
-        """Return the state of the step planner, with a batch that is not kept as it is configured."""
-        state: dict[str, Any] = dict(self.saved["steps"])
-        if not self.keeps_batch:
+    def state_of(self, name: str) -> dict[str, Any] | None:
+        """Return the state that a part resumes from; None where it begins without one."""
+        if not self.saved or (name == "full_batch_loss" and self.begins_epoch_again):
+            return None
+        state: dict[str, Any] = dict(self.saved[name])
+        if name == "steps" and not self.keeps_batch:  # the configured batch counts, and growth begins with it
             state |= {"first_batch_size": None, "grown_in": -1}
             if self._settings.batch_size_schedule is None:
                 state["batch_size"] = self._settings.batch_size
@@ -130,7 +131,7 @@ class ResumedRun:
             training.set_seed(seed=self.seed + progress.steps)
 
     def log_changes(self, record: RunLog) -> None:
-        """Log one line for each setting that differs from the checkpoint's."""
+        """Log each setting that differs from the checkpoint's, or has no effect as the checkpoint's is kept."""
         now, saved = self._now["conditions"], self.saved.get("conditions", {})
         for name in self.differs:
             before, after = _shown(name, saved, now), _shown(name, now, saved)
@@ -140,6 +141,9 @@ class ResumedRun:
                 continue
             message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
             record.decision(name, message, before=saved[name], after=now[name])
+        for name, (value, kept) in self._ignored.items():
+            message = f"{name}={value} has no effect: the checkpoint's {kept} is kept"
+            record.decision("no_effect", message, key=name, configured=value, after=kept)
 
 
 def check_fewer_ranks(job: Job) -> None:
