@@ -30,7 +30,7 @@ from adaptive_batch.torchtune import (
     as_dict,
     set_up_terminal,
     use_shipped_config,
-    without_effect_on_probe,
+    without_effect_on,
 )
 
 
@@ -66,7 +66,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         if distributed.is_rank_zero():
             print(text)
 
-    for key, reason in without_effect_on_probe(settings.probe, ranks=distributed.world_size()):
+    for key, reason in without_effect_on("adaptive_probe", settings, ranks=distributed.world_size()):
         say(f"{key} has no effect: {reason}")
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:

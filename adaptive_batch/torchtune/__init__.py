@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .checkpoints import Checkpoints as Checkpoints
     from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
-    from .checks import without_effect_on_probe as without_effect_on_probe
+    from .checks import without_effect_on as without_effect_on
     from .config_errors import as_dict as as_dict
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .doctor import check as check
     from .epoch_checkpoints import STATE_KEY as STATE_KEY
     from .estimates import estimate_devices as estimate_devices
-    from .fake_run import FakeRun as FakeRun
     from .job import Job as Job
     from .launch import all_ranks as all_ranks
     from .launch import set_up_terminal as set_up_terminal
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from .validation import Validation as Validation
 
 _MODULE_OF = {
-    "FakeRun": ".fake_run",
     "Trainer": ".trainer",
     "Job": ".job",
     "Data": ".data",
@@ -52,7 +50,7 @@ _MODULE_OF = {
     "estimate_devices": ".estimates",
     "TrainingLog": ".log",
     "without_effect": ".checks",
-    "without_effect_on_probe": ".checks",
+    "without_effect_on": ".checks",
     "ResumedRun": ".resumed_run",
     "as_dict": ".config_errors",
     "check_output_dir": ".checks",

@@ -23,7 +23,7 @@ from .config_errors import as_dict, check_block, missing, plainly
 from .keys import keys_of, load_function
 
 if TYPE_CHECKING:
-    from .settings import ProbeSettings, Settings
+    from .settings import Settings
 
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
@@ -315,36 +315,21 @@ def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int 
     return found
 
 
-def without_effect_on_probe(probe: ProbeSettings, *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_probe``, each with the reason."""
-    reasons = {"assumed_maximum": "it is for preview"}
-    if probe.sequence_lengths:
-        reasons["sequence_length"] = "probe.sequence_lengths gives them"
-    if ranks == 1:
-        reasons["trial_timeout"] = "it is for several ranks, and this is one"
-    return _changed(probe, reasons)
-
-
-def without_effect_on_estimate(settings: Settings) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_estimate``, each with the reason."""
-    reasons = {
-        "device_memory": "estimate.devices gives what the devices have",
-        "sequence_lengths": "it is for adaptive_probe; give estimate.sequence_lengths",
-        "assumed_maximum": "it is for preview",
-    }
-    if settings.estimate.sequence_lengths:
-        reasons["sequence_length"] = "estimate.sequence_lengths gives the lengths"
-    if settings.estimate.headroom is not None:
-        reasons["headroom"] = "estimate.headroom gives it"
-    tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
-    reasons |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
-    return _changed(settings.probe, reasons)
-
-
-def _changed(probe: ProbeSettings, reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block, of those with a reason, that are not at their default."""
+def without_effect_on(recipe: str, settings: Settings, *, ranks: int = 1) -> list[tuple[str, str]]:
+    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
+    probe, estimate = settings.probe, settings.estimate
+    unused = {"assumed_maximum": "it is for preview"}
+    if recipe == "adaptive_probe":
+        unused |= {"sequence_length": "probe.sequence_lengths gives them"} if probe.sequence_lengths else {}
+        unused |= {"trial_timeout": _ONE_RANK} if ranks == 1 else {}
+    else:
+        unused |= {"device_memory": "estimate.devices gives it", "sequence_lengths": "it is for adaptive_probe"}
+        unused |= {"sequence_length": "estimate.sequence_lengths gives them"} if estimate.sequence_lengths else {}
+        unused |= {"headroom": "estimate.headroom gives it"} if estimate.headroom is not None else {}
+        tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
+        unused |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
     default = type(probe)()
-    return [(f"probe.{key}", reason) for key, reason in reasons.items() if getattr(probe, key) != getattr(default, key)]
+    return [(f"probe.{key}", why) for key, why in unused.items() if getattr(probe, key) != getattr(default, key)]
 
 
 def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

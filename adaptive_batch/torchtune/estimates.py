@@ -44,10 +44,10 @@ from adaptive_batch.estimate import (
 from adaptive_batch.memory import MemoryCurve
 
 from .batch_size_finder import BatchSizeFinder
-from .checks import TO_PLAN, check_parallel, complete, without_effect_on_estimate
+from .checks import TO_PLAN, check_parallel, complete, without_effect_on
 from .config_errors import as_dict
 from .estimate_changes import candidates, share_of_layers, with_overrides
-from .fake_run import FEW, MORE, FakeRun, Rows
+from .fake_run import FEW, MORE, FakeRun, Rows, made_up_row
 from .keys import load_function
 from .settings import Settings
 
@@ -88,7 +88,7 @@ def estimate_devices(
     if distributed.is_launched():
         remedy = "run the estimate in one process; give ranks by estimate.world_size"
         raise SettingError("estimate.devices", asked.devices, remedy)
-    for key, reason in without_effect_on_estimate(settings):
+    for key, reason in without_effect_on("adaptive_estimate", settings):
         show(f"{key} has no effect: {reason}")
     estimator = Estimator(cfg, settings, parse_devices(asked.devices))
     lengths, not_counted = estimator.lengths()
@@ -281,7 +281,7 @@ class _Step:
             tokens = length
 
             def rows(count: int) -> list[dict[str, Any]]:
-                return [self.run.made_up_row(length)] * count
+                return [made_up_row(length, packed=self.run.data.packed)] * count
 
         longest = self.run.job.max_seq_len
         if longest and tokens > longest:

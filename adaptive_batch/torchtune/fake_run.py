@@ -21,9 +21,8 @@ from .checks import TO_PLAN
 from .config_errors import one_line
 from .data import Data
 from .job import Job
-from .model import ModelBuilder
+from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings
-from .sharded import apply_checkpointing, build_sharded, compute_rotary_buffers
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
@@ -116,21 +115,12 @@ class FakeRun:
         except Exception as error:  # the tokenizer's and the dataset's own libraries have many
             cause = error
         key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
-        collate = self.job.cfg.get("collate_fn", None)
-        why = f"not at hand ({type(cause).__name__}: {one_line(cause)})"
-        if collate is not None and not any(isinstance(length, str) for length in lengths):
-            remedy = f"it is called on rows of the dataset, which are {why}; remove it to estimate rows of text alone"
-            raise SettingError("collate_fn", collate, remedy) from cause
-        remedy = f"the rows that should tell their length are {why}; give lengths, such as estimate.sequence_lengths=[512,1024,2048]"
-        raise SettingError(
-            key,
-            lengths[0] if len(lengths) == 1 else list(lengths),
-            remedy + ("" if collate else ", and no file is read"),
-        ) from cause
-
-    def made_up_row(self, tokens: int) -> dict[str, Any]:
-        """Return a row of text of that many tokens, each with a label."""
-        return made_up_row(tokens, packed=self.data.packed)
+        value: object = lengths[0] if len(lengths) == 1 else list(lengths)
+        if not any(isinstance(length, str) for length in lengths):  # then rows are read for it alone
+            key, value = "collate_fn", self.job.cfg.collate_fn
+        remedy = f"the rows of the dataset that it takes are not at hand ({type(cause).__name__}: {one_line(cause)})"
+        numbers = "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
+        raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from cause
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake from the start."""
@@ -295,14 +285,9 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            for number in range(self._moments):
-                self._make_state(parameter, number)
-
-    def _make_state(self, parameter: torch.Tensor, number: int) -> None:
-        state = self.state[parameter]
-        if f"state{number}" in state:
-            return
-        is_8bit = self._is_8bit and parameter.numel() >= 4096
-        state[f"state{number}"] = torch.zeros_like(parameter, dtype=torch.uint8 if is_8bit else torch.float32)
-        if is_8bit:
-            state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // 256), dtype=torch.float32)
+            state, is_8bit = self.state[parameter], self._is_8bit and parameter.numel() >= 4096
+            for number in range(self._moments if not state else 0):
+                dtype = torch.uint8 if is_8bit else torch.float32
+                state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
+                if is_8bit:
+                    state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // 256), dtype=torch.float32)

@@ -111,11 +111,9 @@ def block(keys: type[T]) -> Callable[[str, Any], T]:
             raise SettingError(name, value, f"give a block of keys, such as {name}.{known[0]}=...")
         for each in value:
             full = f"{name}.{each}"
-            if full in RENAMED:
-                remedy = f"{RENAMED[full]} is meant: tune run adaptive_estimate --config NAME estimate.devices=..."
-                raise SettingError(full, value[each], f"there is no such key; {remedy}")
             if each not in known:
-                raise SettingError(full, value[each], f"there is no such key; {nearest(str(each), known)}")
+                meant = f"{RENAMED[full]} is meant" if full in RENAMED else nearest(str(each), known)
+                raise SettingError(full, value[each], f"there is no such key; {meant}")
         return keys(**read_keys(keys, value, prefix=f"{name}."))
 
     return read

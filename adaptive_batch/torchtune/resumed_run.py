@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import uuid
@@ -10,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torchtune import training
 
 from adaptive_batch import distributed
@@ -21,6 +19,7 @@ from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
 
 from .checkpoints import Checkpoints
+from .config_errors import as_dict
 from .data import Data
 from .epoch_checkpoints import STATE_KEY
 from .job import Job
@@ -171,17 +170,21 @@ def _kind_of_optimizer(job: Job) -> dict[str, Any]:
 
 def run_conditions(job: Job, data: Data) -> dict[str, Any]:
     """Return what a run's results depend on besides its progress, as plain values."""
-    cfg, settings = job.cfg, job.settings
+    plain, settings = as_dict(job.cfg), job.settings
     found: dict[str, Any] = {}
     for name, policy in RESUME.items():
         if policy == "refuse" or (policy != "free" and not hasattr(settings, name)):
-            found[name] = _plain(cfg.get(name, None))
+            found[name] = plain.get(name)
         elif policy != "free":
             found[name] = getattr(settings, name)
-    found |= {"lr_clock": str(settings.lr_clock), "reference_batch_size": str(reference_batch(job))}
-    found |= {"shuffle": bool(cfg.shuffle), "dataset": _name_of_rows(job, data), "rows": len(data.dataset)}
-    found[_KEPT] = _plain(OmegaConf.masked_copy(cfg.optimizer, [key for key in cfg.optimizer if key not in _OWN_WORDS]))
-    return found
+    return found | {
+        "lr_clock": str(settings.lr_clock),
+        "reference_batch_size": str(reference_batch(job)),
+        "shuffle": bool(job.cfg.shuffle),
+        "dataset": _name_of_rows(job, data),
+        "rows": len(data.dataset),
+        _KEPT: {key: value for key, value in plain["optimizer"].items() if key not in _OWN_WORDS},
+    }
 
 
 def compare(
@@ -226,16 +229,9 @@ def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) 
     value, other = conditions[name], others[name]
     if name == "dataset":
         return f"{conditions['rows']} rows, {value[:8]}"
-    if not (isinstance(value, str) and isinstance(other, str) and value.startswith("{") and other.startswith("{")):
-        return value
-    block, other_block = json.loads(value), json.loads(other)
-    return {key: block[key] for key in block if key not in other_block or block[key] != other_block[key]}
-
-
-def _plain(value: Any) -> Any:
-    if not OmegaConf.is_config(value):
-        return value
-    return json.dumps(OmegaConf.to_container(value, resolve=True), sort_keys=True)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {key: value[key] for key in value if key not in other or value[key] != other[key]}
+    return value
 
 
 def _name_of_rows(job: Job, data: Data) -> str:

@@ -62,15 +62,10 @@ def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
     return tuple(_length(name, length) for length in value)
 
 
-def _devices(name: str, value: Any) -> Any:
-    parse_devices(value, key=name)
-    return value
-
-
 def _context(name: str, value: Any) -> int:
-    if value == 0 and not isinstance(value, bool):
-        return 0
     try:
+        if value == 0 and not isinstance(value, bool):
+            return 0
         return parse_size("" if isinstance(value, float) else value, total_bytes=0)  # a share would be of nothing
     except ValueError:
         raise SettingError(name, value, 'give a size such as "600MiB", or a whole number of bytes') from None
@@ -85,10 +80,6 @@ def _reference(name: str, value: Any) -> Reference:
 
 def _number_of_batches(name: str, value: Any) -> int | None:
     return None if value == -1 else check_whole(name, value)  # torchtune's later recipes write all so
-
-
-def _clock(name: str, value: Any) -> Clock:
-    return Clock.from_config(value)
 
 
 def _norm(name: str, value: Any) -> float:
@@ -159,7 +150,7 @@ class EstimateSettings:
     """The `estimate` block, for ``adaptive_estimate``."""
 
     devices: object = key(
-        _devices,
+        checked(lambda name, value: parse_devices(value, key=name)),
         "for `adaptive_estimate`, which needs it: devices that are not here: a size such as `80GiB`, a name such as `H100`, or a "
         "list of them. See [estimate.md](estimate.md)",
         default=None,
@@ -383,7 +374,7 @@ class Settings:
         resume="report",
     )
     lr_clock: Clock = key(
-        _clock,
+        lambda name, value: Clock.from_config(value),
         "what warm-up and decay of `lr_scheduler` count: `samples`, `tokens` or `steps`; or one for each, as in "
         "`{warmup: steps, decay: tokens}`. See below",
         default=Clock(),

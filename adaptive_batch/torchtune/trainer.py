@@ -17,7 +17,7 @@ from adaptive_batch.training import LimitChange, MicroBatchRunner
 
 from .data import Data
 from .job import Job
-from .sharded import Weights
+from .model import Weights
 
 
 class Trainer:
