@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,9 @@ from adaptive_batch.probe import (
     Trial,
     run_search,
 )
-from adaptive_batch.training import MicroBatchRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.runners import build_runner
 
 MIB = 2**20
 PLENTY = 2**50
@@ -138,14 +141,12 @@ class Bench:
             self._optimizer = OptimizerInBackward({p: make([p]) for p in self.model.parameters()})
         else:
             self._optimizer = make(self.model.parameters())
-        self._accumulator = MicroBatchRunner(
+        self._runner = build_runner(
             self.model,
+            MicroBatchLimit(1),
             collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=IGNORED),
             to_device=partial(batch_to_device, device=device),
             mean_loss=self._mean_loss,
-            num_real_tokens=lambda row: len(row["tokens"]),
-            ignore_index=IGNORED,
-            capacity=MicroBatchLimit(1),
             scale_gradients=not combination.in_backward,
         )
         tokens = torch.randint(1, 500, (combination.length,)).tolist()
@@ -168,7 +169,7 @@ class Bench:
         return DryRun(
             model=self.model,
             optimizer=self._optimizer,
-            forward_backward=lambda rows: self._accumulator.rehearse([self._row] * rows),
+            forward_backward=lambda rows: self._runner.try_rows([self._row] * rows),
             step=self._step,
             accumulates=self.combination.accumulates,
             memory=self.memory,

@@ -422,13 +422,13 @@ def real_run(combination: Combination, **probe: Any) -> Iterator[RealRun]:
 def noting(run: RealRun) -> dict[int, int]:
     """What the allocator gave out at once in the last trial of each size, from now on."""
     allocated: dict[int, int] = {}
-    rehearsed: Callable[[Sequence[Any]], None] = run.trainer.runner.rehearse
+    tried: Callable[[Sequence[Any]], None] = run.trainer.runner.try_rows
 
-    def rehearse(rows: Sequence[Any]) -> None:
-        rehearsed(rows)
+    def try_rows(rows: Sequence[Any]) -> None:
+        tried(rows)
         allocated[len(rows)] = torch.cuda.max_memory_allocated()
 
-    run.trainer.runner.rehearse = rehearse  # type: ignore[method-assign, assignment]
+    run.trainer.runner.try_rows = try_rows  # type: ignore[method-assign, assignment]
     return allocated
 
 

@@ -37,7 +37,9 @@ from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.training import MicroBatchRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import demo
+from support.runners import build_runner
 
 TARGET = 1.03
 IGNORED = -100
@@ -69,17 +71,14 @@ class MeanEstimation:
         drawn = torch.randn(count, len(self._mean), generator=self._generator) * self._deviations + self._mean
         return [{"tokens": [0, 0], "labels": [IGNORED, 0], "x": x} for x in drawn]
 
-    def accumulator(self, capacity: MicroBatchLimit) -> MicroBatchRunner:
-        return MicroBatchRunner(
+    def runner(self, limit: MicroBatchLimit) -> MicroBatchRunner:
+        return build_runner(
             self.model,
+            limit,
             collate=lambda rows: {
                 key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in ("tokens", "labels", "x")
             },
-            to_device=lambda batch: None,
             mean_loss=lambda batch: 0.5 * (self.model[0] - batch["x"]).square().sum(1).mean(),
-            num_real_tokens=lambda row: len(row["tokens"]),
-            ignore_index=IGNORED,
-            capacity=capacity,
             measures_noise=True,
         )
 
@@ -92,11 +91,11 @@ def closed_form(steps: int, seeds: int) -> list[dict[str, Any]]:
         values = []
         for seed in range(seeds):
             problem = MeanEstimation(noise_scale=scale, seed=seed)
-            accumulator = problem.accumulator(MicroBatchLimit(small))
+            runner = problem.runner(MicroBatchLimit(small))
             estimate = NoiseScale(decay=1 - 1e-9, min_samples=1)  # so many samples count that all count alike
             for _ in range(steps):
                 problem.model.zero_grad()
-                sample = accumulator.run(problem.rows(big)).noise
+                sample = runner.run(problem.rows(big)).noise
                 assert sample is not None
                 estimate.update(**vars(sample))
             assert estimate.value is not None
@@ -134,9 +133,10 @@ class Population:
         gradients, labels = [], []
         for row in tqdm(rows, desc="gradients", leave=False):
             parts.model.zero_grad()
-            _, num_labels = parts.accumulator.forward_backward(parts.accumulator.collate([row]))
-            gradients.append(torch.cat([p.grad.flatten() for p in parts.model.parameters() if p.grad is not None]))
-            labels.append(float(num_labels))
+            num_labels = float(parts.accumulator.run([row]).label_tokens)
+            mean = torch.cat([p.grad.flatten() for p in parts.model.parameters() if p.grad is not None])
+            gradients.append(mean * num_labels)
+            labels.append(num_labels)
         parts.model.zero_grad()
         summed = torch.stack(gradients)
         self.lengths = [len(row["tokens"]) for row in rows]
@@ -267,7 +267,7 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
             recipe = our_recipe(recipe_configuration(folder, f"cost_{number}", overrides))
         parts = recipe.parts
         step_rows = recipe.cfg.batch_size
-        accumulator = measuring_accumulator(recipe)
+        measuring = measuring_runner(recipe)
         of_round = []
         for pair in range(pairs + 5):  # allocators and lazy initialisation
             start = pair * step_rows % (len(parts.dataset) - step_rows)
@@ -277,7 +277,7 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
                 parts.accumulator.run(rows)
                 parts.step()
 
-            def measured(rows: list[Any] = rows, parts: Any = parts, measuring: MicroBatchRunner = accumulator) -> None:
+            def measured(rows: list[Any] = rows, parts: Any = parts, measuring: MicroBatchRunner = measuring) -> None:
                 sample = measuring.run(rows).noise
                 assert sample is not None
                 parts.step()
@@ -305,19 +305,15 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
     }
 
 
-def measuring_accumulator(recipe: AdaptiveFullFinetuneRecipe) -> MicroBatchRunner:
+def measuring_runner(recipe: AdaptiveFullFinetuneRecipe) -> MicroBatchRunner:
     """As the recipe's own, on the same model."""
     parts = recipe.parts
     limit = recipe.cfg.get("clip_grad_norm")
     return MicroBatchRunner(
         parts.model,
-        collate=parts.collate,
-        to_device=parts.to_device,
-        mean_loss=parts.mean_loss,
-        num_real_tokens=parts.num_real_tokens,
-        ignore_index=parts.loss_fn.ignore_index,
-        capacity=parts.accumulator.capacity,
-        shapes=parts.shapes,
+        parts.accumulator.loss,
+        retry=parts.accumulator.retry,
+        layout=parts.accumulator.layout,
         max_grad_norm=None if limit is None else float(limit),
         measures_noise=True,
     )

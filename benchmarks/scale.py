@@ -366,14 +366,16 @@ def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
 def train_two_ways(pairs: int) -> dict[str, Any]:
     """On each of two ranks: steps of the demo's model, in turns with gradients reduced after each micro-batch and after the last."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import demo
+    from support.runners import build_runner
     from torchtune import training
     from torchtune.models.qwen2 import qwen2
 
     from adaptive_batch.distributed import Sharding
     from adaptive_batch.training import MicroBatchRunner
 
-    def accumulator(*, every: bool) -> MicroBatchRunner:
+    def runner(*, every: bool) -> MicroBatchRunner:
         torch.manual_seed(0)
         model = qwen2(**demo.MODEL)
         training.shard_model(model=model, shard_conditions=[training.get_shard_conditions], cpu_offload=False)
@@ -385,19 +387,16 @@ def train_two_ways(pairs: int) -> dict[str, Any]:
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
             return {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")}
 
-        return MicroBatchRunner(
+        return build_runner(
             model,
+            MicroBatchLimit(1),
             collate=collate,
-            to_device=lambda batch: None,
             mean_loss=mean_loss,
-            num_real_tokens=lambda row: len(row["tokens"]),
-            ignore_index=-100,
-            capacity=MicroBatchLimit(1),
             sharding=Sharding(model, syncs_every_micro_batch=every),
         )
 
     row = {"tokens": list(range(64)), "labels": list(range(64))}
-    ways = {every: accumulator(every=every) for every in (True, False)}
+    ways = {every: runner(every=every) for every in (True, False)}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     processor: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(pairs + 2):

@@ -303,7 +303,7 @@ def summary(run: Run, relay: Relay, total: int) -> dict[str, Any]:
         "way": name,
         "kind": run.way.kind,
         "overrides": list(run.way.overrides),
-        "capacity": str(run.recipe.parts.accumulator.capacity) if run.way.kind == "ours" else None,
+        "limit": str(run.recipe.parts.accumulator.retry.limit()) if run.way.kind == "ours" else None,
         "setup_seconds": run.setup_seconds,
         "steps": len(run.done),
         "rows_per_step": sum(step["rows"] for step in run.done) / len(run.done),

@@ -136,9 +136,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         job, data, saved = self.job, self.data, self.resumed.saved
         if self.watch:
             self.watch.on_end = self._write_down_end
-        trainer = Trainer.load(job, data, self.checkpoints, on_change=lambda change: self.limits.lower(change))
-        self.trainer = trainer
+        self.trainer = trainer = Trainer.load(
+            job,
+            data,
+            self.checkpoints,
+            limit=lambda: self.planner.limit,
+            lower=lambda change: self.limits.lower(change),
+        )
         self.limits = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
+        self.planner.limits = self.parts["limits"] = self.limits.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.recipe_state is not None:
@@ -147,13 +153,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         follows_schedule = self.settings.batch_size_schedule is not None
         self.planner.batch_size = self.limits.find(
             self.planner.batch_size,
-            goes_on=self.resumed.keeps_batch or (bool(saved) and follows_schedule),
+            keeps_batch=self.resumed.keeps_batch or (bool(saved) and follows_schedule),
             saved=saved,
         )
-        self.planner.limits = self.parts["limits"] = self.limits.limits
         self.validation = None
         if self.settings.validation:
-            self.validation = Validation(job, data, trainer, self.bounds, capacities=self.limits, record=self.record)
+            self.validation = Validation(job, data, trainer, self.bounds, limits=self.limits, record=self.record)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
@@ -167,7 +172,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 f"{remedy}; resume with more memory, or start again with optimizer_in_bwd=False",
             )
         self.progress = self.planner.begin(self.progress)
-        self.trainer.runner.capacity = self.planner.limit
         self._log_epoch()
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
@@ -250,7 +254,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 progress, rows = self.planner.next_step(self.progress)
                 if rows and distributed.world_size() == 1:  # ranks try the longest row of all when they begin
                     self.limits.try_longer(rows, batch_size=self.planner.batch_size)
-                runner.capacity = self.planner.limit
                 if self.watch:
                     self.watch.beat(f"step {self.progress.steps + 1}")
                 taken, ends = len(self.planner.sampler.taken), self.preemption.requested
@@ -294,7 +297,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.progress.epoch, self.planner, rate=self.trainer.base_rate)
-        self.limits.say_if_one_by_one(self.planner.batch_size)
+        self.limits.log_if_one_by_one(self.planner.batch_size)
 
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""
@@ -393,7 +396,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """On rank zero, log why all ranks end, and keep what a restart should know."""
         self.record.decision("ended", end.message, says=False, rank=end.rank, reason=end.kind, **end.facts)
         if hasattr(self, "limits"):
-            self.limits.write_down_loss(end.facts)
+            self.limits.keep_lost(end.facts)
 
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""

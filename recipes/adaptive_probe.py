@@ -8,7 +8,6 @@ Any config of `adaptive_full_finetune` works, so the bound is that of the traini
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from omegaconf import DictConfig
 from torchtune import config, training
@@ -70,8 +69,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         say(f"{key} has no effect: {reason}")
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            path = Path(cfg.output_dir) / "adaptive_batch" / "probe.json"
-            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size, path=path)
+            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)
         except DoesNotFitError as error:
             if distributed.world_size() > 1:  # it may be on one rank alone, and the others wait for it
                 raise

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from support.runners import build_runner
 from support.training_cases import CUDA_OPTIMIZERS, Case, Training, deterministic, differences, traces
 from torch import nn
 
@@ -14,7 +15,7 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import GIB, RandomState, device_memory, is_out_of_memory
 from adaptive_batch.memory.device import AcceleratorMemory
 from adaptive_batch.probe import BinarySearch, Predictive, run_search
-from adaptive_batch.training import LimitChange, MicroBatchRunner
+from adaptive_batch.training import LimitChange
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,20 +167,13 @@ def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
         logits = model(batch["tokens"])[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
-    accumulator = MicroBatchRunner(
-        model,
-        collate=collate,
-        to_device=to_device,
-        mean_loss=mean_loss,
-        num_real_tokens=lambda row: len(row["tokens"]),
-        ignore_index=-100,
-        capacity=MicroBatchLimit(64),
-        on_change=changes.append,
+    runner = build_runner(
+        model, MicroBatchLimit(64), collate=collate, to_device=to_device, mean_loss=mean_loss, on_change=changes.append
     )
 
     def step():
         model.zero_grad()
-        result = accumulator.run(rows)
+        result = runner.run(rows)
         return result, [parameter.grad.clone() for parameter in model.parameters()]
 
     torch.cuda.reset_peak_memory_stats(CUDA)
@@ -197,7 +191,7 @@ def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
     assert whole.micro_batches == 1
     assert split.micro_batches > 1
     assert [change.out_of_memory for change in changes[:1]] == [True]
-    assert accumulator.capacity.amount < 64
+    assert runner.retry.limit().amount < 64
     assert split.loss == pytest.approx(whole.loss, rel=1e-4)
     for one, other in zip(expected, found, strict=True):
         assert torch.linalg.norm(one - other) <= 1e-2 * torch.linalg.norm(one)  # matrix products may be in TF32
@@ -244,17 +238,15 @@ def test_the_noise_of_a_step_is_not_waited_for():
     torch.manual_seed(0)
     model = nn.Embedding(100, 32).to(CUDA)
     rows = [{"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 100, (16, 8)).tolist()]
-    accumulator = MicroBatchRunner(
+    runner = build_runner(
         model,
+        MicroBatchLimit(4),
         collate=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")},
         to_device=lambda batch: batch.update({key: value.to(CUDA) for key, value in batch.items()}),
         mean_loss=lambda batch: model(batch["tokens"])[:, 1:].square().mean(),
-        num_real_tokens=lambda row: len(row["tokens"]),
-        ignore_index=-100,
-        capacity=MicroBatchLimit(4),
         measures_noise=True,
     )
-    noise = accumulator.run(rows).noise
+    noise = runner.run(rows).noise
     assert noise.small_squared_norm.device == noise.big_squared_norm.device == CUDA
     assert float(noise.small_rows) == pytest.approx(4)
     assert noise.big_rows == 16

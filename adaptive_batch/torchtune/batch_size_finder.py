@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from adaptive_batch._util import file_signature, fingerprint
 from adaptive_batch.data import longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, budget_bytes, device_memory
+from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
@@ -29,7 +28,6 @@ from .data import Data
 from .doctor import installed_version
 from .fake_run import expected_curve
 from .job import Job
-from .model import ModelBuilder
 from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
@@ -57,6 +55,7 @@ _MEMORY_KEYS = [
     "tensor_parallel_plan",
 ]
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
@@ -69,16 +68,16 @@ class BatchSizeFinder:
         job, data: of the run.
 
     Attributes:
+        path: of ``probe.json``, whose results are taken after one trial where they depend on the same things.
         watch: over this rank, of several; keeps the time of trials.
-        indeterminate: rows of a trial that ended all ranks before, without saying whether they fit; up to half of them are tried.
-            None for none.
-        indeterminate_val: the same of a trial of validation.
+        indeterminate, indeterminate_val: rows of a trial, of training and of validation, that ended all ranks before, without
+            showing whether they fit; up to half of them are tried. None for none.
     """
 
     def __init__(self, job: Job, data: Data) -> None:
-        self._job, self._data = job, data
-        self.settings = job.settings
+        self._job, self._data, self.settings = job, data, job.settings
         self._trials: dict[int | str, WorstRows] = {}
+        self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
         self.watch: Watchdog | None = None
         self.indeterminate: int | None = None
         self.indeterminate_val: int | None = None
@@ -88,30 +87,33 @@ class BatchSizeFinder:
 
         Raises:
             SettingError: a probed length is beyond the model's, the memory allowed is below what its weights need, a
-                configured batch is above what can be tried, or the device does not say what it uses.
+                configured batch is above what can be tried, or the device does not measure what it uses.
         """
-        job, data, settings, probe = self._job, self._data, self.settings, self.settings.probe
+        job, data, ranks = self._job, self._data, distributed.world_size()
+        settings, probe = self.settings, self.settings.probe
         grows_from_configured = settings.batch_increase_function is not None and not settings.use_maximum_batch_size
-        most = self.most_rows
-        splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
+        splits, most = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None, self.most_rows
         if grows_from_configured and not splits and settings.batch_size > most:
-            raise SettingError("batch_size", settings.batch_size, f"{self._why_most()}; give {most} or less")
-        longest = job.max_seq_len
-        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
-            key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
-            if longest and isinstance(length, int) and length > longest:
-                raise SettingError(key, length, f"the model takes {longest} tokens at most")
-            self._trials[length] = rows = self.rows_of(length)
-            tokens = rows.length
-            if longest and tokens > longest:
-                remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
-                raise SettingError(key, length, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
-        if longest and settings.validation and settings.validation.fits_itself:
-            tokens = int(data.lengths_val.max())
+            remedy = (
+                f"{most} rows are tried at most, as probe.maximum and the rows of an epoch allow; give {most} or less"
+            )
+            raise SettingError("batch_size", settings.batch_size, remedy)
+        longest = job.max_seq_len or sys.maxsize
+
+        def check_length(key: str, value: int | str, tokens: int) -> None:
             if tokens > longest:
                 remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
-                raise SettingError("batch_size_val", "auto", f"{remedy}; set tokenizer.max_seq_len={longest} or less")
-        memory = self._memory()
+                raise SettingError(key, value, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
+
+        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
+            key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
+            if isinstance(length, int) and length > longest:
+                raise SettingError(key, length, f"the model takes {longest} tokens at most")
+            self._trials[length] = self.rows_of(length)
+            check_length(key, length, self._trials[length].length)
+        if settings.validation and settings.validation.fits_itself:
+            check_length("batch_size_val", "auto", int(data.lengths_val.max()))
+        memory = device_memory(job.device, shared_by=distributed.local_world_size())
         memory.check_it_can_be_measured()
         budget = budget_bytes(
             probe.device_memory,
@@ -119,38 +121,33 @@ class BatchSizeFinder:
             total_bytes=memory.total_bytes(),
             available_bytes=memory.available_bytes(()),
         )
-        weights = sum(p.numel() * p.element_size() for p in job.skeleton.parameters()) // distributed.world_size()
-        of_each = " of each rank" if distributed.world_size() > 1 else ""
-        on_host = distributed.world_size() > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
+        weights = sum(p.numel() * p.element_size() for p in job.skeleton.parameters()) // ranks
+        on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:
-            raise SettingError(
-                "probe.device_memory",
-                probe.device_memory,
-                f"the model's weights alone need {weights / GIB:.2f} GiB{of_each}, and {budget / GIB:.2f} GiB may be used; "
-                "allow more memory or take a smaller model",
-            )
+            of_each = " of each rank" if ranks > 1 else ""
+            remedy = f"the model's weights alone need {weights / GIB:.2f} GiB{of_each}, and {budget / GIB:.2f} GiB may be used"
+            remedy += "; allow more memory or take a smaller model"
+            raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
     @property
     def most_rows(self) -> int:
         """The most rows that are of use at once: what a step or an epoch has of them, and ``probe.maximum``."""
-        settings, ranks = self.settings, self._job.ranks
-        rows = max(1, len(self._data.dataset) // ranks)
-        if settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens):
+        settings = self.settings
+        rows = max(1, len(self._data.dataset) // self._job.ranks)
+        if self._fits_whole_step:
             of_use = min(rows, settings.step_rows)
         else:
             of_use = rows if settings.batch_tokens else max(1, rows // settings.gradient_accumulation_steps)
         return max(1, min(settings.probe.maximum, of_use, _half(self.indeterminate) or of_use))
 
-    def _why_most(self) -> str:
-        if self.most_rows == self.settings.probe.maximum:
-            return f"probe.maximum is {self.settings.probe.maximum}"
-        accumulated = self.settings.gradient_accumulation_steps
-        ranks = f" for {self._job.ranks} ranks" if self._job.ranks > 1 else ""
-        rows = f"an epoch has {len(self._data.dataset)} rows{ranks}"
-        return f"{rows} for {accumulated} micro-batches" if accumulated > 1 else rows
+    @property
+    def _fits_whole_step(self) -> bool:
+        """Whether a step fits itself and is always the same."""
+        settings = self.settings
+        return settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens)
 
     def of_training(
-        self, trainer: Trainer, *, length: int | str, batch_size: int, path: Path, goes_on: bool = False
+        self, trainer: Trainer, *, length: int | str, batch_size: int, keeps_batch: bool = False
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
 
@@ -158,40 +155,36 @@ class BatchSizeFinder:
             trainer: of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             batch_size: that training begins with, unless it is to be found.
-            path: the file of the result, which is believed after one trial if it depends on the same things.
-            goes_on: `batch_size` is a checkpoint's, and is kept whatever fits.
+            keeps_batch: `batch_size` is a checkpoint's, and is kept whatever fits.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first; if it has to be several,
-            another search follows, as gradients are then there beside a forward.
+            another search follows, as gradients are then there when a forward begins.
 
         Raises:
             DoesNotFitError: one row does not fit.
             SettingError: a step does not fit, and with the optimizer in backward it cannot be split.
         """
         settings = self.settings
-        rows = self._trials.get(length) or self.rows_of(length)
-
-        def search(*, accumulates: bool) -> ProbeResult:
-            rounds = settings.probe.round_to_power_of_two and settings.use_maximum_batch_size
-            return self._find(trainer, rows, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=path)
-
         step_rows = batch_size * settings.gradient_accumulation_steps
-        may_be_another = settings.batch_changes or settings.grows or bool(settings.batch_tokens)
-        tries_whole_step = settings.fits_itself and not may_be_another
-        several = self.has_several or (settings.gradient_accumulation_steps > 1 and not tries_whole_step)
-        first = search(accumulates=several)
-        if several or step_rows <= first.max_batch_size or not (goes_on or tries_whole_step):
+        several = self.has_several or (settings.gradient_accumulation_steps > 1 and not self._fits_whole_step)
+        first = self._of_rows_of(trainer, length, accumulates=several)
+        if several or step_rows <= first.max_batch_size or not (keeps_batch or self._fits_whole_step):
             return [first]
         if settings.optimizer_in_bwd:
-            whose = "the checkpoint's batch_size" if goes_on else "batch_size"
+            whose = "the checkpoint's batch_size" if keeps_batch else "batch_size"
             raise SettingError(
                 "optimizer_in_bwd",
                 True,
                 f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and cannot be split into "
                 "micro-batches; take a smaller one or more memory, or start anew with optimizer_in_bwd=False",
             )
-        return [first, search(accumulates=True)]
+        return [first, self._of_rows_of(trainer, length, accumulates=True)]
+
+    def _of_rows_of(self, trainer: Trainer, length: int | str, *, accumulates: bool) -> ProbeResult:
+        rounds = self.settings.probe.round_to_power_of_two and self.settings.use_maximum_batch_size
+        rows = self._trials.get(length) or self.rows_of(length)
+        return self._find(trainer, rows, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=self.path)
 
     @property
     def has_several(self) -> bool:
@@ -202,22 +195,22 @@ class BatchSizeFinder:
         grows_beyond = settings.grows and settings.grow_beyond_maximum
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more
 
-    def known(self, path: Path) -> tuple[int, int, str]:
-        """What fits as far as it is known without trying: rows, the tokens of each, and where that is from; 0 rows for unknown."""
+    def known(self) -> tuple[int, int, str]:
+        """Return what fits as far as it is known without a trial: rows (0 where unknown), the tokens of each, and the source."""
         probe = self.settings.probe
         tokens = (self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)).length
         if probe.assumed_maximum is not None:
             return min(probe.assumed_maximum, self.most_rows), tokens, "probe.assumed_maximum says so"
-        found = load_latest(path, settings=self.settings_name(tokens))
+        found = load_latest(self.path, settings=self.settings_name(tokens))
         if found is None:
-            return 0, tokens, f"{path} has no search of these settings; plan with one by probe.assumed_maximum=N"
-        return min(found.max_batch_size, self.most_rows), tokens, f"a search found that before ({path})"
+            return 0, tokens, f"{self.path} has no search of these settings; plan with one by probe.assumed_maximum=N"
+        return min(found.max_batch_size, self.most_rows), tokens, f"a search found that before ({self.path})"
 
     def of_row(self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
-        """The same for one row, repeated: for a row that is longer than any that was tried.
+        """Find how many rows like one that is longer than any that was tried fit, up to a maximum.
 
         Raises:
-            DoesNotFitError: it does not fit.
+            DoesNotFitError: not one does.
         """
         length = len(row["tokens"])
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {length} tokens")
@@ -230,9 +223,8 @@ class BatchSizeFinder:
             DoesNotFitError: one row does not fit.
         """
         data = self._data
-        lengths = data.lengths_val
-        order = longest_rows(lengths, len(lengths))
-        tokens = int(lengths[order[0]])
+        order = longest_rows(data.lengths_val, len(data.lengths_val))
+        tokens = int(data.lengths_val[order[0]])
         made: list[dict[str, Any]] = []
 
         def rows(size: int) -> list[dict[str, Any]]:
@@ -243,6 +235,9 @@ class BatchSizeFinder:
         maximum = min(most, _half(self.indeterminate_val) or most)
         name = f"one row of {tokens} tokens of dataset_val, even without gradients,"
         return self._find(trainer, WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
+
+    # Builds another search than the one that is configured; None for that.
+    _choose: Callable[..., Search] | None = None
 
     def _find(
         self,
@@ -255,65 +250,54 @@ class BatchSizeFinder:
         evaluates: bool = False,
         path: Path | None = None,
     ) -> ProbeResult:
-        data, settings, memory = self._data, self.settings, self._memory()
-        probe = settings.probe
-        search = MaxBatchSearch(
-            trainer.model,
+        data, probe, runner = self._data, self.settings.probe, trainer.runner
+        maximum = distributed.minimum(maximum)
+        shapes = self._shapes_of(rows)
+        curve = CachedCurve(self._curve_name(rows.length, shapes, accumulates, evaluates), on=probe.cache)
+
+        def fingerprint_of(budget: int) -> str:
+            allocator = [runner.retry.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
+            # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
+            about = round(math.log(max(1, budget), 1.01))
+            return fingerprint(self.settings_name(rows.length), allocator, maximum, accumulates, rounds, shapes, about)
+
+        def expected() -> MemoryCurve | None:
+            known = curve.read()
+            if (
+                known is None
+                and (known := self._estimated_curve(runner.retry.memory, rows, accumulates, evaluates)) is not None
+            ):
+                curve.write(known)
+            return known
+
+        def known(budget: int) -> ProbeResult | None:
+            return load_result(path, fingerprint=fingerprint_of(budget)) if path and probe.cache else None
+
+        result = MaxBatchSearch(
+            runner,
             trainer.in_backward or trainer.optimizer,
-            trainer.runner,
-            memory=memory,
             device_memory=probe.device_memory,
             headroom=probe.headroom,
-            search=probe.search,
-            keeps_gradients=not settings.sync_gradients_every_micro_batch and distributed.world_size() > 1,
+            search=self._choose or probe.search,
+            keeps_gradients=not self.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1,
             key="probe.device_memory",
             time_limit=self.limit,
-        )
-        return search.find(
+        ).find(
             rows,
             maximum=maximum,
             accumulates=accumulates,
             round_to_power_of_two=rounds,
-            evaluate=(lambda tried: trainer.runner.evaluate(data.collate_val(tried), rehearsing=True))
-            if evaluates
-            else None,
-            trained=self._rows_of_training() if evaluates else None,
-            earlier=lambda budget: _EarlierSearches(
-                self,
-                rows,
-                memory,
-                path=path,
-                fingerprint=self._fingerprint(rows, memory, budget, distributed.minimum(maximum), accumulates, rounds),
-                accumulates=accumulates,
-                evaluates=evaluates,
-            ),
-            choose=self._choose,
+            evaluate=(lambda tried: runner.evaluate(data.collate_val(tried), is_trial=True)) if evaluates else None,
+            trained=self._trials[probe.sequence_length] if evaluates else None,
+            known=known,
+            expected=expected,
         )
-
-    # None takes the search that is configured.
-    _choose: Callable[..., Search] | None = None
-
-    def _rows_of_training(self) -> WorstRows:
-        return self._trials[self.settings.probe.sequence_length]
-
-    def _fingerprint(
-        self,
-        rows: WorstRows,
-        memory: DeviceMemory,
-        budget_bytes: int,
-        maximum: int,
-        accumulates: bool,
-        rounds: bool,
-    ) -> str:
-        """A name for everything that a bound depends on."""
-        return fingerprint(
-            self.settings_name(rows.length),
-            [memory.describe(), os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")],
-            [maximum, accumulates, rounds, distributed.data_parallel_size(), distributed.world_size()],
-            _shapes(self._data.collate(rows.first(1))),
-            # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
-            round(math.log(max(1, budget_bytes), 1.01)),
-        )
+        if not result.from_cache:
+            curve.learn(result.trials)
+            if path and distributed.is_rank_zero():
+                name, settings = fingerprint_of(result.budget_bytes), self.settings_name(rows.length)
+                save_result(result, path, fingerprint=name, settings=settings)
+        return result
 
     @property
     def trials_name(self) -> str:
@@ -321,51 +305,58 @@ class BatchSizeFinder:
         return self.settings_name(0)
 
     def settings_name(self, tokens: int) -> str:
-        """A name for the part of it that is the same wherever it is run."""
-        job, data, probe = self._job, self._data, self.settings.probe
-        plain = as_dict(job.cfg)
-        return fingerprint(
-            {key: plain.get(key) for key in _MEMORY_KEYS},
-            {name: installed_version(name) for name in _PACKAGES},
-            _kind_of_fine_tuning(job.builder),
-            [probe.search, tokens, data.packed, str(job.cfg.device), probe.device_memory, probe.headroom],
-            distributed.world_size(),
-        )
+        """Return a name for the settings that a bound depends on."""
+        probe = self.settings.probe
+        return fingerprint(self._conditions(tokens), probe.search, probe.device_memory, probe.headroom)
 
-    def curve_name(self, rows: WorstRows, *, accumulates: bool, evaluates: bool) -> str:
-        """A name for everything that a peak depends on, whatever it may be."""
-        job, data = self._job, self._data
-        plain = as_dict(job.cfg)
-        chosen = {key: plain.get(key) for key in (*_MEMORY_KEYS, "log_gradient_noise_scale", "batch_size_schedule")}
-        return fingerprint(
-            chosen,
-            _sources(chosen),
+    def _conditions(self, tokens: int) -> list[Any]:
+        """Return what a trial's memory depends on, as far as it is configured."""
+        job, configured = self._job, as_dict(self._job.cfg)
+        return [
+            {key: configured.get(key) for key in _MEMORY_KEYS},
             {name: installed_version(name) for name in _PACKAGES},
-            _kind_of_fine_tuning(job.builder),
-            [rows.length, data.packed, job.device.type, _kind_of(job.device), accumulates, evaluates],
-            [distributed.data_parallel_size(), distributed.world_size(), _shapes(data.collate(rows.first(1)))],
-        )
+            f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
+            [
+                tokens,
+                self._data.packed,
+                str(job.cfg.device),
+                distributed.data_parallel_size(),
+                distributed.world_size(),
+            ],
+        ]
 
-    def estimated_curve(
-        self, rows: WorstRows, memory: DeviceMemory, *, accumulates: bool, evaluates: bool
+    def _curve_name(self, tokens: int, shapes: Any, accumulates: bool, evaluates: bool) -> str:
+        """Return a name for everything that a peak depends on, whatever may be used."""
+        configured, device = as_dict(self._job.cfg), self._job.device
+        others = {key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")}
+        sources = _sources({**{key: configured.get(key) for key in _MEMORY_KEYS}, **others})
+        kernels = []
+        if device.type == "cuda":
+            kernels = [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
+        return fingerprint(self._conditions(tokens), others, sources, kernels, accumulates, evaluates, shapes)
+
+    def _shapes_of(self, rows: WorstRows) -> Any:
+        random_state = RandomState(self._job.device)  # reading a row of some datasets draws from it
+        shapes = _shapes(self._data.collate(rows.first(1)))
+        random_state.restore()
+        return shapes
+
+    def _estimated_curve(
+        self, memory: DeviceMemory, rows: WorstRows, accumulates: bool, evaluates: bool
     ) -> MemoryCurve | None:
-        """Return what fake tensors show of peaks that are not counted; None where they cannot, and where two trials tell."""
-        predicts = self.settings.probe.search == "predict" and self.settings.probe.cache
-        if memory.granularity_bytes == 1 or evaluates or distributed.world_size() > 1 or not predicts:
+        """Return the estimate of peaks that are not counted; None where there can be none, and where two trials tell."""
+        job, probe = self._job, self.settings.probe
+        is_counted = memory.granularity_bytes == 1
+        if is_counted or evaluates or distributed.world_size() > 1 or probe.search != "predict" or not probe.cache:
             return None
         start = time.perf_counter()
         try:
-            curve = expected_curve(
-                self._job.cfg, self.settings, rows.first, accumulates=accumulates, builder=self._job.builder
-            )
+            curve = expected_curve(job.cfg, self.settings, rows.first, accumulates=accumulates, builder=job.builder)
         except Exception as error:  # it only shortens the search
             log.info("searching without an estimate, which could not be made: %s: %s", type(error).__name__, error)
             return None
         log.info("estimated on fake tensors in %.1f s what trials should peak at", time.perf_counter() - start)
         return curve
-
-    def _memory(self) -> DeviceMemory:
-        return device_memory(self._job.device, shared_by=distributed.local_world_size())
 
     def limit(self, doing: str) -> AbstractContextManager[object]:
         """Within its context all ranks end where one does not come to the end of its trial in time."""
@@ -396,44 +387,6 @@ class BatchSizeFinder:
         return WorstRows(rows, target, f"one row of {target} tokens")
 
 
-class _EarlierSearches:
-    """What ``probe.json`` and the cache of curves hold of earlier searches."""
-
-    def __init__(
-        self,
-        finder: BatchSizeFinder,
-        rows: WorstRows,
-        memory: DeviceMemory,
-        *,
-        path: Path | None,
-        fingerprint: str,
-        accumulates: bool,
-        evaluates: bool,
-    ) -> None:
-        self._finder, self._rows, self._path, self._fingerprint = finder, rows, path, fingerprint
-        self._caches = finder.settings.probe.cache
-        kinds = {"accumulates": accumulates, "evaluates": evaluates}
-        self._estimate = partial(finder.estimated_curve, rows, memory, **kinds)
-        self._curve = CachedCurve(finder.curve_name(rows, **kinds), on=self._caches)
-
-    def known_result(self) -> ProbeResult | None:
-        if self._path is None or not self._caches:
-            return None
-        return load_result(self._path, fingerprint=self._fingerprint)
-
-    def known_curve(self) -> MemoryCurve | None:
-        curve = self._curve.read()
-        if curve is None and (curve := self._estimate()) is not None:
-            self._curve.write(curve)
-        return curve
-
-    def keep(self, result: ProbeResult) -> None:
-        self._curve.learn(result.trials)
-        if self._path and distributed.is_rank_zero():
-            settings = self._finder.settings_name(self._rows.length)
-            save_result(result, self._path, fingerprint=self._fingerprint, settings=settings)
-
-
 def _half(rows: int | None) -> int | None:
     return rows and max(1, rows // 2)
 
@@ -458,17 +411,6 @@ def _sources(value: Any) -> list[Any]:
         return []
     module = sys.modules.get(value.rpartition(".")[0])
     return [value, file_signature(module.__file__)] if module is not None and module.__file__ else []
-
-
-def _kind_of_fine_tuning(builder: ModelBuilder) -> str:
-    return f"{type(builder).__module__}.{type(builder).__qualname__}"
-
-
-def _kind_of(device: torch.device) -> list[Any]:
-    """What decides which kernels a device has."""
-    if device.type != "cuda":
-        return []
-    return [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
 
 
 def _shapes(batch: Any) -> Any:

@@ -109,7 +109,16 @@ class Data:
     def _collate_lengthened(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A batch of validation, padded as :attr:`shapes_val` asks for."""
         length = self.shapes_val.padded(max(len(row["tokens"]) for row in rows))
-        return self._padded(lengthened(rows, length, pad_id=self.pad_id, ignore_index=self._ignored))
+        return self._padded(self._lengthened(rows, length))
+
+    def collate_to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
+        """Collate rows to at least that many tokens each."""
+        return self.collate(self._lengthened(rows, length))
+
+    def _lengthened(self, rows: Sequence[dict[str, Any]], length: int) -> Sequence[dict[str, Any]]:
+        if length <= max(len(row["tokens"]) for row in rows):
+            return rows
+        return lengthened(rows, length, pad_id=self.pad_id, ignore_index=self._ignored)
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -122,9 +131,11 @@ class Data:
             random_state.restore()
 
     @cached_property
-    def first_row(self) -> Any:
-        """The row that a rank trains with weight 0 where it has none and others have."""
-        return self.read_row(0)
+    def dummy_row(self) -> Any:
+        """The first row, every token of it labelled, for a rank that has none when others have."""
+        row = self.read_row(0)
+        tokens = row["tokens"] if len(row["tokens"]) > 1 else [*row["tokens"]] * 2  # one has no label after the shift
+        return {**row, "tokens": tokens, "labels": tokens}
 
     @cached_property
     def lengths(self) -> torch.Tensor:

@@ -156,7 +156,7 @@ class FakeRun:
 
     def forward_backward(self, rows: Rows) -> Callable[[int], object]:
         """Return forward and backward of that many rows, as training runs them."""
-        return lambda size: self.trainer.runner.rehearse(rows(size))
+        return lambda size: self.trainer.runner.try_rows(rows(size))
 
     def _build(self) -> torch.nn.Module:
         job = self.job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
@@ -152,8 +151,7 @@ class TrainingPreview:
         capacity = self._data.new_limits()
         batch_size, lines = batches.batch_size, []
         if settings.needs_bound:
-            path = Path(self._job.cfg.output_dir) / "adaptive_batch" / "probe.json"
-            rows, tokens, why = bounds.known(path)
+            rows, tokens, why = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
             lines.append(f"bound: {rows or unknown} ({why})")
             if rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,8 +13,8 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
-from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
-from adaptive_batch.training import LimitChange, MicroBatchRunner
+from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
+from adaptive_batch.training import LimitChange, MicroBatchRunner, OOMRetry, RowLoss, count_shifted_labels
 
 from .data import Data
 from .job import Job
@@ -27,7 +28,8 @@ class Trainer:
         job: of the run.
         data: of the run.
         model: in its dtype on its device, loaded and divided.
-        on_change: called when an out-of-memory error lowers the limit of a micro-batch.
+        limit: returns what one micro-batch of training may hold now; None for a configured batch.
+        lower: takes a limit that an out-of-memory error lowers.
         to_device: moves a batch, in place; None moves it to the job's device.
         new_optimizer: builds an optimizer of some parameters; None takes the configured one.
     """
@@ -38,7 +40,8 @@ class Trainer:
         data: Data,
         model: torch.nn.Module,
         *,
-        on_change: Callable[[LimitChange], object] | None = None,
+        limit: Callable[[], MicroBatchLimit] | None = None,
+        lower: Callable[[LimitChange], object] = lambda change: None,
         to_device: Callable[[dict[str, Any]], None] | None = None,
         new_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:
@@ -51,28 +54,33 @@ class Trainer:
         self.model, self._device, self._builder = model, job.device, job.builder
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
+        configured = MicroBatchLimit(settings.batch_size)
         self.runner = MicroBatchRunner(
             model,
-            collate=data.collate,
-            to_device=to_device or self._to_device,
-            mean_loss=self.mean_loss,
-            num_real_tokens=data.num_real_tokens,
-            ignore_index=self._loss_fn.ignore_index,
-            capacity=MicroBatchLimit(settings.batch_size),
-            shapes=data.shapes,
-            pad_id=data.pad_id,
+            RowLoss(
+                collate=data.collate_to_length,
+                to_device=to_device or self._to_device,
+                mean_loss=self.mean_loss,
+                count_labels=partial(count_shifted_labels, ignore_index=self._loss_fn.ignore_index),
+                row_length=lambda row: len(row["tokens"]),
+                num_real_tokens=data.num_real_tokens,
+                dummy_row=lambda: data.dummy_row,
+            ),
+            retry=OOMRetry(
+                limit or (lambda: configured),
+                lower,
+                memory=device_memory(job.device, shared_by=distributed.local_world_size()),
+                retries=settings.on_out_of_memory == "shrink",
+            ),
+            layout=data.shapes,
             max_grad_norm=settings.clip_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
-            replays=settings.on_out_of_memory == "shrink",
             measures_noise=settings.measures_noise,
-            on_change=on_change,
-            device=job.device,
             sharding=Sharding(
                 model,
                 finishes=distributed.data_parallel_size() == distributed.world_size(),
                 syncs_every_micro_batch=settings.sync_gradients_every_micro_batch,
             ),
-            filler=lambda: data.first_row,
         )
         new_optimizer = new_optimizer or job.new_optimizer
         parameters = job.builder.trained(model)
@@ -88,11 +96,17 @@ class Trainer:
 
     @classmethod
     def load(
-        cls, job: Job, data: Data, weights: Weights, *, on_change: Callable[[LimitChange], object] | None = None
+        cls,
+        job: Job,
+        data: Data,
+        weights: Weights,
+        *,
+        limit: Callable[[], MicroBatchLimit] | None = None,
+        lower: Callable[[LimitChange], object] = lambda change: None,
     ) -> Trainer:
         """Build the model with its weights, and its optimizer."""
         model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
-        return cls(job, data, model, on_change=on_change)
+        return cls(job, data, model, limit=limit, lower=lower)
 
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)

@@ -1,9 +1,9 @@
-"""Validation during training: the loss on rows that are not trained on, with a capacity of its own."""
+"""Validation during training: the loss on rows that are not trained on, with a limit apart from training's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from adaptive_batch import distributed
@@ -28,12 +28,11 @@ class Validation:
     Args:
         job, data, trainer: of the run.
         bounds: finds what fits, for ``batch_size_val: auto``.
-        capacities: of training; out-of-memory errors are counted and written down there.
+        limits: of training; out-of-memory errors are counted and logged there.
         record: of the run.
 
     Attributes:
         num_rows: rows that are validated on.
-        capacity: what one micro-batch may hold at first.
 
     Raises:
         DoesNotFitError: not one row fits.
@@ -46,19 +45,19 @@ class Validation:
         trainer: Trainer,
         bounds: BatchSizeFinder,
         *,
-        capacities: LimitFinder,
+        limits: LimitFinder,
         record: RunLog,
     ) -> None:
-        settings = job.settings.validation
+        settings, runner = job.settings.validation, trainer.runner
         assert settings is not None
         self._job, self._data = job, data
         self.num_rows = settings.rows_of(len(data.dataset_val), ranks=job.ranks)
-        self.capacity = MicroBatchLimit(settings.batch_size)
+        limit = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
             bound = bounds.of_validation(trainer)
-            capacities.limits.num_out_of_memory += bound.num_out_of_memory
+            limits.limits.num_out_of_memory += bound.num_out_of_memory
             padded = data.shapes_val.padded(bound.sequence_length)
-            self.capacity = MicroBatchLimit(bound.max_batch_size * padded, "tokens")
+            limit = MicroBatchLimit(bound.max_batch_size * padded, "tokens")
             record.decision(
                 "validation_bound",
                 f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",
@@ -69,13 +68,15 @@ class Validation:
                 seconds=round(sum(bound.seconds), 2),
             )
         self._evaluator = Evaluator(
-            trainer.model,
-            trainer.runner,
-            collate=data.collate_val,
-            capacity=self.capacity,
-            shapes=data.shapes_val,
-            on_change=partial(capacities.write_down, kind="validation_capacity"),
-            filler=lambda: data.dataset_val[0],
+            runner,
+            replace(
+                runner.loss,
+                collate=lambda rows, length: data.collate_val(rows),
+                dummy_row=lambda: data.dataset_val[0],
+            ),
+            limit=limit,
+            layout=data.shapes_val,
+            on_change=limits.lower_in_validation,
         )
 
     def run(self) -> float:

@@ -5,8 +5,9 @@ from .full_batch_loss import FullBatchLoss
 from .limits import MicroBatchLimits
 from .loop import AdaptiveLoop, Sampling, StepOptions
 from .max_batch_search import MaxBatchSearch, WorstRows
-from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
-from .oom_retry import LimitChange, OOMPolicy, lengthened
+from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, count_shifted_labels
+from .model_checks import has_batch_norm
+from .oom_retry import LimitChange, OOMPolicy, OOMRetry, lengthened
 from .step import agree_on_step, differences, same_answers
 
 __all__ = [
@@ -18,11 +19,14 @@ __all__ = [
     "MicroBatchLimits",
     "MicroBatchRunner",
     "OOMPolicy",
+    "OOMRetry",
+    "RowLoss",
     "Sampling",
     "StepOptions",
     "StepResult",
     "WorstRows",
     "agree_on_step",
+    "count_shifted_labels",
     "differences",
     "has_batch_norm",
     "lengthened",

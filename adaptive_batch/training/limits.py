@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.errors import SettingError
 
 from .oom_retry import LimitChange
 
@@ -56,8 +57,23 @@ class MicroBatchLimits:
         """Padded tokens of the largest micro-batch that was tried and fits."""
         return (self.bound or 0) * self._layout.padded(self.tried_length)
 
+    @property
+    def splits(self) -> bool:
+        """Whether steps run as several micro-batches whatever fits."""
+        return self.micro_batch_size is not None or self.micro_batch_tokens is not None
+
     def set_bound(self, bound: int, *, tried_length: int) -> None:
-        """Take what a search has found; a limit that was lowered from another bound is forgotten."""
+        """Take what a search has found; a limit that was lowered from another bound is forgotten.
+
+        Raises:
+            SettingError: a configured size is above what fits; it is never cut in silence.
+        """
+        rows, tokens, most = self.micro_batch_size, self.micro_batch_tokens, bound * self._layout.padded(tried_length)
+        if isinstance(rows, int) and rows > bound:
+            raise SettingError("micro_batch_size", rows, f"{bound} rows fit; give {bound} or less")
+        if isinstance(tokens, int) and tokens > most:
+            remedy = f"{bound} rows of {tried_length} tokens fit; give {most} or less, or auto"
+            raise SettingError("micro_batch_tokens", tokens, remedy)
         if bound != self.bound:
             self.lowered = None
         self.bound, self.tried_length = bound, tried_length

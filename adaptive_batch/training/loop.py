@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import (
-    IGNORE_INDEX,
     LONG_ROWS,
     ORDERS,
     Batching,
@@ -47,7 +46,6 @@ from adaptive_batch.schedules import (
     RULES,
     UNITS,
     Clock,
-    EpochPlan,
     LearningRate,
     Progress,
     Reference,
@@ -59,16 +57,18 @@ from adaptive_batch.schedules import (
 )
 
 from .limits import MicroBatchLimits
-from .max_batch_search import MaxBatchSearch, WorstRows, is_compiled
-from .micro_batch_runner import MicroBatchRunner, StepResult, has_batch_norm
+from .max_batch_search import MaxBatchSearch, WorstRows
+from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult
 from .model_checks import (
     check_gradients_are_clear,
     check_parameters,
     check_ranks,
+    has_batch_norm,
+    is_compiled,
     is_replicated,
     whole_count,
 )
-from .oom_retry import LimitChange, OOMPolicy
+from .oom_retry import LimitChange, OOMPolicy, OOMRetry
 from .step import agree_on_step
 
 log = logging.getLogger("adaptive_batch")
@@ -82,42 +82,36 @@ _MEMORY_REMEDIES = (
 
 
 @dataclass(frozen=True)
-class StepRows:
-    """A step whose rows were handed out.
-
-    Attributes:
-        asked: rows that it was asked to hold on one device.
-        rows: rows that it holds on all ranks.
-        mine: those of this rank.
-    """
-
-    asked: int
-    rows: int
-    mine: list[Any]
-
-
-@dataclass(frozen=True)
 class Sampling:
     """In which order rows come, and steps that hold tokens.
 
     Attributes:
         shuffle: with the order ``dataloader``, take the rows in a new order in each epoch.
         seed: of the order.
-        order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
-        window: rows within which ``seqlen`` sorts; None for the whole dataset.
+        sample_order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
+        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
         batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
         min_rows_per_batch, max_rows_per_batch: of a step by tokens.
         long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
+
+    Raises:
+        SettingError: a value cannot be used.
     """
 
     shuffle: bool = True
     seed: int = 0
-    order: str = "dataloader"
-    window: int | None = None
+    sample_order: str = "dataloader"
+    sample_window: int | None = None
     batch_tokens: int | None = None
     min_rows_per_batch: int = 1
     max_rows_per_batch: int | None = None
     long_rows: str = "error"
+
+    def __post_init__(self) -> None:
+        _check_choice("sample_order", self.sample_order, ORDERS)
+        _check_choice("long_rows", self.long_rows, LONG_ROWS)
+        if self.batch_tokens is not None:
+            check_whole("batch_tokens", self.batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -131,6 +125,9 @@ class StepOptions:
         oom_policy: decides how the limit of a micro-batch shrinks; None halves it.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
         memory: of the model's device; None asks torch.
+
+    Raises:
+        SettingError: a value cannot be used.
     """
 
     max_grad_norm: float | None = None
@@ -139,6 +136,13 @@ class StepOptions:
     oom_policy: OOMPolicy | None = None
     sync_gradients_every_micro_batch: bool = True
     memory: DeviceMemory | None = None
+
+    def __post_init__(self) -> None:
+        norm = self.max_grad_norm
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and 0 < norm < math.inf):
+            raise SettingError("max_grad_norm", norm, "give a number above 0, or None to clip nothing")
+        _check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
 
 
 class AdaptiveLoop:
@@ -209,29 +213,28 @@ class AdaptiveLoop:
         options: StepOptions | None = None,
     ) -> None:
         sampling, options = sampling or Sampling(), options or StepOptions()
-        max_grad_norm, syncs = options.max_grad_norm, options.sync_gradients_every_micro_batch
         check_whole("batch_size", batch_size)
         check_bool("grow_beyond_maximum", grow_beyond_maximum)
         for key, value in (("collate", collate), ("mean_loss", mean_loss)):
             if not callable(value):
                 raise SettingError(key, value, "give a function")
         check_parameters(model, optimizer)
-        if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
-            raise SettingError("max_grad_norm", max_grad_norm, "give a number above 0, or None to clip nothing")
         if micro_batch_size is not None:
             check_whole("micro_batch_size", micro_batch_size)
+        if sampling.batch_tokens and micro_batch_tokens is None and micro_batch_size is None:
+            micro_batch_tokens = "auto"
+        if micro_batch_tokens is not None and micro_batch_size is not None:
+            remedy = "micro_batch_size is given too; give one of them"
+            raise SettingError("micro_batch_tokens", micro_batch_tokens, remedy)
+        if micro_batch_tokens not in (None, "auto"):
+            check_whole("micro_batch_tokens", micro_batch_tokens, remedy="give auto, or a whole number, 1 or more")
         _check_choice("lr_scaling", lr_scaling, RULES)
-        _check_choice("on_out_of_memory", options.on_out_of_memory, ("shrink", "raise"))
-        _check_choice("order", sampling.order, ORDERS)
-        _check_choice("long_rows", sampling.long_rows, LONG_ROWS)
-        micro_batch_tokens = _check_tokens(micro_batch_tokens, micro_batch_size, sampling)
         _check_choice("lr_clock", lr_clock, UNITS)
-        clock = Clock.from_config(lr_clock)
         self._model, self._optimizer = model, optimizer
-        self._device = next(model.parameters()).device
-        self._memory = options.memory or device_memory(self._device, shared_by=distributed.local_world_size())
-        self._sharding = Sharding(model, finishes=not is_replicated(model), syncs_every_micro_batch=syncs)
-        check_ranks(model, is_sharded=self._sharding.is_sharded)
+        sharding = Sharding(
+            model, finishes=not is_replicated(model), syncs_every_micro_batch=options.sync_gradients_every_micro_batch
+        )
+        check_ranks(model, is_sharded=sharding.is_sharded)
         if has_batch_norm(model):
             log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
         self._rows = DatasetAdapter(dataset, row_length)
@@ -241,51 +244,38 @@ class AdaptiveLoop:
             batch_increase_function=batch_increase_function,
             batch_size_schedule=batch_size_schedule,
             grow_beyond_maximum=grow_beyond_maximum,
-            shuffle=sampling.shuffle,
-            seed=sampling.seed,
-            sample_order=sampling.order,
-            sample_window=sampling.window,
-            batch_tokens=sampling.batch_tokens,
-            min_rows_per_batch=sampling.min_rows_per_batch,
-            max_rows_per_batch=sampling.max_rows_per_batch,
-            long_rows=sampling.long_rows,
+            **asdict(sampling),
         )
         batching.check_rules()
         if needs_noise_scale(batch_size_schedule):
             remedy = "this loop measures nothing that it could follow; give steps, linear_ramp or ramp_by_doubling"
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
         self._limits = MicroBatchLimits(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
+        clock = Clock.from_config(lr_clock)
         self._steps = StepPlanner(
             self._rows, batching, counts_tokens=clock.counts_tokens, asks_rank_zero=True, event=self._log_event
         )
         self._steps.limits = self._limits
-        self._waiting: deque[StepRows] = deque()
-        move = options.to_device or (lambda batch: move_to_device(batch, self._device))
+        self._handed_out = _HandedOut()
+        device = next(model.parameters()).device
         shrinks = options.on_out_of_memory == "shrink"
-        self._accumulator = MicroBatchRunner(
+        self._runner = MicroBatchRunner(
             model,
-            # A step may be run again: a collate function that takes from its rows takes from copies.
-            collate=lambda rows: {"batch": collate([dict(row) if type(row) is dict else row for row in rows])},
-            to_device=lambda batch: batch.update(batch=move(batch["batch"])),
-            mean_loss=lambda batch: check_loss(mean_loss(batch.pop("batch"))),
-            num_real_tokens=self._rows.length,
-            ignore_index=IGNORE_INDEX,
-            capacity=MicroBatchLimit(batch_size),
-            max_grad_norm=max_grad_norm,
-            replays=shrinks,
-            on_change=self._lower_limit,
-            memory=self._memory,
-            sharding=self._sharding,
-            filler=lambda: self._labelled_row,
-            row_length=self._rows.length,
-            num_labels=lambda batch: whole_count(self._num_labels(batch["batch"])),
-            remedies=_MEMORY_REMEDIES,
-            policy=options.oom_policy,
+            self._row_loss(collate, options.to_device or partial(move_to_device, device=device), mean_loss),
+            retry=OOMRetry(
+                self._limit,
+                self._lower_limit,
+                memory=options.memory or device_memory(device, shared_by=distributed.local_world_size()),
+                retries=shrinks,
+                remedies=_MEMORY_REMEDIES,
+                policy=options.oom_policy,
+            ),
+            max_grad_norm=options.max_grad_norm,
+            sharding=sharding,
         )
-        self._keeps_gradients = distributed.world_size() > 1 and not syncs
-        self._learns_collectives = distributed.world_size() > 1 and shrinks and not is_compiled(model)
-        self._batch_size, self._reference_batch_size = batch_size, reference_batch_size
-        self._lr_scaling, self._lr_scheduler, self._lr_clock = lr_scaling, lr_scheduler, clock
+        several = distributed.world_size() > 1
+        self._keeps_gradients = several and not options.sync_gradients_every_micro_batch
+        self._learns_collectives = several and shrinks and not is_compiled(model)
         self._built_with = {
             "batch_size": batch_size,
             "reference_batch_size": reference_batch_size,
@@ -294,11 +284,27 @@ class AdaptiveLoop:
             **asdict(sampling),
             "dataset": f"{len(self._rows)} rows",
         }
-        self._batch_can_change = bool(batch_increase_function or batch_size_schedule or sampling.batch_tokens)
-        self._begin_rate()
+        self._rate = _Rate(self._steps, optimizer, lr_scheduler, clock, rule=lr_scaling, reference=reference_batch_size)
         self.progress = Progress(rows_per_epoch=len(self._rows))
         self._bound_accumulates = False  # it was tried with the gradients of earlier micro-batches there
-        self._said_unlabelled = False
+        self._warned_unlabelled = False
+
+    def _row_loss(
+        self,
+        collate: Callable[[list[Any]], Any],
+        to_device: Callable[[Any], Any],
+        mean_loss: Callable[[Any], torch.Tensor],
+    ) -> RowLoss:
+        """Wrap the user's functions: a batch may be anything, and a step may be run again, so rows that change are copies."""
+        return RowLoss(
+            collate=lambda rows, length: {"batch": collate([dict(row) if type(row) is dict else row for row in rows])},
+            to_device=lambda batch: batch.update(batch=to_device(batch["batch"])),
+            mean_loss=lambda batch: check_loss(mean_loss(batch.pop("batch"))),
+            count_labels=lambda batch: whole_count(self._num_labels(batch["batch"])),
+            row_length=self._rows.length,
+            num_real_tokens=self._rows.length,
+            dummy_row=lambda: self._labelled_row,
+        )
 
     # --- the bound --------------------------------------------------------------------------------------------------
 
@@ -325,59 +331,43 @@ class AdaptiveLoop:
             DoesNotFitError: one row does not fit.
             SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
         """
-        self._memory.check_it_can_be_measured()
+        self._runner.retry.memory.check_it_can_be_measured()
         check_device_memory("device_memory", device_memory)
         check_share("headroom", headroom)
         check_whole("maximum", maximum)
         check_bool("round_to_power_of_two", round_to_power_of_two)
+        reshard(self._model)
+        ranks, rows = distributed.data_parallel_size(), self._rows
         search = MaxBatchSearch(
-            self._model,
+            self._runner,
             self._optimizer,
-            self._accumulator,
-            memory=self._memory,
             device_memory=device_memory,
             headroom=headroom,
             keeps_gradients=self._keeps_gradients,
-            remedies=_MEMORY_REMEDIES,
         )
-        find = partial(self._find, search, maximum=maximum, round_to_power_of_two=round_to_power_of_two)
-        reshard(self._model)
-        try:
-            # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
-            splits = self._steps.batching.grow_beyond_maximum or self._splits
-            splits = splits or self._steps.ranks > distributed.data_parallel_size()
-            found = find(accumulates=splits)
-            if self._rows_at_most(self.batch_size) > found.max_batch_size and not splits:
-                splits = True
-                found = find(accumulates=splits)
-        finally:
-            self._rows.forget()
-        bound, given = found.max_batch_size, self._limits.micro_batch_size
-        if isinstance(given, int) and given > bound:
-            raise SettingError("micro_batch_size", given, f"{bound} rows fit; give {bound} or less, or None")
-        self._limits.set_bound(bound, tried_length=found.sequence_length)
-        self._bound_accumulates = splits
-        given, most = self._limits.micro_batch_tokens, self._limits.tried_tokens
-        if isinstance(given, int) and given > most:
-            remedy = f"{bound} rows of {found.sequence_length} tokens fit; give {most} or less, or auto"
-            raise SettingError("micro_batch_tokens", given, remedy)
-        return found
-
-    def _find(
-        self, search: MaxBatchSearch, *, maximum: int, accumulates: bool, round_to_power_of_two: bool
-    ) -> ProbeResult:
-        rows = self._rows
-        random_state = RandomState(self._device)  # reading a row of some datasets draws from it
+        random_state = RandomState(self._runner.retry.memory.device)  # reading a row of some datasets draws from it
         (longest,) = rows.longest(1)
         random_state.restore()
-        if accumulates and self._keeps_gradients:
-            self._learn_collectives()  # what is kept can be dropped once FSDP has run
-        return search.find(
+        find = partial(
+            search.find,
             WorstRows(rows.longest, rows.length(longest), rows.describe(longest)),
-            maximum=min(maximum, max(1, len(rows) // distributed.data_parallel_size())),
-            accumulates=accumulates,
+            maximum=min(maximum, max(1, len(rows) // ranks)),
             round_to_power_of_two=round_to_power_of_two,
         )
+        # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
+        splits = self._steps.batching.grow_beyond_maximum or self._limits.splits or self._steps.ranks > ranks
+        try:
+            found = None if splits else find(accumulates=False)
+            if found is None or self._rows_at_most(self.batch_size) > found.max_batch_size:
+                splits = True
+                if self._keeps_gradients:
+                    self._learn_collectives()  # what is kept can be dropped once FSDP has run
+                found = find(accumulates=True)
+        finally:
+            rows.forget()
+        self._limits.set_bound(found.max_batch_size, tried_length=found.sequence_length)
+        self._bound_accumulates = splits
+        return found
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -389,13 +379,15 @@ class AdaptiveLoop:
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         if self._steps.batching.batch_size_schedule is not None:
-            raise SettingError("batch_size", batch_size, "batch_size_schedule says what a step holds; set one of them")
+            raise SettingError(
+                "batch_size", batch_size, "batch_size_schedule decides what a step holds; set one of them"
+            )
         self._steps.batch_size = check_whole("batch_size", batch_size)
 
     @property
-    def capacity(self) -> MicroBatchLimit:
+    def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now; lowered after an out-of-memory error; it does not grow back."""
-        return self._accumulator.capacity
+        return self._limits.of(self._rows_at_most(self.batch_size))
 
     @property
     def bound(self) -> int | None:
@@ -414,12 +406,12 @@ class AdaptiveLoop:
     @property
     def is_trial(self) -> bool:
         """Whether what runs now is a trial, and not training: for code in a loss that counts or logs."""
-        return self._accumulator.is_trial
+        return self._runner.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Hand out this rank's rows of each step that is left of the current epoch; they may be taken ahead of :meth:`run`."""
         steps = self._steps
-        self._waiting.clear()
+        self._handed_out.clear()
         progress = steps.begin_epoch(self.progress)
         # A loader draws a random number as it begins, which resuming within an epoch would draw again.
         with torch.random.fork_rng(devices=[]):
@@ -428,20 +420,20 @@ class AdaptiveLoop:
             progress, rows = steps.next_step(progress)
             if not (size := len(steps.sampler.taken)):
                 return
-            self._waiting.append(StepRows(progress.batch, size, rows))
+            self._handed_out.append(_StepRows(progress.batch, size, rows))
             yield rows
             counts = steps.batching.batch_size_schedule is not None
             tokens = distributed.all_reduce_total(sum(map(self._rows.length, rows))) if counts else 0
             progress = progress.after_step(rows=size, tokens=tokens)
 
     def num_steps(self, epochs: int) -> int:
-        """Optimizer steps that are left of so many epochs, as the rules answer now."""
+        """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
         return self._steps.num_steps(self.progress, epochs)
 
     def run(self, rows: Sequence[Any]) -> StepResult:
         """Leave in the gradients the mean over the labels of a step, clipped, and set the step's learning rate.
 
-        A step that runs out of memory is replayed with less capacity. Gradients must be clear before. The step counts as
+        A step that runs out of memory is run again with a smaller limit. Gradients must be clear before. The step counts as
         done: ``optimizer.step()`` and ``optimizer.zero_grad()`` are to follow. Where it raises, the same rows can be run again.
 
         Args:
@@ -454,24 +446,21 @@ class AdaptiveLoop:
                 its labels are none.
             ValueError: other rows than were handed out, or gradients are there.
         """
-        step, accumulator = self._next_of(rows), self._accumulator
+        step, runner = self._handed_out.step_of(rows), self._runner
+        self._check_fits(self._rows_at_most(step.asked))
         reshard(self._model)
-        check_gradients_are_clear(self._model, self._optimizer, mine=self._sharding.of_this_rank)
+        check_gradients_are_clear(self._model, self._optimizer, mine=runner.sharding.of_this_rank)
         self._learn_collectives()
-        accumulator.capacity = self._limit_for(step)
-        agreed = agree_on_step(accumulator, rows, batch=step.asked, num_rows=step.rows)
-        result = accumulator.run(rows, num_micro_batches=agreed.num_micro_batches)
+        agreed = agree_on_step(runner, rows, batch=step.asked, num_rows=step.rows)
+        result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
         assert result.rows == step.rows, f"a step of {step.rows} rows trained {result.rows} of them"
-        self._waiting.popleft()
-        if not result.micro_batches and not self._said_unlabelled:
-            self._said_unlabelled = True
+        self._handed_out.popleft()
+        if not result.micro_batches and not self._warned_unlabelled:
+            self._warned_unlabelled = True
             log.warning(
                 "a step of %d rows had no label to learn from; see num_labels, if that should not be", step.rows
             )
-        self._rate.set(
-            self._clock.at(self.progress, self._epoch),
-            batch=max(1, result.tokens) if self._reference.unit == "tokens" else result.rows,
-        )
+        self._rate.set(self.progress, rows=result.rows, tokens=result.tokens)
         progress = replace(self.progress, batch=step.asked).after_step(rows=result.rows, tokens=result.tokens)
         self.progress = progress.after_epoch() if self._steps.is_over(progress) else progress
         return result
@@ -479,40 +468,22 @@ class AdaptiveLoop:
     def _learn_collectives(self) -> None:
         """Once, so that even the first micro-batch can fail on one rank and be brought to its end."""
         if self._learns_collectives:
-            self._accumulator.learn_collectives()
+            self._runner.learn_collectives()
             self._learns_collectives = False
 
-    def _next_of(self, rows: Sequence[Any]) -> StepRows:
-        """Return the step of some rows, which must be the first of those that wait to be trained on."""
-        first = self._waiting[0] if self._waiting else None
-        if first is None or len(rows) != len(first.mine):
-            comes = "none are waiting" if first is None else f"{len(first.mine)} rows come next"
-            raise ValueError(
-                f"{len(rows)} rows were given, and {comes}: run each step that is handed out once, in order"
-            )
-        # Rows may have been copied on their way, so only those of another step are known to be wrong.
-        if not _are(rows, first.mine) and any(_are(rows, later.mine) for later in self._waiting):
-            raise ValueError("a step that was handed out before has not been run: run each step once, in order")
-        return first
-
-    def _limit_for(self, step: StepRows) -> MicroBatchLimit:
-        rows, limits = self._rows_at_most(step.asked), self._limits
-        splits = self._bound_accumulates or self._splits
-        if not limits.tried_length and limits.micro_batch_tokens == "auto":
+    def _check_fits(self, rows: int) -> None:
+        bound = self._limits.bound
+        if not self._limits.tried_length and self._limits.micro_batch_tokens == "auto":
             raise SettingError("micro_batch_tokens", "auto", "call find_bound first, or give a number")
-        if limits.bound is not None and rows > limits.bound and not splits:
-            tried = (
-                f"{limits.bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on "
-                "there are"
-            )
-            remedy = f"{tried}; call find_bound again, which sees this batch, or give {limits.bound} or less"
+        if bound is not None and rows > bound and not (self._bound_accumulates or self._limits.splits):
+            tried = f"{bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
+            remedy = f"{tried}; call find_bound again, which sees this batch, or give {bound} or less"
             raise SettingError("batch_size", rows, remedy)
-        return limits.of(rows)
 
-    @property
-    def _splits(self) -> bool:
-        """Whether steps run as several micro-batches whatever fits."""
-        return self._limits.micro_batch_size is not None or self._limits.micro_batch_tokens is not None
+    def _limit(self) -> MicroBatchLimit:
+        """Return the limit of the step that is run, which may have been handed out before the batch changed."""
+        asked = self._handed_out[0].asked if self._handed_out else self.batch_size
+        return self._limits.of(self._rows_at_most(asked))
 
     def _rows_at_most(self, batch_size: int) -> int:
         """Return the rows of a step on the rank that has most: there may be other ranks than training began with."""
@@ -527,12 +498,12 @@ class AdaptiveLoop:
         if distributed.is_rank_zero() and says:
             log.info("%s", message)
         if kind == "batch_size" and facts["before"] != facts["after"]:
-            self._log_rate(facts["after"])
+            self._rate.log_unscaled(facts["after"])
 
-    # --- going on ---------------------------------------------------------------------------------------------------
+    # --- resuming ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, as plain values, the same on all ranks; to be taken after ``optimizer.step()``.
+        """Return where training is, as plain values, the same on all ranks; to be taken after ``optimizer.step()``.
 
         Weights, the optimizer's state and that of random numbers are the user's to save.
         """
@@ -546,7 +517,7 @@ class AdaptiveLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, in a loop that was built as the saved one was, before :meth:`find_bound` or without it.
+        """Resume from a saved state, in a loop that was built as the saved one was, before :meth:`find_bound` or without it.
 
         A bound that was found before is kept; otherwise it is the saved one. Either may have been tried for smaller steps than
         the state brings: :meth:`run` then refuses, and asks for :meth:`find_bound`. On another number of ranks a step has as
@@ -557,44 +528,16 @@ class AdaptiveLoop:
         """
         for key, now in self._built_with.items():
             if (saved := state["built_with"][key]) != now:
-                raise SettingError(key, now, f"what was saved was built with {saved}; go on with that")
+                raise SettingError(key, now, f"the saved loop was built with {saved}; resume with that")
         self._steps.load_state_dict(state["steps"])
         self._steps.saved_maximum = 0  # a schedule follows the bound that is found here
-        self._waiting.clear()
+        self._handed_out.clear()
         self.progress = Progress(**state["progress"])
         if self.bound is None and (bound := state["limits"]["bound"]) is not None:
             self._limits.set_bound(bound, tried_length=state["limits"]["tried_length"])
             self._bound_accumulates = state["bound_accumulates"]
         self._limits.load_state_dict(state["limits"])
-        self._begin_rate()
         self._rate.load_state_dict(state["learning_rate"])
-
-    def _begin_rate(self) -> None:
-        """Count the schedule's time in steps of the batch that was given, on the ranks that training began with."""
-        step_rows = self._batch_size * self._steps.ranks
-        self._steps.first_batch_size = self._batch_size
-        self._clock = TrainingClock(self._lr_clock, reference=self._steps.reference)
-        self._reference = _reference_batch(self._reference_batch_size, default=step_rows)
-        self._rate = LearningRate(
-            self._optimizer,
-            self._lr_scheduler,
-            rule=self._lr_scaling,
-            reference=self._reference,
-            batch_can_change=self._batch_can_change,
-        )
-
-    @property
-    def _epoch(self) -> EpochPlan:
-        """The current epoch; where only rows count, one of a constant batch is as good, and is known without reading lengths."""
-        needs_lengths = self._lr_clock.counts_tokens or self._steps.batching.batch_tokens
-        return self._steps.plan if needs_lengths else self._steps.reference
-
-    def _log_rate(self, batch_size: int) -> None:
-        """Log what the rules would make of a rate that does not follow a batch that has changed."""
-        if self._lr_scaling == "none" and self._reference.unit == "rows" and distributed.is_rank_zero():
-            group = self._optimizer.param_groups[0]
-            rate, batch = float(group.get("initial_lr", group["lr"])), batch_size * self._steps.ranks
-            log.info("%s", describe_unscaled(rate, batch=batch, reference=int(self._reference.amount)))
 
     @cached_property
     def _labelled_row(self) -> Any:
@@ -606,34 +549,93 @@ class AdaptiveLoop:
         raise SettingError("dataset", type(self._rows).__name__, "no row has a label")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+@dataclass(frozen=True)
+class _StepRows:
+    """A step whose rows were handed out: rows it was asked to hold on one device, rows on all ranks, and those of this rank."""
+
+    asked: int
+    rows: int
+    mine: list[Any]
 
 
-def _check_tokens(tokens: int | str | None, rows: int | None, sampling: Sampling) -> int | str | None:
-    """Return the padded tokens at once; refuse what is no number, and two that say what is run at once."""
-    if sampling.batch_tokens is not None:
-        check_whole("batch_tokens", sampling.batch_tokens)
-        tokens = "auto" if tokens is None and rows is None else tokens
-    if tokens is None:
-        return None
-    if rows is not None:
-        raise SettingError("micro_batch_tokens", tokens, "micro_batch_size is given too; give one of them")
-    if tokens != "auto":
-        check_whole("micro_batch_tokens", tokens, remedy="give auto, or a whole number, 1 or more")
-    return tokens
+class _HandedOut(deque[_StepRows]):
+    """The steps whose rows were handed out and have not been run, in order."""
+
+    def step_of(self, rows: Sequence[Any]) -> _StepRows:
+        """Return the step of some rows, which must be the first."""
+        if not self or len(rows) != len(self[0].mine):
+            comes = f"{len(self[0].mine)} rows come next" if self else "none are waiting"
+            raise ValueError(
+                f"{len(rows)} rows were given, and {comes}: run each step that is handed out once, in order"
+            )
+        # Rows may have been copied on their way, so only those of another step are known to be wrong.
+        if not _are(rows, self[0].mine) and any(_are(rows, later.mine) for later in self):
+            raise ValueError("a step that was handed out before has not been run: run each step once, in order")
+        return self[0]
+
+
+class _Rate:
+    """The learning rate of each step; the schedule counts in steps of the batch that was given, on the ranks that training began with."""
+
+    def __init__(
+        self,
+        steps: StepPlanner,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        clock: Clock,
+        *,
+        rule: str,
+        reference: int | str | None,
+    ) -> None:
+        self._steps, self._optimizer, self._scheduler, self._unit = steps, optimizer, scheduler, clock
+        self._rule, self._given_reference = rule, reference
+        self._begin()
+
+    def _begin(self) -> None:
+        steps, batching = self._steps, self._steps.batching
+        steps.first_batch_size = batching.batch_size
+        self._clock = TrainingClock(self._unit, reference=steps.reference)
+        given = self._given_reference
+        try:
+            self._reference: Reference = parse_reference(batching.batch_size * steps.ranks if given is None else given)
+        except ValueError as error:
+            raise SettingError("reference_batch_size", given, str(error)) from None
+        can_change = batching.batch_increase_function or batching.batch_size_schedule or batching.batch_tokens
+        self._rate = LearningRate(
+            self._optimizer,
+            self._scheduler,
+            rule=self._rule,
+            reference=self._reference,
+            batch_can_change=bool(can_change),
+        )
+
+    def set(self, progress: Progress, *, rows: int, tokens: int) -> None:
+        """Apply the rate of a step of so many rows and tokens, before which training was at `progress`."""
+        # Where only rows count, an epoch of a constant batch is as good, and is known without reading lengths.
+        needs_lengths = self._unit.counts_tokens or self._steps.batching.batch_tokens
+        epoch = self._steps.plan if needs_lengths else self._steps.reference
+        batch = max(1, tokens) if self._reference.unit == "tokens" else rows
+        self._rate.set(self._clock.at(progress, epoch), batch=batch)
+
+    def log_unscaled(self, batch_size: int) -> None:
+        """Log what the rules would make of a rate that does not follow a batch that has changed."""
+        if self._rule == "none" and self._reference.unit == "rows" and distributed.is_rank_zero():
+            group = self._optimizer.param_groups[0]
+            rate, batch = float(group.get("initial_lr", group["lr"])), batch_size * self._steps.ranks
+            log.info("%s", describe_unscaled(rate, batch=batch, reference=int(self._reference.amount)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._rate.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume; the ranks that training began with are known by now."""
+        self._begin()
+        self._rate.load_state_dict(dict(state))
 
 
 def _check_choice(key: str, value: str, options: Sequence[str]) -> None:
     if value not in options:
         raise SettingError(key, value, f"give one of {', '.join(options)}")
-
-
-def _reference_batch(value: int | str | None, *, default: int) -> Reference:
-    try:
-        return parse_reference(default if value is None else value)
-    except ValueError as error:
-        raise SettingError("reference_batch_size", value, str(error)) from None
 
 
 def _are(rows: Sequence[Any], others: Sequence[Any]) -> bool:

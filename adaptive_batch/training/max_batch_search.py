@@ -6,17 +6,15 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._util import format_bytes
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
+from adaptive_batch.errors import DoesNotFitError, RankLostError
 from adaptive_batch.memory import (
-    DeviceMemory,
     MemoryCurve,
     OptimizerInBackward,
     RandomState,
@@ -37,6 +35,7 @@ from adaptive_batch.probe import (
 )
 
 from .micro_batch_runner import MicroBatchRunner
+from .model_checks import is_compiled
 
 log = logging.getLogger("adaptive_batch")
 
@@ -56,69 +55,36 @@ class WorstRows:
     name: str
 
 
-class EarlierSearches(Protocol):
-    """What earlier searches have found, kept between runs."""
-
-    def known_result(self) -> ProbeResult | None:
-        """Return a result that depends on the same things; None where there is none."""
-
-    def known_curve(self) -> MemoryCurve | None:
-        """Return the expected peak as a function of the rows; None where it is not known."""
-
-    def keep(self, result: ProbeResult) -> None:
-        """Keep what a search has found."""
-
-
-class NoEarlierSearches:
-    """There were none, and none is kept."""
-
-    def known_result(self) -> None:
-        """Return None."""
-
-    def known_curve(self) -> None:
-        """Return None."""
-
-    def keep(self, result: ProbeResult) -> None:
-        """Keep nothing."""
-
-
 class MaxBatchSearch:
     """Finds how many rows fit, in training or in evaluation; training is left as it was, bit for bit.
 
     Args:
-        model: that trains.
-        optimizer: of its parameters, or the optimizers in backward.
-        runner: runs its micro-batches.
-        memory: of its device.
+        runner: runs the micro-batches of training.
+        optimizer: of its model's parameters, or the optimizers in backward.
         device_memory: what a trial may use: a size, a share, or None for what is available.
         headroom: share of that which is left free, in [0, 1).
-        search: ``predict``, ``binary`` or ``halve``.
+        search: ``predict``, ``binary`` or ``halve``, or what builds another :class:`Search`.
         keeps_gradients: unsharded gradients are there between the micro-batches of a step.
         key: the name that errors give to `device_memory`.
-        remedies: the end of the sentence that says that one row does not fit.
         time_limit: gives a context that ends all ranks where one does not come to the end of a trial in time.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer | OptimizerInBackward,
         runner: MicroBatchRunner,
+        optimizer: Optimizer | OptimizerInBackward,
         *,
-        memory: DeviceMemory,
         device_memory: int | float | str | None = None,
         headroom: float = 0.05,
-        search: str = "predict",
+        search: str | Callable[..., Search] = "predict",
         keeps_gradients: bool = False,
         key: str = "device_memory",
-        remedies: str = MEMORY_REMEDIES,
         time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
     ) -> None:
-        self._model, self._optimizer, self._runner = model, optimizer, runner
-        self._memory, self._device_memory, self._headroom, self._key = memory, device_memory, headroom, key
-        self._search = search
+        self._runner, self._optimizer, self._memory = runner, optimizer, runner.retry.memory
+        self._device_memory, self._headroom, self._key = device_memory, headroom, key
+        self._build_search = search if callable(search) else getattr(self, f"_{search}")
         self._keeps_gradients = keeps_gradients
-        self._remedies = remedies
         self._time_limit = time_limit
 
     def budget_bytes(self) -> int:
@@ -127,12 +93,9 @@ class MaxBatchSearch:
         Raises:
             SettingError: more is asked for than the device has.
         """
-        optimizers = (
-            self._optimizer.optimizers.values()
-            if isinstance(self._optimizer, OptimizerInBackward)
-            else [self._optimizer]
-        )
-        resident = [*self._model.parameters(), *self._model.buffers(), *optimizer_state_tensors(optimizers)]
+        model, one = self._runner.model, self._optimizer
+        optimizers = one.optimizers.values() if isinstance(one, OptimizerInBackward) else [one]
+        resident = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
         available = self._memory.available_bytes(resident)
         if self._memory.device.type == "cpu":  # the probe's own copies lie in the same memory
             available = max(1, available - storage_bytes(resident))
@@ -153,8 +116,8 @@ class MaxBatchSearch:
         round_to_power_of_two: bool = False,
         evaluate: Callable[[list[Any]], object] | None = None,
         trained: WorstRows | None = None,
-        earlier: Callable[[int], EarlierSearches] = lambda budget: NoEarlierSearches(),
-        choose: Callable[..., Search] | None = None,
+        known: Callable[[int], ProbeResult | None] = lambda budget_bytes: None,
+        expected: Callable[[], MemoryCurve | None] = lambda: None,
     ) -> ProbeResult:
         """Search for the most rows that fit on all ranks.
 
@@ -165,65 +128,37 @@ class MaxBatchSearch:
             round_to_power_of_two: also try the power of two at or below the bound, which is the result's `batch_size`.
             evaluate: evaluates rows without gradients, where that is tried in place of training.
             trained: the rows that training steps, where `rows` are those of an evaluation.
-            earlier: gives what earlier searches have found, for a budget in bytes.
-            choose: builds the search from a budget, a maximum, the resident bytes and the expected curve; None takes the
-                one that was configured.
+            known: returns what an earlier search found within a budget; called on rank zero, and tried once more.
+            expected: returns the peak that is expected as a function of the rows; called where a search is needed.
 
         Raises:
             DoesNotFitError: one row does not fit.
             RankLostError: a rank ran out of memory where the others cannot be told.
         """
-        random_state = RandomState(self._memory.device)  # reading a row of some datasets draws from it
-        try:
-            return self._find(
-                rows,
-                trained or rows,
-                maximum=distributed.minimum(maximum),
-                accumulates=accumulates,
-                round_to_power_of_two=round_to_power_of_two,
-                evaluate=evaluate,
-                earlier=earlier,
-                choose=choose or self._choose,
-            )
-        finally:
-            random_state.restore()
-            if is_compiled(self._model):
-                torch.compiler.reset()  # the sizes of trials must not use up the compiler's limit of variants
-
-    def _find(
-        self,
-        rows: WorstRows,
-        trained: WorstRows,
-        *,
-        maximum: int,
-        accumulates: bool,
-        round_to_power_of_two: bool,
-        evaluate: Callable[[list[Any]], object] | None,
-        earlier: Callable[[int], EarlierSearches],
-        choose: Callable[..., Search],
-    ) -> ProbeResult:
-        memory, runner = self._memory, self._runner
+        runner, memory = self._runner, self._memory
+        random_state = RandomState(memory.device)  # reading a row of some datasets draws from it
+        maximum, stepped = distributed.minimum(maximum), trained or rows
         budget = self.budget_bytes()
         budgets = distributed.all_gather(budget)
         dry_run = DryRun(
-            model=self._model,
+            model=runner.model,
             optimizer=self._optimizer,
-            forward_backward=lambda size: runner.rehearse(trained.first(size)),
+            forward_backward=lambda size: runner.try_rows(stepped.first(size)),
             step=self._step,
             accumulates=accumulates,
             memory=memory,
             budget_bytes=budget,
-            row=trained.name,
+            row=stepped.name,
             sharding=runner.sharding,
-            keep_gradients=(lambda: runner.keep_gradients(trained.first(1))) if self._keeps_gradients else None,
-            remedies=self._remedies,
+            keep_gradients=(lambda: runner.keep_gradients(stepped.first(1))) if self._keeps_gradients else None,
+            remedies=runner.retry.remedies,
         )
-        what = "evaluating rows" if evaluate else "rows"
+        what, where = "evaluating rows" if evaluate else "rows", memory.describe()
         log.info(
             "probing %s of %d tokens on %s, up to %d rows in %s",
             what,
             rows.length,
-            memory.describe(),
+            where,
             maximum,
             format_bytes(budget),
         )
@@ -239,46 +174,48 @@ class MaxBatchSearch:
                     lost.facts["trial_rows_val"] = size
                     raise
 
-        found = earlier(min(budgets))
-        known = distributed.from_rank_zero(found.known_result)
-        with ExitStack() as stack:
-            with self._time_limit("the first step of the probe"):
-                stack.enter_context(dry_run)
-            resident_bytes = distributed.maximum(dry_run.resident_bytes)
-            if evaluate and not runner.sharding.knows_evaluation:
-                run_trial(1)  # from which a rank that fails knows what the others wait for
-            result = known and try_again(known, run_trial)
-            if result is None:
-                search = choose(
-                    budget_bytes=min(budgets),
-                    maximum=maximum,
-                    resident_bytes=resident_bytes,
-                    expected=found.known_curve(),
-                )
-                result = run_search(
-                    run_trial,
-                    search=search,
-                    round_to_power_of_two=round_to_power_of_two,
-                    sequence_length=rows.length,
-                )
-            result = replace(
-                result,
-                resident_bytes=resident_bytes,
-                budget_bytes=min(budgets),
-                budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
-            )
+        try:
+            result = distributed.from_rank_zero(lambda: known(min(budgets)))
+            with ExitStack() as stack:
+                with self._time_limit("the first step of the probe"):
+                    stack.enter_context(dry_run)
+                resident_bytes = distributed.maximum(dry_run.resident_bytes)
+                if evaluate and not runner.sharding.knows_evaluation:
+                    run_trial(1)  # from which a rank that fails knows what the others wait for
+                result = result and try_again(result, run_trial)
+                if result is None:
+                    search = self._build_search(
+                        budget_bytes=min(budgets),
+                        maximum=maximum,
+                        resident_bytes=resident_bytes,
+                        expected=expected(),
+                    )
+                    result = run_search(
+                        run_trial,
+                        search=search,
+                        round_to_power_of_two=round_to_power_of_two,
+                        sequence_length=rows.length,
+                    )
+        finally:
+            random_state.restore()
+            if is_compiled(runner.model):
+                torch.compiler.reset()  # the sizes of trials must not use up the compiler's limit of variants
         if not result.max_batch_size:
-            raise DoesNotFitError(f"{rows.name} does not fit in {format_bytes(result.budget_bytes)}; {self._remedies}")
-        if not result.from_cache:
-            found.keep(result)
-        return result
+            raise DoesNotFitError(f"{rows.name} does not fit in {format_bytes(min(budgets))}; {runner.retry.remedies}")
+        return replace(
+            result,
+            resident_bytes=resident_bytes,
+            budget_bytes=min(budgets),
+            budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
+        )
 
-    def _choose(self, *, budget_bytes: int, maximum: int, resident_bytes: int, expected: MemoryCurve | None) -> Search:
-        match self._search:
-            case "binary":
-                return BinarySearch(maximum=maximum)
-            case "halve":
-                return Halving(start=maximum)
+    def _binary(self, *, maximum: int, **facts: Any) -> Search:
+        return BinarySearch(maximum=maximum)
+
+    def _halve(self, *, maximum: int, **facts: Any) -> Search:
+        return Halving(start=maximum)
+
+    def _predict(self, *, budget_bytes: int, maximum: int, resident_bytes: int, expected: MemoryCurve | None) -> Search:
         if expected is not None:
             rows = expected.max_rows(budget_bytes)
             most = maximum if rows is None else min(rows, maximum)
@@ -295,8 +232,3 @@ class MaxBatchSearch:
         self._runner.clip()
         assert isinstance(self._optimizer, Optimizer)
         self._optimizer.step()
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model, or a part of it, is compiled."""
-    return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules())

@@ -19,6 +19,16 @@ log = logging.getLogger("adaptive_batch")
 _NAMED = 3  # parameters that a message names, of however many
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Return whether the model normalizes over the rows of a micro-batch, so that its results depend on their number."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether the model, or a part of it, is compiled."""
+    return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules())
+
+
 def check_parameters(model: object, optimizer: object) -> None:
     """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not know; say what it leaves out."""
     if not isinstance(model, nn.Module):

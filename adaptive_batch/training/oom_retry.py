@@ -1,21 +1,21 @@
-"""Runs what may run out of memory, and runs it again with less capacity, on all ranks alike.
+"""Runs what may run out of memory, and runs it again with a smaller limit, on all ranks alike.
 
-The limit of a micro-batch is lowered, and does not grow back within a run. What failed is undone first, so that a replay leaves what a run with
-that capacity from the start would have left. With several ranks an attempt fails on all of them or on none: one that had
-room raises :class:`OutOfMemoryElsewhereError`.
+What failed is undone first, so that a retry leaves what a run with that limit from the start would have left. With several
+ranks an attempt fails on all of them or on none: a rank that had room raises :class:`OutOfMemoryElsewhereError`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
+from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
@@ -30,15 +30,15 @@ class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
 
 @dataclass(frozen=True)
 class LimitChange:
-    """A capacity that was lowered in mid-run.
+    """A limit that was lowered during a run.
 
     Attributes:
         before: what a micro-batch might hold.
         after: what it may hold from now on.
         rows: rows of the micro-batch that was too large.
         length: tokens that each of them was padded to.
-        out_of_memory: it ran out of memory; otherwise the allocator only thrashed.
-        error: what the device said; empty where it only thrashed.
+        out_of_memory: it ran out of memory; otherwise the allocator had to free its cache and ask again.
+        error: the device's message; empty where it did not run out of memory.
         ranks: those on which it happened, of several; empty where there is one.
     """
 
@@ -51,21 +51,21 @@ class LimitChange:
     ranks: tuple[int, ...] = ()
 
     def describe(self) -> str:
-        """One line, with numbers."""
-        happened = "out of memory" if self.out_of_memory else "the allocator gave back its cache and asked again"
+        """Return one line, with numbers."""
+        happened = "out of memory" if self.out_of_memory else "the allocator freed its cache and asked again"
         what_next = "it is run again, and " if self.out_of_memory else ""
-        said = f" ({self.error.splitlines()[0]})" if self.error else ""
+        error = f" ({self.error.splitlines()[0]})" if self.error else ""
         if self.ranks:
             happened += f" on rank {', '.join(map(str, self.ranks))}"
         return (
             f"{happened} with {self.rows} rows of {self.length} tokens at once: {what_next}a micro-batch holds "
-            f"{self.after} from now on, not {self.before}{said}"
+            f"{self.after} from now on, not {self.before}{error}"
         )
 
 
 @dataclass(frozen=True)
 class OOMPolicy:
-    """Decides what a micro-batch may hold after one ran out of memory. It does not grow back within a run.
+    """Decides what a micro-batch may hold after one ran out of memory. The limit does not grow back within a run.
 
     Attributes:
         shrink_divisor: a micro-batch that ran out of memory is divided by this.
@@ -101,142 +101,186 @@ class OOMRetry:
     """Runs something in micro-batches; where it runs out of memory, undoes it and runs it again with the limit that the policy gives.
 
     Args:
-        capacity: what one micro-batch may hold.
+        limit: returns what one micro-batch may hold now.
+        lower: takes each change, before anything is run with it; :attr:`limit` then returns the lowered one.
         memory: of the device.
-        on_change: is told of every lowered capacity, before anything is run with it.
+        retries: False lets an out-of-memory error through.
         remedies: the end of the sentence that says that one row does not fit.
         policy: decides how the limit shrinks; None halves it.
+        is_of_training: what is lowered is the limit of training, which a restart begins with where this rank is lost.
 
     Attributes:
-        capacity: what one micro-batch may hold now.
         current: the micro-batch that is being run; set by what is run.
-        thrashes: the allocator has thrashed once on this rank, of several; :meth:`reduce` is due on all of them.
+        allocator_retried: the allocator of this rank, of several, only just had room, for the first time; :meth:`ease` is due
+            on all of them.
     """
 
     def __init__(
         self,
-        capacity: MicroBatchLimit,
+        limit: Callable[[], MicroBatchLimit],
+        lower: Callable[[LimitChange], object],
         *,
         memory: DeviceMemory,
-        on_change: Callable[[LimitChange], object] | None = None,
+        retries: bool = True,
         remedies: str = MEMORY_REMEDIES,
         policy: OOMPolicy | None = None,
+        is_of_training: bool = True,
     ) -> None:
-        self.capacity = capacity
-        self._policy = policy or OOMPolicy()
+        self.limit, self.memory = limit, memory
         self.current = MicroBatch([], 0)
-        self.thrashes = False
-        self._memory = memory
-        self._on_change = on_change or (lambda change: log.warning("%s", change.describe()))
-        self._remedies = remedies
-        self._has_thrashed = False
+        self.allocator_retried = False
+        self.remedies = remedies
+        self._lower, self._retries = lower, retries
+        self._policy, self._is_of_training = policy or OOMPolicy(), is_of_training
+        self._has_eased = False
+        self._error: str | None = None
 
-    def run(self, attempt: Callable[[], Result], *, undo: Callable[[], object]) -> Result:
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has run out of memory in the current attempt."""
+        return self._error is not None
+
+    def run(self, attempt: Callable[[], Result], *, undo: Callable[[], object], doing: str) -> Result:
         """Call `attempt` until it does not run out of memory.
 
         Args:
-            attempt: reads :attr:`capacity` and says in :attr:`current` what it runs.
+            attempt: reads :attr:`limit`, sets :attr:`current` and, with several ranks, runs each micro-batch by
+                :meth:`run_micro_batch`.
             undo: takes back what a failed attempt has done.
+            doing: the end of a sentence, for a rank that is lost.
 
         Raises:
             DoesNotFitError: a micro-batch of one row ran out of memory.
+            RankLostError: this rank ran out of memory where the others cannot be told.
         """
         while True:
-            retries = self._memory.num_retries()
+            self._error, retries = None, self.memory.num_retries()
             try:
                 result = attempt()
+            except OutOfMemoryElsewhereError:
+                pass
             except Exception as error:
                 if isinstance(error, RankLostError) or not is_out_of_memory(error):
                     raise
-                said = None if isinstance(error, OutOfMemoryElsewhereError) else str(error) or type(error).__name__
+                if distributed.world_size() > 1:
+                    raise self.lost(error, doing) from error
+                if not self._retries:
+                    raise
+                self._error = _message(error)
             else:
-                if self._memory.num_retries() > retries:
-                    self.thrashes = not self._has_thrashed
-                    if self.thrashes and distributed.world_size() == 1:
-                        self.reduce()
+                if self._retries and self.memory.num_retries() > retries:
+                    self.allocator_retried = not self._has_eased
+                    if self.allocator_retried and distributed.world_size() == 1:
+                        self.ease()
                 return result
             # The except block has been left: until then the error kept the failed forward's tensors alive.
             try:
                 undo()
-                recover(self._memory)
+                recover(self.memory)
             except Exception as error:
                 if distributed.world_size() == 1 or not is_out_of_memory(error):
                     raise
-                raise self.lost(error, "as a step was undone") from error
-            self._halve(said)
+                raise self.lost(error, "as an attempt was undone") from error
+            self._shrink()
 
-    def lost(self, error: BaseException, doing: str, *, of_training: bool = True) -> RankLostError:
-        """What to raise where this rank ran out of memory and the others cannot be told: with what to go on with.
+    def run_micro_batch(
+        self,
+        run: Callable[[], object],
+        *,
+        sharding: Sharding,
+        drop: Callable[[], object],
+        can_continue: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Run one micro-batch of an attempt; with several ranks, bring its collectives to their end where it runs out of memory.
 
         Args:
-            error: the device's.
-            doing: the end of a sentence.
-            of_training: the capacity is that of training, which is to begin with less when it is started again.
+            run: the micro-batch.
+            sharding: of the model.
+            drop: frees what the micro-batch has made.
+            can_continue: whether the collectives of those that follow are known.
         """
-        rows, length, device = len(self.current.rows), self.current.length, self._memory.device
-        said = str(error) or type(error).__name__
-        after = self._policy.after_out_of_memory(self.capacity, rows=rows, length=length)
-        facts: dict[str, Any] = {"rows": rows, "length": length, "before": self.capacity.amount, "error": said}
-        if after is not None and of_training:
+        try:
+            run()
+            return
+        except Exception as error:
+            known = distributed.world_size() > 1 and self._retries and sharding.can_finish
+            if not (known and is_out_of_memory(error) and can_continue()):
+                raise
+            self._error = _message(error)
+        drop()  # outside of the except block, which keeps the failed forward's tensors alive
+        recover(self.memory)
+        sharding.finish()
+
+    def lost(self, error: BaseException, doing: str) -> RankLostError:
+        """Build the error of a rank that ran out of memory where the others cannot be told, with the limit to restart with."""
+        rows, length, message = len(self.current.rows), self.current.length, _message(error)
+        limit = self.limit()
+        after = self._policy.after_out_of_memory(limit, rows=rows, length=length)
+        facts: dict[str, Any] = {"rows": rows, "length": length, "before": limit.amount, "error": message}
+        if after is not None and self._is_of_training:
             facts |= {"capacity": after.amount, "unit": after.unit}
-        what_next = f"{after} would be less" if after is not None else self._remedies
+        what_next = f"{after} would be less" if after is not None else self.remedies
         return RankLostError(
-            f"{device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: {said.splitlines()[0]}; the other ranks "
-            f"wait there and cannot be told, so all end; {what_next}",
+            f"{self.memory.device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: "
+            f"{message.splitlines()[0]}; the other ranks wait there and cannot be told, so all end; {what_next}",
             facts,
         )
 
-    def reduce(self) -> None:
-        """Make a size that only thrashes the allocator a little smaller, once: later retries may have other reasons."""
-        mine = self._asked(self._policy.after_allocator_retry, said=None) if self.thrashes else None
-        self.thrashes = False
-        self._take({rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one and one.amount})
+    def ease(self) -> None:
+        """Make a limit that only just fits a little smaller, once, on all ranks: later allocator retries may have other reasons."""
+        mine = self._request(self._policy.after_allocator_retry, "") if self.allocator_retried else None
+        self.allocator_retried = False
+        requests = {rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one and one.limit}
+        self._has_eased |= bool(requests)
+        self._take(requests)
 
-    def _halve(self, said: str | None) -> None:
-        """Half of what was too large on any rank; `said` is None where it was too large on others alone."""
-        mine = self._asked(self._policy.after_out_of_memory, said) if said is not None else None
-        asked = {rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one}
-        for rank, one in asked.items():
-            if one.amount is None:
-                where = f"rank {rank}" if distributed.world_size() > 1 else str(self._memory.device)
+    def _shrink(self) -> None:
+        """Shrink what was too large on any rank."""
+        mine = None if self._error is None else self._request(self._policy.after_out_of_memory, self._error)
+        requests = {rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one}
+        for rank, one in requests.items():
+            if one.limit is None:
+                where = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
                 raise DoesNotFitError(
-                    f"one row of {one.length} tokens ran out of memory on {where}, alone in its micro-batch: {one.said}; "
-                    f"{self._remedies}"
+                    f"one row of {one.length} tokens ran out of memory on {where}, alone in its micro-batch: {one.error}; "
+                    f"{self.remedies}"
                 )
-        self._take(asked)
+        self._take(requests)
 
-    def _asked(self, smaller: Callable[..., MicroBatchLimit | None], said: str | None) -> _Asked:
+    def _request(self, smaller: Callable[..., MicroBatchLimit | None], error: str) -> _Request:
         rows, length = len(self.current.rows), self.current.length
-        after = smaller(self.capacity, rows=rows, length=length)
-        return _Asked(rows, length, None if after is None else after.amount, said)
+        return _Request(rows, length, smaller(self.limit(), rows=rows, length=length), error)
 
-    def _take(self, asked: Mapping[int, _Asked]) -> None:
-        """Take the smallest capacity that a rank has asked for, if any has."""
-        if not asked:
+    def _take(self, requests: dict[int, _Request]) -> None:
+        """Take the smallest limit that a rank has requested, if any has."""
+        if not requests:
             return
-        least = min(asked.values(), key=lambda one: one.amount or 0)
-        assert least.amount is not None
-        self._has_thrashed |= least.said is None
-        before, self.capacity = self.capacity, MicroBatchLimit(least.amount, self.capacity.unit)
-        ranks = tuple(asked) if distributed.world_size() > 1 else ()
-        error = least.said or ""
-        self._on_change(LimitChange(before, self.capacity, least.rows, least.length, bool(error), error, ranks))
+        before = self.limit()
+        least = min(requests.values(), key=lambda one: one.limit.amount if one.limit else 0)
+        assert least.limit is not None
+        after = replace(before, amount=least.limit.amount)
+        ranks = tuple(requests) if distributed.world_size() > 1 else ()
+        self._lower(LimitChange(before, after, least.rows, least.length, bool(least.error), least.error, ranks))
+        assert self.limit().amount <= after.amount, f"the limit was lowered to {after} and is {self.limit()}"
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What one rank asks for after it ran out of memory: less capacity, None where it was one row; `said` by the device."""
+class _Request(NamedTuple):
+    """What one rank asks for after it ran out of memory: a smaller limit, None where it was one row."""
 
     rows: int
     length: int
-    amount: int | None
-    said: str | None
+    limit: MicroBatchLimit | None
+    error: str
+
+
+def _message(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def lengthened(
     rows: Sequence[dict[str, Any]], length: int, *, pad_id: int, ignore_index: int
 ) -> Sequence[dict[str, Any]]:
-    """The rows, the longest of them padded to `length` tokens, so that collating pads all of them to it."""
+    """Return the rows, the longest of them padded to `length` tokens, so that collating pads all of them to it."""
     longest = max(range(len(rows)), key=lambda i: len(rows[i]["tokens"]))
     row = rows[longest]
     missing = length - len(row["tokens"])

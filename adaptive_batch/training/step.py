@@ -42,12 +42,20 @@ def agree_on_step(
     Raises:
         GrowthFunctionError: a rule has answered differently on some rank.
     """
-    mine = [runner.num_micro_batches(rows), int(ends), int(runner.thrashes), batch, -batch, num_rows, -num_rows]
-    most, any_ends, thrashes, largest, least, most_rows, least_rows = distributed.all_reduce_max(mine)
+    mine = [
+        runner.num_micro_batches(rows),
+        int(ends),
+        int(runner.retry.allocator_retried),
+        batch,
+        -batch,
+        num_rows,
+        -num_rows,
+    ]
+    most, any_ends, must_ease, largest, least, most_rows, least_rows = distributed.all_reduce_max(mine)
     if largest != -least or most_rows != -least_rows:
         same_answers({"batch_size_schedule": batch, "the rows of the next step, which": num_rows})
-    if thrashes:
-        runner.reduce_capacity()
+    if must_ease:
+        runner.retry.ease()
         most = distributed.maximum(runner.num_micro_batches(rows))
     return Agreement(max(1, most), bool(any_ends))
 

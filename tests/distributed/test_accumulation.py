@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,13 +12,12 @@ import torch
 from support.ranks import run_on_ranks
 from support.sharded_model import (
     Decoder,
-    accumulator,
     by_hand,
-    collate,
     divided,
     make_rows,
     norm_of,
     relative_error,
+    runner_of,
     twin,
     whole_gradients,
     whole_parameters,
@@ -88,14 +87,14 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
     model = Decoder(checkpointing=way.checkpointing)
     reference = twin(model)
     divided(model, reshard_after_forward=way.reshards)
-    how: dict[str, Any] = {"capacity": CAPACITIES[way.unit], "syncs_every_micro_batch": way.syncs_every_micro_batch}
-    free = accumulator(model, **how)
+    how: dict[str, Any] = {"limit": CAPACITIES[way.unit], "syncs_every_micro_batch": way.syncs_every_micro_batch}
+    free = runner_of(model, **how)
     most = max(1, *(free.num_micro_batches(mine) for mine in dealt))
     expected, loss, label_tokens = by_hand(reference, rows)
     norm = norm_of(expected)
     found: dict[str, Any] = {}
     for name, limit in (("gradients", None), ("clipped", 0.3 * norm + 1e-9)):
-        run = free if limit is None else accumulator(model, max_grad_norm=limit, sharding=free.sharding, **how)
+        run = free if limit is None else runner_of(model, max_grad_norm=limit, sharding=free.sharding, **how)
         result = run.run(dealt[rank], num_micro_batches=None if asks or world_size == 1 else most)
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         found[name] = relative_error(whole_gradients(model), {k: v * scale for k, v in expected.items()})
@@ -130,8 +129,8 @@ def steps_in_a_row(way: Way) -> float:
     model = Decoder(checkpointing=way.checkpointing)
     reference = twin(model)
     divided(model, reshard_after_forward=way.reshards)
-    run = accumulator(
-        model, capacity=CAPACITIES[way.unit], syncs_every_micro_batch=way.syncs_every_micro_batch, max_grad_norm=0.5
+    run = runner_of(
+        model, limit=CAPACITIES[way.unit], syncs_every_micro_batch=way.syncs_every_micro_batch, max_grad_norm=0.5
     )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, reference)]
     for deal in ("uneven", "the first rank has no rows", "some rows have no label", "no row has a label", "even"):
@@ -156,9 +155,9 @@ def noise_of(way: Way, deal: str) -> dict[str, Any]:
     model = Decoder()
     reference = twin(model)
     divided(model, reshard_after_forward=way.reshards)
-    run = accumulator(
+    run = runner_of(
         model,
-        capacity=CAPACITIES[way.unit],
+        limit=CAPACITIES[way.unit],
         syncs_every_micro_batch=way.syncs_every_micro_batch,
         max_grad_norm=0.1,
         measures_noise=True,
@@ -183,8 +182,8 @@ def fillers_that_do_not_fit() -> list[str]:
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, _ = _dealt("the last rank has no rows", world_size)
     model = divided(Decoder())
-    run = accumulator(model, capacity=MicroBatchLimit(2))
-    evaluator = Evaluator(model, run, collate=collate, capacity=MicroBatchLimit(2), filler=lambda: make_rows([5])[0])
+    run = runner_of(model, limit=MicroBatchLimit(2))
+    evaluator = Evaluator(run, replace(run.loss, dummy_row=lambda: make_rows([5])[0]), limit=MicroBatchLimit(2))
     run.run(dealt[rank])
     evaluator.run(dealt[rank])
     model.burden = {"forward": out_of_memory} if rank == world_size - 1 else {}

@@ -9,13 +9,13 @@ import pytest
 from support.ranks import run_on_ranks
 from support.sharded_model import (
     Decoder,
-    accumulator,
     bits,
     by_hand,
     collate,
     divided,
     make_rows,
     relative_error,
+    runner_of,
     twin,
     whole_gradients,
 )
@@ -38,7 +38,7 @@ def fail() -> None:
 
 
 def run_of(model: Decoder, **options: Any) -> MicroBatchRunner:
-    return accumulator(model, capacity=MicroBatchLimit(2), **options)
+    return runner_of(model, MicroBatchLimit(2), **options)
 
 
 def my_rows() -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def fails_in(run: MicroBatchRunner, model: Decoder, phase: str, *, is_last: bool
     """A micro-batch that fails half-way through the layers."""
     model.burden = {phase: fail}
     with pytest.raises(Broken):
-        run.rehearse(my_rows(), is_last=is_last)
+        run.try_rows(my_rows(), is_last=is_last)
     model.burden = {}
 
 
@@ -70,7 +70,7 @@ def when_it_can_finish() -> dict[str, Any]:
         fails_in(run, model, phase)
         found[f"first ever, {phase}"] = sharding.can_finish
         sharding.reset()
-    run.rehearse(my_rows())
+    run.try_rows(my_rows())
     found["after one that went well"] = sharding.can_finish
     kinds.append([sharding.knows(is_last=is_last) for is_last in (False, True)])
     for phase in PHASES:
@@ -82,7 +82,7 @@ def when_it_can_finish() -> dict[str, Any]:
         fails_in(run, model, phase, is_last=False)
         found[f"another kind, {phase}"] = sharding.can_finish
         sharding.reset()
-    run.rehearse(my_rows(), is_last=False)
+    run.try_rows(my_rows(), is_last=False)
     kinds.append([sharding.knows(is_last=is_last) for is_last in (False, True)])
     fails_in(run, model, "backward", is_last=False)
     found["that kind, known"] = sharding.can_finish
@@ -90,13 +90,13 @@ def when_it_can_finish() -> dict[str, Any]:
     group = next(iter(sharding._param_groups()))
     group._all_gather_comm._comm, comm = FailingCollective(group._all_gather_comm._comm), group._all_gather_comm._comm
     with pytest.raises(Broken):
-        run.rehearse(my_rows())
+        run.try_rows(my_rows())
     found["within a collective"] = sharding.can_finish
     group._all_gather_comm._comm = comm
     sharding.reset()
     whole = divided(Decoder())
-    forbidden = accumulator(whole, capacity=MicroBatchLimit(2), sharding=Sharding(whole, finishes=False))
-    forbidden.rehearse(my_rows())
+    forbidden = runner_of(whole, MicroBatchLimit(2), sharding=Sharding(whole, finishes=False))
+    forbidden.try_rows(my_rows())
     fails_in(forbidden, whole, "forward")
     found["it must not"] = forbidden.sharding.can_finish
     return {"can": found, "knows": kinds}
@@ -127,7 +127,7 @@ def after_one_rank_failed(phase: str, *, reshard: bool, checkpointing: bool) -> 
         run.sharding.reset()
         run.sharding.finish()
     else:
-        run.rehearse(my_rows())
+        run.try_rows(my_rows())
     run.sharding.reset()
     model.zero_grad(set_to_none=True)
     run.run(my_rows())
@@ -146,8 +146,8 @@ def standing_in() -> dict[str, Any]:
     divided(model)
     run = run_of(model, syncs_every_micro_batch=False)
     sharding = run.sharding
-    run.rehearse(my_rows(), is_last=False)
-    run.rehearse(my_rows())
+    run.try_rows(my_rows(), is_last=False)
+    run.try_rows(my_rows())
     run.evaluate(collate(my_rows()))
     model.zero_grad(set_to_none=True)
     if distributed.rank() == 1:
@@ -156,9 +156,9 @@ def standing_in() -> dict[str, Any]:
         sharding.stand_in()
         sharding.stand_in_for_evaluation()
     else:
-        run.rehearse(my_rows(), is_last=False)
+        run.try_rows(my_rows(), is_last=False)
         kept = sum(1 for _ in sharding.kept_gradients())
-        run.rehearse(my_rows())
+        run.try_rows(my_rows())
         run.evaluate(collate(my_rows()))
     gradients = sum(parameter.grad is not None for parameter in model.parameters())
     sharding.reset()
@@ -174,8 +174,7 @@ def what_is_kept() -> dict[str, Any]:
     divided(model)
     run = run_of(model, syncs_every_micro_batch=False)
     trained = sum(gradient.numel() for gradient in mine.values())
-    with run.sharding.micro_batch(is_last=False):
-        run.forward_backward(collate(my_rows()[:1]))
+    run.try_rows(my_rows()[:1], is_last=False)
     kept = list(run.sharding.kept_gradients())
     squares = sum(float(gradient.square().sum()) for gradient in kept)
     expected = sum(float((gradient * labels).square().sum()) for gradient in mine.values())
@@ -185,11 +184,9 @@ def what_is_kept() -> dict[str, Any]:
         "reduced": sum(parameter.grad is not None for parameter in model.parameters()),
     }
     del kept
-    with run.sharding.micro_batch():
-        run.forward_backward(collate(my_rows()[1:]))
+    run.try_rows(my_rows()[1:])
     found["after the last"] = sum(1 for _ in run.sharding.kept_gradients())
-    with run.sharding.micro_batch(is_last=False):
-        run.forward_backward(collate(my_rows()[:1]))
+    run.try_rows(my_rows()[:1], is_last=False)
     run.sharding.reset()
     found["after a reset"] = sum(1 for _ in run.sharding.kept_gradients())
     return found
@@ -213,7 +210,7 @@ def after_resets(phase: str, *, reshard: bool, old: bool, is_last: bool) -> bool
         run.sharding._root = OldRoot(model)
     for _ in range(2):
         model.zero_grad(set_to_none=True)
-        run.rehearse(my_rows(), is_last=False)
+        run.try_rows(my_rows(), is_last=False)
         fails_in(run, model, phase, is_last=is_last)
         run.sharding.reset()
     model.zero_grad(set_to_none=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_on_ranks
-from support.sharded_model import Decoder, accumulator, collate, divided, make_rows, whole_parameters
+from support.sharded_model import Decoder, collate, divided, make_rows, runner_of, whole_parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -60,15 +60,15 @@ def own_forward(model: nn.Module) -> None:
         model(torch.ones(2, 4, dtype=torch.long))
 
 
-def collectives_of_a_step(model: Any, accumulator: MicroBatchRunner) -> int:
-    accumulator.run(make_rows(ROWS))
+def collectives_of_a_step(model: Any, runner: MicroBatchRunner) -> int:
+    runner.run(make_rows(ROWS))
     model.zero_grad()
-    return len(accumulator.sharding._calls)
+    return len(runner.sharding._calls)
 
 
 def collectives_around(model: Any, between: str) -> tuple[int, int]:
     """Of a step before and after another forward."""
-    accumulates = accumulator(model, capacity=MicroBatchLimit(8))
+    accumulates = runner_of(model, MicroBatchLimit(8))
     accumulates.learn_collectives()
     before = collectives_of_a_step(model, accumulates)
     if between == "a validation":
@@ -85,7 +85,7 @@ def replayed_after_own_forward() -> tuple[float, float]:
     losses = []
     for fails in (False, True):
         model = divided(Decoder())
-        accumulates = accumulator(model, capacity=MicroBatchLimit(8))
+        accumulates = runner_of(model, MicroBatchLimit(8))
         accumulates.run(make_rows(ROWS))
         model.zero_grad()
         own_forward(model)
@@ -105,7 +105,7 @@ def moved_without_labels() -> tuple[list[float], list[int]]:
     """How far the parameters go in steps with the optimizer in backward: with labels, on one rank alone, with none, with labels."""
     model = divided(Decoder())
     OptimizerInBackward({p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad})
-    accumulates = accumulator(model, capacity=MicroBatchLimit(8), scale_gradients=False, replays=False)
+    accumulates = runner_of(model, MicroBatchLimit(8), scale_gradients=False, retries=False)
     moved, run = [], []
     on_one_rank = (0, 1) if dist.get_rank() else ()
     for unlabelled in ((), on_one_rank, (0, 1), ()):

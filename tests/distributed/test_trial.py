@@ -11,10 +11,10 @@ from support.ranks import run_on_ranks
 from support.sharded_model import (
     Decoder,
     Row,
-    accumulator,
     collate,
     divided,
     make_rows,
+    runner_of,
     training_state,
 )
 from torch.profiler import ProfilerActivity, profile
@@ -51,24 +51,24 @@ class Trained:
         model = Decoder(draws=True, checkpointing=checkpointing, dtype=torch.float32)
         torch.manual_seed(distributed.rank())
         self.model = divided(model, reshard_after_forward=reshards)
-        self.accumulator: MicroBatchRunner = accumulator(
-            self.model, capacity=MicroBatchLimit(2), syncs_every_micro_batch=sync, max_grad_norm=1.0
+        self.runner: MicroBatchRunner = runner_of(
+            self.model, MicroBatchLimit(2), syncs_every_micro_batch=sync, max_grad_norm=1.0
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.accumulator.run(rows(3))
+        self.runner.run(rows(3))
         self.optimizer.step()
 
     def rehearsal(self, budget_bytes: int = PLENTY) -> DryRun:
         return DryRun(
             model=self.model,
             optimizer=self.optimizer,
-            forward_backward=lambda size: self.accumulator.rehearse(rows(size)),
-            step=lambda: (self.accumulator.clip(), self.optimizer.step()),
+            forward_backward=lambda size: self.runner.try_rows(rows(size)),
+            step=lambda: (self.runner.clip(), self.optimizer.step()),
             accumulates=True,
             memory=CountedMemory(CPU),
             budget_bytes=budget_bytes,
-            sharding=self.accumulator.sharding,
-            keep_gradients=None if self.sync else lambda: self.accumulator.rehearse(rows(1), is_last=False),
+            sharding=self.runner.sharding,
+            keep_gradients=None if self.sync else lambda: self.runner.try_rows(rows(1), is_last=False),
         )
 
     def state(self) -> dict[str, Any]:
@@ -138,14 +138,14 @@ def burdened(sync: bool, phase: str, whom: tuple[int, ...]) -> dict[str, Any]:
 
 
 def evaluate(trained: Trained, size: int) -> None:
-    trained.accumulator.evaluate(collate(rows(size)), rehearsing=True)
+    trained.runner.evaluate(collate(rows(size)), is_trial=True)
 
 
 def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]:
     """The peak of a micro-batch by counting, and by the allocator's own reports."""
     torch.manual_seed(0)
     model = divided(Decoder(width=64, dtype=torch.float32, checkpointing=checkpointing), reshard_after_forward=reshards)
-    run = accumulator(model, capacity=MicroBatchLimit(2), syncs_every_micro_batch=sync)
+    run = runner_of(model, MicroBatchLimit(2), syncs_every_micro_batch=sync)
     optimizer = torch.optim.AdamW(model.parameters())
     run.run(rows(3))
     optimizer.step()
@@ -159,15 +159,15 @@ def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]
         model.zero_grad(set_to_none=True)
         run.sharding.reset()
         if sync:
-            run.rehearse(rows(1))
+            run.try_rows(rows(1))
         else:
-            run.rehearse(rows(1), is_last=False)
+            run.try_rows(rows(1), is_last=False)
         gc.collect()
 
     def counted() -> int:
         prepare()
         with CountedMemory(CPU).measure(resident(), budget_bytes=PLENTY) as usage:
-            run.rehearse(rows(16, 24))
+            run.try_rows(rows(16, 24))
         assert usage.peak_bytes is not None
         return usage.peak_bytes
 
@@ -175,7 +175,7 @@ def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]
         prepare()
         live = peak = storage_bytes(resident())
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            run.rehearse(rows(16, 24))
+            run.try_rows(rows(16, 24))
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         for event in sorted(events, key=lambda event: event.start_ns()):
             live += event.nbytes()

@@ -115,12 +115,12 @@ REFUSED = {
     "a batch above the rows of an epoch": (
         [f"{FUNCTION}=support.components.four_more", "batch_size=64"],
         "batch_size=64",
-        "an epoch has 32 rows; give 32 or less",
+        "32 rows are tried at most, as probe.maximum and the rows of an epoch allow; give 32 or less",
     ),
     "a batch above the probe's maximum": (
         [f"{FUNCTION}=support.components.four_more", "batch_size=16", "probe.maximum=8"],
         "batch_size=16",
-        "probe.maximum is 8; give 8 or less",
+        "8 rows are tried at most, as probe.maximum and the rows of an epoch allow; give 8 or less",
     ),
     "a word for a switch": (["optimizer_in_bwd=maybe"], "optimizer_in_bwd='maybe'", "True or False"),
     # keys

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.runners import build_runner
 from support.training_cases import CPU, VOCABULARY, WIDTH, Layer
 from torch import nn
 from torch.nn import functional as F
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.training import LimitChange, MicroBatchRunner
+from adaptive_batch.training import LimitChange
 
 IGNORED = -100
 PHASES = ("forward", "backward", "around them")
@@ -205,31 +206,28 @@ def train(
         attempts[-1].extend(row["row"] for row in rows)
         return collate(rows)
 
-    accumulator = MicroBatchRunner(
+    runner = build_runner(
         model,
+        CAPACITIES[way.unit],
         collate=collate_seen,
-        to_device=lambda batch: None,
         mean_loss=lambda batch: fault.in_forward(lambda: mean_loss(model, batch)),
-        num_real_tokens=lambda row: len(row["tokens"]),
-        ignore_index=IGNORED,
-        capacity=CAPACITIES[way.unit],
         max_grad_norm=0.5,
         on_change=trained.changes.append,
         memory=AttemptedMemory(begin),
     )
     for step in range(steps):
         if capacities:
-            accumulator.capacity = capacities[step]
+            runner.retry.limit.current = capacities[step]
         fault = RunsOutAt(*(operations if step == at_step else ()))
         with fault:
-            result = accumulator.run(step_rows(step))
+            result = runner.run(step_rows(step))
         trained.failed_in += fault.failed_in
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         assert result.grad_norm is not None
         numbers = replace(result, label_tokens=int(result.label_tokens), grad_norm=float(result.grad_norm))
         trained.steps.append(tuple(vars(numbers).values()))
-        trained.capacities.append(accumulator.capacity)
+        trained.capacities.append(runner.retry.limit())
         trained.run_rows.append(sorted(next(rows for rows in reversed(attempts) if rows)))
     trained.state = {
         "model": _bits(model.state_dict()),

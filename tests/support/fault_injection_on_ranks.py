@@ -21,11 +21,11 @@ from support.ranks import end_of_ranks
 from support.sharded_model import (
     Decoder,
     Row,
-    accumulator,
     collate,
     divided,
     make_rows,
     plain,
+    runner_of,
     token_losses,
     training_state,
 )
@@ -133,22 +133,22 @@ class RunsOut(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Accumulator(MicroBatchRunner):
+class _Runner(MicroBatchRunner):
     """Says what it is doing around the micro-batches."""
 
     doing = "before"
 
-    def _attempt_together(self, *arguments: Any, **options: Any) -> StepResult:
+    def _attempt(self, *arguments: Any, **options: Any) -> StepResult:
         self.doing = "between"
         try:
-            return super()._attempt_together(*arguments, **options)
+            return super()._attempt(*arguments, **options)
         finally:
             self.doing = "before"
 
-    def _finish_together(self, *arguments: Any, **options: Any) -> StepResult:
+    def _finish(self, *arguments: Any, **options: Any) -> StepResult:
         self.doing = "counting"
         try:
-            return super()._finish_together(*arguments, **options)
+            return super()._finish(*arguments, **options)
         finally:
             self.doing = "between"
 
@@ -172,10 +172,10 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.rows_run: list[list[int]] = []
         self._in_forward = self._in_trial = False
-        self.accumulator = accumulator(
+        self.runner = runner_of(
             self.model,
-            kind=_Accumulator,
-            capacity=START,
+            START,
+            kind=_Runner,
             syncs_every_micro_batch=way.syncs_every_micro_batch,
             mean_loss=self._mean_loss,
             collate=self._collate,
@@ -183,7 +183,7 @@ class Training:
             measures_noise=way.measures_noise,
             on_change=lambda change: self.rows_run.append([]),
         )
-        self.sharding = self.accumulator.sharding
+        self.sharding = self.runner.sharding
         self._is_fresh = not warm  # the optimizer has no state yet
         if warm:
             self.step(0)
@@ -199,12 +199,12 @@ class Training:
             return "collective"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
-        return "forward" if self._in_forward else self.accumulator.doing
+        return "forward" if self._in_forward else self.runner.doing
 
     @property
     def can_be_told(self) -> bool:
         """A failure here is expected to be replayed."""
-        return self.sharding.can_finish and (self._in_trial if self.way.trials else self.accumulator.doing == "between")
+        return self.sharding.can_finish and (self._in_trial if self.way.trials else self.runner.doing == "between")
 
     def restore(self) -> None:
         """Go back to where :meth:`begin` starts from."""
@@ -214,17 +214,17 @@ class Training:
         for name, buffer in self._buffers.items():
             setattr(self.model, name, buffer.clone())
         self._random.restore()
-        self.accumulator.capacity = START
+        self.runner.retry.limit.current = START
 
     def step(self, number: int, fault: RunsOut | None = None) -> tuple[Any, ...]:
         """One step of the optimizer."""
         self.rows_run = [[]]
         rows = make_rows(LENGTHS[distributed.rank()], seed=10 * number + distributed.rank())
         if fault is None:
-            result = self.accumulator.run(rows)
+            result = self.runner.run(rows)
         else:
             with fault:
-                result = self.accumulator.run(rows)
+                result = self.runner.run(rows)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return plain(result), sorted(self.rows_run[-1])
@@ -232,7 +232,7 @@ class Training:
     def two_steps(self, fault: RunsOut | None, capacity: MicroBatchLimit = START) -> dict[str, Any]:
         """From the start: a step that may fail and one more; all that they leave."""
         self.restore()
-        self.accumulator.capacity = capacity
+        self.runner.retry.limit.current = capacity
         steps = [self.step(1, fault), self.step(2)]
         state = training_state(self.model, self.optimizer)
         return {**state, "steps": steps}
@@ -241,7 +241,7 @@ class Training:
         """What a rehearsal runs."""
         self._in_trial = True
         try:
-            self.accumulator.rehearse(make_rows(LENGTHS[0][:rows]))
+            self.runner.try_rows(make_rows(LENGTHS[0][:rows]))
         finally:
             self._in_trial = False
 
@@ -251,14 +251,14 @@ class Training:
             model=self.model,
             optimizer=self.optimizer,
             forward_backward=self.trial,
-            step=lambda: (self.accumulator.clip(), self.optimizer.step()),
+            step=lambda: (self.runner.clip(), self.optimizer.step()),
             accumulates=True,
             memory=CountedMemory(torch.device("cpu")),
             budget_bytes=2**40,
             sharding=self.sharding,
             keep_gradients=None
             if self.way.syncs_every_micro_batch
-            else lambda: self.accumulator.rehearse(make_rows(LENGTHS[0][:1]), is_last=False),
+            else lambda: self.runner.try_rows(make_rows(LENGTHS[0][:1]), is_last=False),
         )
 
     def _mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -316,7 +316,7 @@ def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
             place.operations[distributed.rank()], place.again, training, lambda phases: notes.write(phases=phases)
         )
         found = training.two_steps(fault)
-        capacity = training.accumulator.capacity
+        capacity = training.runner.retry.limit()
         if not any(place.operations):
             notes.write(seen=fault.seen)
         if capacity.amount not in undisturbed:

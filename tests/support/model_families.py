@@ -218,8 +218,8 @@ def found(run: RealRun, search: BatchSizeFinder | None = None) -> ProbeResult:
     """What a search of the longest rows finds."""
     search = search or BatchSizeFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "probe.json"
-        *_, result = search.of_training(run.trainer, length="longest", batch_size=1, path=path)
+        search.path = Path(folder) / "probe.json"
+        *_, result = search.of_training(run.trainer, length="longest", batch_size=1)
     return result
 
 

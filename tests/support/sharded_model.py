@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.runners import build_runner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -122,28 +123,15 @@ def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], reduction: st
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
-def accumulator(
-    model: Decoder,
-    *,
-    capacity: MicroBatchLimit,
-    kind: type[MicroBatchRunner] = MicroBatchRunner,
-    syncs_every_micro_batch: bool = True,
-    mean_loss: Callable[[dict[str, Any]], torch.Tensor] | None = None,
-    **options: Any,
+def runner_of(
+    model: Decoder, limit: MicroBatchLimit, *, syncs_every_micro_batch: bool = True, **options: Any
 ) -> MicroBatchRunner:
-    """What trains the model; a filler is a row of three tokens."""
-    return kind(
-        model,
-        collate=options.pop("collate", collate),
-        to_device=lambda batch: None,
-        mean_loss=mean_loss or (lambda batch: token_losses(model, batch, "mean")),
-        num_real_tokens=lambda row: len(row["tokens"]),
-        ignore_index=IGNORED,
-        capacity=capacity,
-        sharding=options.pop("sharding", None) or Sharding(model, syncs_every_micro_batch=syncs_every_micro_batch),
-        filler=lambda: {"row": -1, "tokens": [1, 2, 3], "labels": [1, 2, 3]},
-        **options,
-    )
+    """Return what trains the model; a dummy row has three tokens."""
+    options.setdefault("collate", collate)
+    options.setdefault("mean_loss", lambda batch: token_losses(model, batch, "mean"))
+    options.setdefault("sharding", Sharding(model, syncs_every_micro_batch=syncs_every_micro_batch))
+    options.setdefault("dummy_row", lambda: {"row": -1, "tokens": [1, 2, 3], "labels": [1, 2, 3]})
+    return build_runner(model, limit, **options)
 
 
 def make_rows(lengths: Sequence[int], *, unlabelled: Sequence[int] = (), seed: int = 1) -> list[Row]:

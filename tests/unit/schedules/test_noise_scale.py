@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fault_injection import IGNORED
+from support.runners import build_runner
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.schedules import NoiseScale, squared_norm
 from adaptive_batch.schedules.noise_scale import noise, squared_gradient
-from adaptive_batch.training import MicroBatchRunner
 
 ROWS = st.integers(-9, 9).map(float)
 
@@ -175,17 +175,14 @@ class MeanEstimation:
         drawn = torch.randn(count, DIMENSIONS, generator=self.generator) * self.deviations + self.mean
         return [{"tokens": [0, 0], "labels": [IGNORED, 0], "x": x} for x in drawn]
 
-    def accumulator(self, capacity, **settings):
-        return MicroBatchRunner(
+    def runner(self, limit, **settings):
+        return build_runner(
             self.model,
+            limit,
             collate=lambda rows: {
                 key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in ("tokens", "labels", "x")
             },
-            to_device=lambda batch: None,
             mean_loss=lambda batch: 0.5 * (self.model[0] - batch["x"]).square().sum(1).mean(),
-            num_real_tokens=lambda row: len(row["tokens"]),
-            ignore_index=IGNORED,
-            capacity=capacity,
             measures_noise=True,
             **settings,
         )
@@ -205,9 +202,9 @@ class MeanEstimation:
 )
 def test_within_a_tenth_of_the_closed_form_after_600_steps(true, capacity, big, settings, seed):
     problem = MeanEstimation(noise_scale=true, seed=seed)
-    accumulator = problem.accumulator(capacity, **settings)
+    runner = problem.runner(capacity, **settings)
     scale = NoiseScale(decay=0.998)
     for _ in range(600):
         problem.model.zero_grad()
-        scale.update(**vars(accumulator.run(problem.rows(big)).noise))
+        scale.update(**vars(runner.run(problem.rows(big)).noise))
     assert scale.value == pytest.approx(true, rel=0.1)

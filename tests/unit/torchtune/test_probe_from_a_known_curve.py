@@ -34,13 +34,8 @@ class InBlocks(CountedMemory):
             usage.peak_bytes = -(-usage.peak_bytes // BLOCK) * BLOCK
 
 
-class SearchInBlocks(BatchSizeFinder):
-    def _memory(self) -> DeviceMemory:
-        return InBlocks(torch.device("cpu"))
-
-
-def searched(small: SmallSetup, *overrides: str, kind: type[BatchSizeFinder] = BatchSizeFinder) -> ProbeResult:
-    """One search, as the probe recipe runs it, into a folder of its own."""
+def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = None) -> ProbeResult:
+    """Search once as the probe recipe does, into a fresh folder."""
     folder = small.fresh_folder()
     given = [override for override in overrides if override != "~fused"]
     cfg = OmegaConf.merge(
@@ -53,11 +48,12 @@ def searched(small: SmallSetup, *overrides: str, kind: type[BatchSizeFinder] = B
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     job = Job(cfg, settings)
     data = Data.read(job)
-    bounds = kind(job, data)
+    bounds = BatchSizeFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, Checkpoints(cfg, settings))
-    path = Path(cfg.output_dir) / "adaptive_batch" / "probe.json"
-    return bounds.of_training(trainer, length="longest", batch_size=settings.batch_size, path=path)[-1]
+    if memory:
+        trainer.runner.retry.memory = memory
+    return bounds.of_training(trainer, length="longest", batch_size=settings.batch_size)[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +114,13 @@ def test_where_bytes_are_not_counted_fake_tensors_leave_three_trials_and_no_oom(
     chosen = overrides
     memory = "probe.device_memory=8MiB"
     with caplog.at_level("INFO", logger="adaptive_batch"):
-        planned = searched(small, memory, *chosen, kind=SearchInBlocks)
+        planned = searched(small, memory, *chosen, memory=InBlocks(torch.device("cpu")))
     exact = searched(small, memory, *chosen, "probe.cache=False")
     assert "estimated on fake tensors" in caplog.text
     assert len(planned.trials) <= 3
     assert planned.num_out_of_memory <= 1
     assert exact.max_batch_size - 1 <= planned.max_batch_size <= exact.max_batch_size
-    again = searched(small, memory, *chosen, kind=SearchInBlocks)
+    again = searched(small, memory, *chosen, memory=InBlocks(torch.device("cpu")))
     assert again.max_batch_size == planned.max_batch_size
     assert caplog.text.count("estimated on fake tensors") == 1
 
@@ -135,7 +131,7 @@ def test_a_plan_that_cannot_be_made_only_makes_the_search_longer(
 ) -> None:
     looks = (f"loss._component_={__name__}.LooksAtValues", "probe.device_memory=8MiB")
     with caplog.at_level("INFO", logger="adaptive_batch"):
-        found = searched(small, *looks, kind=SearchInBlocks)
+        found = searched(small, *looks, memory=InBlocks(torch.device("cpu")))
     assert "searching without an estimate, which could not be made" in caplog.text
     assert found.max_batch_size == searched(small, *looks, "probe.cache=False").max_batch_size
 

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fault_injection import IGNORED, collate, mean_loss
+from support.runners import build_runner
 from support.training_cases import VOCABULARY, WIDTH, Layer
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
-from adaptive_batch.training import MicroBatchRunner, has_batch_norm
+from adaptive_batch.training import has_batch_norm
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,17 +41,8 @@ def model():
     return Causal().double().eval()
 
 
-def accumulator(net, capacity, **settings):
-    return MicroBatchRunner(
-        net,
-        collate=collate,
-        to_device=lambda batch: None,
-        mean_loss=lambda batch: mean_loss(net, batch),
-        num_real_tokens=lambda row: len(row["tokens"]),
-        ignore_index=IGNORED,
-        capacity=capacity,
-        **settings,
-    )
+def runner(net, limit, **settings):
+    return build_runner(net, limit, collate=collate, mean_loss=lambda batch: mean_loss(net, batch), **settings)
 
 
 def row(length, *, masked=0, seed=0):
@@ -66,7 +58,7 @@ def rows(draw):
 
 def gradients(batch, capacity, **settings):
     net = model()
-    result = accumulator(net, capacity, **settings).run(batch)
+    result = runner(net, capacity, **settings).run(batch)
     return result, [parameter.grad for parameter in net.parameters()]
 
 
@@ -95,7 +87,7 @@ SHAPES = st.builds(
 @settings(max_examples=150, deadline=None)
 def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity, shapes):
     whole, expected = gradients(batch, MicroBatchLimit(len(batch)))
-    split, found = gradients(batch, capacity, shapes=shapes)
+    split, found = gradients(batch, capacity, layout=shapes)
     assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # it is a float32
     assert int(split.label_tokens) == int(whole.label_tokens)
     assert (split.rows, split.tokens) == (whole.rows, whole.tokens)
@@ -154,16 +146,16 @@ def test_padding_is_counted_per_micro_batch():
     batch = [row(2), row(8)]
     assert gradients(batch, MicroBatchLimit(2))[0].padding_fraction == 1 - 10 / 16
     assert gradients(batch, MicroBatchLimit(1))[0].padding_fraction == 0
-    assert gradients(batch, MicroBatchLimit(1), shapes=MicroBatchLayout("lengths"))[0].padding_fraction == 1 - 10 / 16
+    assert gradients(batch, MicroBatchLimit(1), layout=MicroBatchLayout("lengths"))[0].padding_fraction == 1 - 10 / 16
     assert (
-        gradients(batch, MicroBatchLimit(2), shapes=MicroBatchLayout(pad_to_multiple_of=5))[0].padding_fraction == 0.5
+        gradients(batch, MicroBatchLimit(2), layout=MicroBatchLayout(pad_to_multiple_of=5))[0].padding_fraction == 0.5
     )
 
 
 def test_rows_are_padded_with_the_token_given_and_have_no_labels_there():
     net = model()
     shapes = MicroBatchLayout(pad_to_multiple_of=4)
-    batch = accumulator(net, MicroBatchLimit(2), shapes=shapes, pad_id=7).collate([row(3), row(5)])
+    batch = runner(net, MicroBatchLimit(2), layout=shapes, pad_id=7).collate([row(3), row(5)])
     assert batch["tokens"].shape == batch["labels"].shape == (2, 8)
     assert batch["tokens"][1, 5:].tolist() == [7] * 3
     assert (batch["labels"][1, 5:] == IGNORED).all()
@@ -203,7 +195,7 @@ def test_measuring_the_noise_changes_no_bit_of_a_step(batch, capacity, shapes, l
     for dtype in (torch.float64, torch.bfloat16):
         nets = model().to(dtype), model().to(dtype)
         results = [
-            accumulator(net, capacity, shapes=shapes, max_grad_norm=limit, measures_noise=measures).run(batch)
+            runner(net, capacity, layout=shapes, max_grad_norm=limit, measures_noise=measures).run(batch)
             for net, measures in zip(nets, (False, True), strict=True)
         ]
         plain, measured = [vars(result) for result in results]
@@ -266,8 +258,8 @@ def test_rows_of_one_length_are_a_random_sample_however_they_are_grouped():
 def test_norms_of_16_bit_gradients_are_as_precise_as_of_others(limit):
     """Their own type would round each to a part in 256, and the noise is a difference."""
     nets = [model().bfloat16() for _ in range(2)]
-    sample = accumulator(nets[0], MicroBatchLimit(2), measures_noise=True, max_grad_norm=limit).run(UNEQUAL).noise
-    accumulator(nets[1], MicroBatchLimit(2)).run(UNEQUAL)
+    sample = runner(nets[0], MicroBatchLimit(2), measures_noise=True, max_grad_norm=limit).run(UNEQUAL).noise
+    runner(nets[1], MicroBatchLimit(2)).run(UNEQUAL)
     exact = squared_norm(parameter.grad for parameter in nets[1].parameters())
     assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-6)
     assert sample.small_squared_norm.dtype == sample.big_squared_norm.dtype == torch.float32
@@ -277,7 +269,7 @@ def test_parameters_without_a_gradient_have_no_part_in_the_norm():
     net = model()
     net.embed.requires_grad_(False)
     net.unused = nn.Linear(3, 3)
-    sample = accumulator(net, MicroBatchLimit(2), measures_noise=True).run(UNEQUAL).noise
+    sample = runner(net, MicroBatchLimit(2), measures_noise=True).run(UNEQUAL).noise
     assert [net.embed.weight.grad, net.unused.weight.grad] == [None, None]
     exact = squared_norm(parameter.grad for parameter in net.parameters())
     assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-12)
@@ -296,7 +288,7 @@ def test_the_sample_of_a_replayed_step_is_of_the_attempt_that_went_well():
     runs = []
     torch.manual_seed(0)
     net = Limited().double().eval()
-    replayed = accumulator(net, MicroBatchLimit(2), measures_noise=True, on_change=lambda change: None).run(UNEQUAL)
+    replayed = runner(net, MicroBatchLimit(2), measures_noise=True).run(UNEQUAL)
     assert runs == [2, 2, 1, 1, 1, 1]
     undisturbed, _ = gradients(UNEQUAL, MicroBatchLimit(1), measures_noise=True)
     assert numbers(replayed.noise) == numbers(undisturbed.noise)
@@ -304,4 +296,4 @@ def test_the_sample_of_a_replayed_step_is_of_the_attempt_that_went_well():
 
 def test_with_the_optimizer_in_backward_no_gradient_is_left_to_measure():
     with pytest.raises(AssertionError, match="no gradients to measure"):
-        accumulator(model(), MicroBatchLimit(1), scale_gradients=False, measures_noise=True)
+        runner(model(), MicroBatchLimit(1), scale_gradients=False, measures_noise=True)

@@ -192,7 +192,7 @@ def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro
     splits.loop.find_bound(device_memory=budget, headroom=0.0)
     (step,) = train(splits)
     assert (step.result.rows, step.result.micro_batches) == (40, -(-40 // fits[40, False]))
-    assert splits.loop.capacity.amount == fits[40, False]
+    assert splits.loop.limit.amount == fits[40, False]
 
 
 def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches():
@@ -545,7 +545,7 @@ def test_a_lowered_capacity_goes_on_unless_another_bound_is_found():
     one.loop.find_bound(device_memory="1GiB", maximum=5)
     one.loop.bound = 10  # what fitted then
     train(one)
-    assert one.loop.capacity.amount == 5
+    assert one.loop.limit.amount == 5
     for before, after, lowered in (
         (None, None, True),
         (None, 10, True),
@@ -560,14 +560,14 @@ def test_a_lowered_capacity_goes_on_unless_another_bound_is_found():
         if after is not None:
             other.loop.find_bound(device_memory="1GiB", maximum=after)
         train(other, epochs=2)
-        assert other.loop.capacity.amount == (5 if lowered else 8)
+        assert other.loop.limit.amount == (5 if lowered else 8)
 
 
 @pytest.mark.parametrize(("option", "value"), [("seed", 3), ("shuffle", False), ("rows", ROWS[:39])])
 def test_rows_in_another_order_are_refused_when_going_on(option, value):
     state = training().loop.state_dict()
     key = {"rows": "dataset"}.get(option, option)
-    with pytest.raises(SettingError, match=f"{key}=.*go on with that"):
+    with pytest.raises(SettingError, match=f"{key}=.*resume with that"):
         training(**{option: value}).loop.load_state_dict(state)
 
 
@@ -676,7 +676,7 @@ def test_what_rows_and_batches_do_not_say_is_asked_for():
 
 def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nonsense():
     one = training(micro_batch_size=12)
-    with pytest.raises(SettingError, match="micro_batch_size=12: 7 rows fit; give 7 or less, or None"):
+    with pytest.raises(SettingError, match="micro_batch_size=12: 7 rows fit; give 7 or less"):
         one.loop.find_bound(device_memory="1GiB", maximum=7)
     for option, value in {"headroom": 2, "device_memory": "lots", "maximum": 0}.items():
         with pytest.raises(SettingError, match=f"^{option}={value!r}: "):
@@ -723,7 +723,7 @@ def facts(one: SimpleNamespace, seen: list[SimpleNamespace]) -> dict[str, Any]:
         "micro_batches": [step.result.micro_batches for step in seen],
         "progress": one.loop.progress.state_dict(),
         "parameters": whole_parameters(one.model),
-        "capacity": one.loop.capacity.amount,
+        "capacity": one.loop.limit.amount,
         "out_of_memory": one.loop.num_out_of_memory,
     }
 
@@ -1042,7 +1042,7 @@ def test_a_step_that_is_skipped_is_noticed_with_the_next() -> None:
 
 def test_another_batch_or_rule_does_not_go_on_in_silence() -> None:
     state = training(lr_scaling="linear").loop.state_dict()
-    with pytest.raises(SettingError, match=r"batch_size=8: what was saved was built with 4"):
+    with pytest.raises(SettingError, match=r"batch_size=8: the saved loop was built with 4"):
         training(lr_scaling="linear", batch_size=8).loop.load_state_dict(state)
     with pytest.raises(SettingError, match=r"lr_scaling='none'"):
         training().loop.load_state_dict(state)
@@ -1095,7 +1095,7 @@ def test_a_collate_function_may_take_from_its_rows() -> None:
 
 @pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])
 def test_steps_by_tokens_hold_them_and_each_row_is_trained_once_an_epoch(order: str) -> None:
-    one = training(order=order, window=20, batch_tokens=60, micro_batch_tokens=40)
+    one = training(sample_order=order, sample_window=20, batch_tokens=60, micro_batch_tokens=40)
     seen = train(one, epochs=2)
     lengths = {number: len(row["tokens"]) for number, row in enumerate(ROWS)}
     for epoch in (0, 1):
@@ -1107,7 +1107,12 @@ def test_steps_by_tokens_hold_them_and_each_row_is_trained_once_an_epoch(order: 
 
 
 def test_steps_by_tokens_resume_to_the_bit() -> None:
-    options: dict[str, Any] = {"batch_tokens": 60, "micro_batch_tokens": 60, "order": "seqlen", "lr_clock": "tokens"}
+    options: dict[str, Any] = {
+        "batch_tokens": 60,
+        "micro_batch_tokens": 60,
+        "sample_order": "seqlen",
+        "lr_clock": "tokens",
+    }
     whole = training(schedule=lambda step: 0.9**step, **options)
     train(whole, epochs=2)
     first = training(schedule=lambda step: 0.9**step, **options)
@@ -1127,8 +1132,8 @@ def test_as_many_tokens_at_once_as_fit_need_a_bound_first() -> None:
     bound = one.loop.find_bound(device_memory="400KiB")
     (rows, *_) = list(one.loop)
     one.loop.run(rows)
-    assert one.loop.capacity.amount == bound.max_batch_size * bound.sequence_length
-    assert one.loop.capacity.unit == "tokens"
+    assert one.loop.limit.amount == bound.max_batch_size * bound.sequence_length
+    assert one.loop.limit.unit == "tokens"
 
 
 @pytest.mark.parametrize(
@@ -1137,7 +1142,7 @@ def test_as_many_tokens_at_once_as_fit_need_a_bound_first() -> None:
         ({"micro_batch_tokens": 8, "micro_batch_size": 2}, "micro_batch_tokens=8: micro_batch_size is given too"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens=0: give auto, or a whole number"),
         ({"batch_tokens": 3}, "batch_tokens=3: row .* has .* tokens"),
-        ({"order": "longest"}, "order='longest': give one of dataloader, random, seqlen"),
+        ({"sample_order": "longest"}, "sample_order='longest': give one of dataloader, random, seqlen"),
         ({"lr_clock": "epochs"}, "lr_clock='epochs': give one of"),
     ],
 )

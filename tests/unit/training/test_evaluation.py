@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fault_injection import IGNORED, Decoder, collate, mean_loss
+from support.runners import build_runner
 from support.training_cases import CPU, VOCABULARY
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.training import Evaluator, MicroBatchRunner
+from adaptive_batch.training import Evaluator
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,19 +39,15 @@ class Validated:
         self.model.layer.norm.eval()
         self.shapes_run, self.changes, self.changes_in_training = [], [], []
         self.too_large = lambda tokens: False
-        self.accumulator = MicroBatchRunner(
+        self.runner = build_runner(
             self.model,
+            MicroBatchLimit(8),
             collate=collate,
-            to_device=lambda batch: None,
             mean_loss=self.mean_loss,
-            num_real_tokens=lambda row: len(row["tokens"]),
-            ignore_index=IGNORED,
-            capacity=MicroBatchLimit(8),
             on_change=self.changes_in_training.append,
+            **settings,
         )
-        self.evaluator = Evaluator(
-            self.model, self.accumulator, collate=collate, capacity=capacity, on_change=self.changes.append, **settings
-        )
+        self.evaluator = Evaluator(self.runner, self.runner.loss, limit=capacity, on_change=self.changes.append)
 
     def mean_loss(self, batch):
         self.shapes_run.append(tuple(batch["tokens"].shape))
@@ -179,9 +176,9 @@ def test_running_out_lowers_its_own_capacity_and_never_that_of_training(capacity
     before = validated.modes()
     validated.too_large = lambda tokens: tokens.shape[0] > 2
     assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
-    assert validated.evaluator.capacity == after
+    assert validated.evaluator.limit == after
     assert [change.out_of_memory for change in validated.changes] == [True, True]
-    assert (validated.accumulator.capacity, validated.changes_in_training) == (MicroBatchLimit(8), [])
+    assert (validated.runner.retry.limit(), validated.changes_in_training) == (MicroBatchLimit(8), [])
     assert validated.modes() == before
     validated.shapes_run.clear()
     validated.evaluator.run(batch)
@@ -230,7 +227,7 @@ def test_where_it_thrashes_the_largest_micro_batch_is_made_a_little_smaller(capa
     validated = Validated(capacity, memory=Thrashing())
     validated.evaluator.run([row(9)] * 32 + [row(3)] * 2)
     assert [(change.rows, change.out_of_memory) for change in validated.changes] == [(32, False)]
-    assert validated.evaluator.capacity == after
+    assert validated.evaluator.limit == after
 
 
 def test_as_many_rows_are_run_at_once_as_the_capacity_holds():

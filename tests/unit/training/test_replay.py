@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 from support.fault_injection import (
-    IGNORED,
     PHASES,
     AttemptedMemory,
     Decoder,
@@ -23,12 +22,13 @@ from support.fault_injection import (
     sweep,
     train,
 )
+from support.runners import HeldLimit, build_runner
 from support.training_cases import CPU
 
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.training import LimitChange, MicroBatchRunner
+from adaptive_batch.training import LimitChange
 from adaptive_batch.training.oom_retry import OOMRetry
 
 
@@ -78,16 +78,7 @@ class Step:
         self.changes = []
         settings.setdefault("on_change", self.changes.append)
         settings.setdefault("memory", AttemptedMemory(begin))
-        self.accumulator = MicroBatchRunner(
-            self.model,
-            collate=collate,
-            to_device=lambda batch: None,
-            mean_loss=self.mean_loss,
-            num_real_tokens=lambda row: len(row["tokens"]),
-            ignore_index=IGNORED,
-            capacity=capacity,
-            **settings,
-        )
+        self.runner = build_runner(self.model, capacity, collate=collate, mean_loss=self.mean_loss, **settings)
 
     def mean_loss(self, batch):
         self.shapes_run.append(tuple(batch["tokens"].shape))
@@ -116,9 +107,9 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_replay_begins(checkpointi
         module.register_forward_hook(see)
     for operation in range(1, 2000, 11):
         fault = RunsOutAt(operation)
-        step.accumulator.capacity = FOUR
+        step.runner.retry.limit.current = FOUR
         with fault:
-            step.accumulator.run(step_rows(0))
+            step.runner.run(step_rows(0))
         step.model.zero_grad()
         alive.clear()
         if not fault.failed_in:
@@ -132,11 +123,11 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_replay_begins(checkpointi
 def test_the_largest_micro_batch_is_replayed_until_it_fits_and_capacity_stays_lowered():
     step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape[0] > 3
-    assert step.accumulator.run(step_rows(0)).micro_batches == 4
+    assert step.runner.run(step_rows(0)).micro_batches == 4
     assert [(change.before.amount, change.after.amount) for change in step.changes] == [(8, 4), (4, 2)]
-    assert step.accumulator.capacity == MicroBatchLimit(2)
+    assert step.runner.retry.limit() == MicroBatchLimit(2)
     step.model.zero_grad()
-    assert step.accumulator.run(step_rows(1)).micro_batches == 4
+    assert step.runner.run(step_rows(1)).micro_batches == 4
     assert len(step.changes) == 2
 
 
@@ -151,7 +142,7 @@ def test_by_rows_capacity_becomes_half_of_the_micro_batch_that_failed():
     """Also where that was a rest below the capacity."""
     step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape == (6, 9)
-    step.accumulator.run(rows(*[3] * 8, *[9] * 6))
+    step.runner.run(rows(*[3] * 8, *[9] * 6))
     assert step.changes == [LimitChange(MicroBatchLimit(8), MicroBatchLimit(3), 6, 9, True, SAID)]
     assert step.shapes_run == [(8, 3), (6, 9), (3, 3), (3, 3), (3, 9), (3, 9), (2, 9)]
 
@@ -159,16 +150,16 @@ def test_by_rows_capacity_becomes_half_of_the_micro_batch_that_failed():
 def test_by_tokens_capacity_becomes_half_of_the_group_that_failed():
     step = Step(capacity=MicroBatchLimit(40, "tokens"))
     step.too_large = lambda tokens: tokens.shape == (6, 3)
-    step.accumulator.run(rows(20, 20, *[3] * 6))
+    step.runner.run(rows(20, 20, *[3] * 6))
     (change,) = step.changes
     assert (change.rows, change.length, change.after) == (6, 3, MicroBatchLimit(9, "tokens"))
     assert step.shapes_run == [(2, 20), (6, 3), (1, 20), (1, 20), (3, 3), (3, 3)]
 
 
 def test_padding_counts_in_the_group_that_failed():
-    step = Step(capacity=MicroBatchLimit(64, "tokens"), shapes=MicroBatchLayout(pad_to_multiple_of=16))
+    step = Step(capacity=MicroBatchLimit(64, "tokens"), layout=MicroBatchLayout(pad_to_multiple_of=16))
     step.too_large = lambda tokens: tokens.numel() > 32
-    step.accumulator.run(rows(3, 4, 5, 6))
+    step.runner.run(rows(3, 4, 5, 6))
     assert step.changes[0].after == MicroBatchLimit(32, "tokens")
     assert step.shapes_run == [(4, 16), (2, 16), (2, 16)]
 
@@ -183,16 +174,9 @@ def test_a_change_is_described_with_its_numbers():
     )
     thrashed = LimitChange(MicroBatchLimit(32), MicroBatchLimit(30), 32, 8, False, "")
     assert thrashed.describe() == (
-        "the allocator gave back its cache and asked again with 32 rows of 8 tokens at once: a micro-batch holds 30 rows "
+        "the allocator freed its cache and asked again with 32 rows of 8 tokens at once: a micro-batch holds 30 rows "
         "from now on, not 32 rows"
     )
-
-
-def test_a_change_is_logged_where_nobody_else_is_told(caplog):
-    step = Step(on_change=None)
-    step.too_large = lambda tokens: tokens.shape[0] > 2
-    step.accumulator.run(step_rows(0))
-    assert [record.getMessage()[:31] for record in caplog.records] == ["out of memory with 4 rows of 9 "]
 
 
 @pytest.mark.parametrize("capacity", [MicroBatchLimit(8), MicroBatchLimit(72, "tokens")], ids=str)
@@ -200,7 +184,7 @@ def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(c
     step = Step(capacity=capacity)
     step.too_large = lambda tokens: tokens.shape[1] >= 9
     with pytest.raises(DoesNotFitError) as caught:
-        step.accumulator.run(step_rows(0))
+        step.runner.run(step_rows(0))
     alone = "one row of 9 tokens ran out of memory on cpu, alone in its micro-batch"
     assert str(caught.value) == f"{alone}: {SAID}; {MEMORY_REMEDIES}"
     assert step.shapes_run[-1] == (1, 9)
@@ -220,17 +204,17 @@ def test_another_error_is_raised_as_it_is_and_nothing_is_replayed():
 
     step.too_large = fail
     with pytest.raises(RuntimeError) as caught:
-        step.accumulator.run(step_rows(0))
+        step.runner.run(step_rows(0))
     assert caught.value is error
-    assert (len(step.shapes_run), step.changes, step.accumulator.capacity) == (2, [], FOUR)
+    assert (len(step.shapes_run), step.changes, step.runner.retry.limit()) == (2, [], FOUR)
 
 
 def test_without_replays_the_error_comes_through():
-    step = Step(replays=False)
+    step = Step(retries=False)
     step.too_large = lambda tokens: True
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        step.accumulator.run(step_rows(0))
-    assert (len(step.shapes_run), step.changes, step.accumulator.capacity) == (1, [], FOUR)
+        step.runner.run(step_rows(0))
+    assert (len(step.shapes_run), step.changes, step.runner.retry.limit()) == (1, [], FOUR)
 
 
 # thrashing
@@ -261,38 +245,39 @@ def test_a_size_that_thrashes_is_made_a_little_smaller_once_and_nothing_is_repla
     """The largest, not the rest that comes last."""
     step = Step(capacity=capacity, memory=Thrashing())
     for _ in range(3):
-        step.accumulator.run(rows(*[9] * 32, 3, 3))
+        step.runner.run(rows(*[9] * 32, 3, 3))
         step.model.zero_grad()
     (change,) = step.changes
     assert (change.after, change.out_of_memory) == (after, False)
-    assert step.accumulator.capacity == after
+    assert step.runner.retry.limit() == after
     assert sum(shape[0] for shape in step.shapes_run) == 3 * 34
 
 
 def test_one_row_that_thrashes_is_left_as_it_is():
     step = Step(capacity=MicroBatchLimit(1), memory=Thrashing())
-    step.accumulator.run(rows(9, 9))
-    assert (step.changes, step.accumulator.capacity) == ([], MicroBatchLimit(1))
+    step.runner.run(rows(9, 9))
+    assert (step.changes, step.runner.retry.limit()) == ([], MicroBatchLimit(1))
 
 
 def test_after_thrashing_it_may_still_run_out():
     step = Step(capacity=MicroBatchLimit(32), memory=Thrashing())
-    step.accumulator.run(rows(*[9] * 32))
+    step.runner.run(rows(*[9] * 32))
     step.too_large = lambda tokens: tokens.shape[0] > 20
-    step.accumulator.run(rows(*[9] * 32))
+    step.runner.run(rows(*[9] * 32))
     assert [(change.after.amount, change.out_of_memory) for change in step.changes] == [(30, False), (15, True)]
 
 
 def test_what_was_undone_is_undone_before_anybody_is_told():
     told = []
-    replay = OOMRetry(MicroBatchLimit(4), memory=CountedMemory(CPU), on_change=lambda change: told.append("changed"))
+    limit = HeldLimit(MicroBatchLimit(4), lambda change: told.append("changed"))
+    retry = OOMRetry(limit, limit.lower, memory=CountedMemory(CPU))
 
     def attempt():
-        replay.current = MicroBatch([0, 1, 2, 3], 8)
-        told.append(f"attempted {replay.capacity}")
-        if replay.capacity.amount > 2:
+        retry.current = MicroBatch([0, 1, 2, 3], 8)
+        told.append(f"attempted {limit()}")
+        if limit().amount > 2:
             raise MemoryError
         return "done"
 
-    assert replay.run(attempt, undo=lambda: told.append("undone")) == "done"
+    assert retry.run(attempt, undo=lambda: told.append("undone"), doing="in a test") == "done"
     assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]
