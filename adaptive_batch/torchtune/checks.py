@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
+_SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
 TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
@@ -162,14 +163,14 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     Raises:
         SettingError: naming one of them, with what to change.
     """
-    size, tokens, rule = settings.micro_batch_size, settings.batch_tokens, settings.batch_size_schedule
-    all_layers, mode, option = (config.get(key) for key in ("enable_activation_checkpointing", "ac_mode", "ac_option"))
-    on_cuda = str(config.get("device")).startswith("cuda")
-    rows_alike = settings.uniform_micro_batches in ("rows", "both")
-    rows_stay = not (settings.batch_changes or settings.grows or tokens)
-    splits = isinstance(size, int) and 1 < size < settings.step_rows
+    s, size, tokens, rule = settings, settings.micro_batch_size, settings.batch_tokens, settings.batch_size_schedule
+    all_layers, option, most = config.get("enable_activation_checkpointing"), str(config.get("ac_option")), s.step_rows
+    finds = "use_maximum_batch_size" if s.use_maximum_batch_size else "batch_increase_function"
+    rows_alike = s.uniform_micro_batches in ("rows", "both") and not (s.batch_changes or s.grows or tokens)
+    one_by_one = isinstance(size, int) and 1 < size < most and largest_divisor(most, at_most=size) == 1
     warmup = (config.get("lr_scheduler") or {}).get("num_warmup_steps")
-    several_units = settings.lr_clock.warmup != settings.lr_clock.decay and config.get("lr_scheduler") is not None
+    two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
+    validates, by_rule = s.run_val_every_n_steps is not None, rule is not None
     _refuse(
         config,
         (str(config.get("dtype")) in ("fp16", "float16"), "dtype", "fp16 needs gradient scaling; use bf16 or fp32"),
@@ -179,17 +180,17 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "an NPU does not compile; set it to False",
         ),
         (
-            config.get("enable_activation_offloading") and not (all_layers and on_cuda),
+            config.get("enable_activation_offloading") and not all_layers,
             "enable_activation_offloading",
             "it needs CUDA and enable_activation_checkpointing=True; set it to False",
         ),
         (
-            mode in ("full", "selective") and all_layers,
+            s.ac_mode in ("full", "selective") and all_layers,
             "ac_mode",
-            "enable_activation_checkpointing is True too, which says all layers; remove one",
+            "enable_activation_checkpointing is True too, for all layers; remove one",
         ),
         (
-            mode == "selective" and not (str(option).isdigit() and int(str(option)) > 0),
+            s.ac_mode == "selective" and not (option.isdigit() and int(option) > 0),
             "ac_option",
             "give a whole number: of so many layers, the activations of one are recomputed",
         ),
@@ -199,90 +200,71 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "left padding is for inference; give torchtune.data.padded_collate_sft",
         ),
         (
-            settings.run_val_every_n_steps is not None and settings.dataset_val is None,
+            validates and s.dataset_val is None,
             "run_val_every_n_steps",
             "there is nothing to validate on; set dataset_val to a dataset block",
         ),
         (
-            size is not None and settings.micro_batch_tokens is not None,
+            size is not None and s.micro_batch_tokens is not None,
             "micro_batch_tokens",
             f"micro_batch_size={size} is set too; both set what is run at once, so remove one",
         ),
         (
-            tokens and settings.batch_changes,
+            tokens and s.batch_changes,
             "batch_tokens",
-            f"a step holds tokens, and {'use_maximum_batch_size' if settings.use_maximum_batch_size else 'batch_increase_function'} "
-            "sets its rows; remove one (what fits is found with batch_tokens alone, too)",
+            f"a step holds tokens, and {finds} sets its rows; remove one (batch_tokens alone finds what fits, too)",
         ),
         (
-            settings.max_rows_per_batch is not None and settings.min_rows_per_batch > settings.max_rows_per_batch,
+            s.max_rows_per_batch is not None and s.min_rows_per_batch > s.max_rows_per_batch,
             "min_rows_per_batch",
-            f"max_rows_per_batch is {settings.max_rows_per_batch}; give that or less",
+            f"max_rows_per_batch is {s.max_rows_per_batch}; give that or less",
         ),
         (
-            rows_alike and rows_stay and splits and largest_divisor(settings.step_rows, at_most=int(size or 1)) == 1,
+            rows_alike and one_by_one,
             "uniform_micro_batches",
-            f"the {settings.step_rows} rows of a step divide into equal micro-batches of up to {size} only one by one; "
+            f"the {most} rows of a step divide into equal micro-batches of up to {size} only one by one; "
             "change batch_size or micro_batch_size so that one divides the other",
         ),
         (
-            rule is not None and settings.gradient_accumulation_steps > 1,
+            by_rule and s.gradient_accumulation_steps > 1,
             "gradient_accumulation_steps",
             "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1",
         ),
         (
-            rule is not None and tokens and needs_noise_scale(rule),
+            by_rule and tokens and needs_noise_scale(rule),
             "batch_tokens",
             "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule",
         ),
         (
-            several_units and (isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0),
+            two_units and (isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0),
             "lr_clock",
             "a warm-up in another unit needs a scheduler with num_warmup_steps, such as "
             "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
         ),
     )
-    if settings.run_val_every_n_steps is not None:
-        check_block("dataset_val", settings.dataset_val, several=True)
-    if settings.optimizer_in_bwd:
-        _check_optimizer_in_backward(settings, config)
+    if validates:
+        check_block("dataset_val", s.dataset_val, several=True)
+    if s.optimizer_in_bwd:
+        _check_optimizer_in_backward(s, config)
 
 
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:
-    one_step = "with the optimizer in backward each micro-batch is stepped as it comes, so a step is one"
-    off = "or set optimizer_in_bwd=False"
-    noise_key = "log_gradient_noise_scale" if settings.log_gradient_noise_scale else "batch_size_schedule"
-    size = settings.micro_batch_size
-    less = isinstance(size, int) and (size < settings.batch_size or settings.batch_changes or settings.grows)
-    _refuse(
-        config,
-        (
-            settings.gradient_accumulation_steps > 1,
-            "gradient_accumulation_steps",
-            f"{one_step}; set it to 1, {off}",
-        ),
-        (
-            settings.clip_grad_norm is not None,
-            "clip_grad_norm",
-            f"with the optimizer in backward there is never a whole gradient; set it to null, {off}",
-        ),
-        (
-            settings.on_out_of_memory == "shrink",
-            "on_out_of_memory",
-            "with the optimizer in backward a step that failed has changed some weights already, and cannot be replayed; "
-            f"give raise, {off}",
-        ),
-        (
-            settings.measures_noise,
-            noise_key,
-            f"with the optimizer in backward there is no gradient left to measure; remove it, {off}",
-        ),
-        *(
-            (config.get(key), key, f"{one_step}; remove it, {off}")
-            for key in (*TOKEN_KEYS, "uniform_micro_batches", "grow_beyond_maximum")
-        ),
-        (less, "micro_batch_size", f"{one_step}; remove it, {off}"),
+    s, size = settings, settings.micro_batch_size
+    less = isinstance(size, int) and (size < s.batch_size or s.batch_changes or s.grows)
+    noise_key = "log_gradient_noise_scale" if s.log_gradient_noise_scale else "batch_size_schedule"
+    one = "each micro-batch is stepped as it comes, so a step is one"
+    failed = "a step that failed has changed some weights already, and cannot be replayed"
+    checks: tuple[tuple[object, str, str], ...] = (
+        (s.gradient_accumulation_steps > 1, "gradient_accumulation_steps", f"{one}; set it to 1"),
+        (s.clip_grad_norm is not None, "clip_grad_norm", "there is never a whole gradient; set it to null"),
+        (s.on_out_of_memory == "shrink", "on_out_of_memory", f"{failed}; give raise"),
+        (s.measures_noise, noise_key, "there is no gradient left to measure; remove it"),
+        *((config.get(key), key, f"{one}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
+        (less, "micro_batch_size", f"{one}; remove it"),
     )
+    for wrong, key, why in checks:
+        remedy = f"with the optimizer in backward {why}, or set optimizer_in_bwd=False"
+        _refuse(config, (wrong, key, remedy))
 
 
 # --- without effect -----------------------------------------------------------------------------------------------------

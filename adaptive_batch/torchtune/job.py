@@ -52,6 +52,8 @@ class Job:
         self.ranks = distributed.data_parallel_size()
         self.device = _usable("device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device))
         self.dtype = _usable("dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device))
+        if cfg.get("enable_activation_offloading", False) and self.device.type != "cuda":
+            raise SettingError("enable_activation_offloading", True, "it needs CUDA; set it to False")
         self.loss_fn = config.instantiate(cfg.loss)
 
     def check_model(self) -> None:
