@@ -90,9 +90,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         check_output_dir(Path(self.cfg.output_dir))
         self._setup_data()
         if self.settings.preview:
-            text = self.preview.alone(
-                self.progress, bounds=self.bounds, saved=self.resumed.saved, goes_on=self.resumed.keeps_batch
-            )
+            saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
+            text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, goes_on=keeps_batch)
             if distributed.is_rank_zero():
                 print(text)
             return
@@ -150,12 +149,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.checkpoints.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
             self.log.whose_rate(trainer.base_rate)
-        follows_schedule = self.settings.batch_size_schedule is not None
-        self.planner.batch_size = self.limits.find(
-            self.planner.batch_size,
-            keeps_batch=self.resumed.keeps_batch or (bool(saved) and follows_schedule),
-            saved=saved,
-        )
+        keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
+        self.planner.batch_size = self.limits.find(self.planner.batch_size, keeps_batch=keeps_batch, saved=saved)
         self.validation = None
         if self.settings.validation:
             self.validation = Validation(job, data, trainer, self.bounds, limits=self.limits, record=self.record)

@@ -35,13 +35,7 @@ Collate = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 class Data:
     """The rows that a run trains and validates on, and how they become batches.
 
-    Args:
-        job: of the run.
-        dataset: rows by number; :meth:`read` takes the configured one.
-        packed: rows are packed.
-        tokenizer: of the rows; None where they are made up.
-        dataset_val: rows to validate on.
-        packed_val: these are packed.
+    :meth:`read` takes the configured rows; others may be given by number, without a tokenizer where they are made up.
 
     Attributes:
         shapes: what micro-batches are padded to; packed rows are as long as they may be.
@@ -198,12 +192,7 @@ class Data:
         return Batching(**same)
 
     def check_rows(self) -> None:
-        """Refuse settings that the rows do not allow.
-
-        Raises:
-            SettingError: fewer rows than one optimizer step takes, rows that tokens do not measure, a row that is longer than
-                a setting in tokens, or no label in validation.
-        """
+        """Refuse fewer rows than a step takes, rows that tokens do not measure or allow, and validation without a label."""
         settings, ranks = self._settings, self._job.ranks
         step_rows, rows = settings.step_rows * ranks, len(self.dataset)
         if settings.drop_last and not settings.batch_tokens and rows < step_rows:

@@ -133,13 +133,7 @@ class FakeRun:
     # --- model and optimizer ----------------------------------------------------------------------------------------
 
     def step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
-        """Build model and optimizer, and return the step that training would run.
-
-        Args:
-            rows: gives that many rows.
-            accumulates: earlier micro-batches have left gradients.
-            keeps_gradients: these are whole on each rank.
-        """
+        """Build model and optimizer, and return the step that training would run; for the arguments see :class:`FakeStep`."""
         trainer = self.trainer = Trainer(
             self.job, self.data, self._build(), to_device=self._device.batch, new_optimizer=self._new_optimizer
         )

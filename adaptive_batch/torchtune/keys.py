@@ -174,11 +174,7 @@ def checked(check: Callable[[str, Any], object]) -> Callable[[str, Any], Any]:
 
 
 def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
-    """Return the reader of a key that names a function, by a dotted path or by a block whose `_component_` builds one.
-
-    Args:
-        check: called with the function and ``key=``; raises SettingError where it cannot be called as it will be.
-    """
+    """Return the reader of a key that names a function, by a dotted path or by a block whose `_component_` builds one."""
 
     def read(name: str, value: Any) -> Any:
         found = _load(value, key=name)

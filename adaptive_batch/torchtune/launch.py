@@ -73,14 +73,7 @@ def set_up_terminal() -> None:
 def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     """Inside, the ranks that were launched are one process group, and an error of one rank ends all of them, with one message.
 
-    Args:
-        cfg: the recipe's configuration.
-
-    Yields:
-        The watchdog of this rank; None where only this process was launched.
-
-    Raises:
-        SettingError: what is configured for several ranks cannot be used.
+    Yields the watchdog of this rank, or None where only this process was launched.
     """
     if not distributed.is_launched():
         check_parallel(cfg, world_size=1)

@@ -26,17 +26,7 @@ log = utils.get_logger("INFO")
 
 
 class TrainingLog:
-    """The run log and the metric logger of a run; of several ranks, rank zero writes them.
-
-    Args:
-        job, data: of the run.
-
-    Attributes:
-        record: the run log.
-
-    Raises:
-        SettingError: another run writes there.
-    """
+    """The run log (`record`) and the metric logger of a run; of several ranks, rank zero writes them."""
 
     def __init__(self, job: Job, data: Data) -> None:
         cfg = job.cfg
@@ -86,12 +76,7 @@ class TrainingLog:
             event("replaces", f"{message}; until its first save, resuming takes the earlier")
 
     def changes(self, run: ResumedRun, *, without_effect: Sequence[tuple[str, str]]) -> None:
-        """Log each setting that differs from the checkpoint's, or that has no effect.
-
-        Args:
-            run: what the checkpoint brings.
-            without_effect: settings that do nothing, each with the reason.
-        """
+        """Log each setting that differs from the checkpoint's, or that has no effect, with the reason."""
         settings, event, saved = self._settings, self.record.decision, run.saved
         if run.epochs not in (None, settings.epochs):
             message = f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
@@ -216,17 +201,7 @@ class TrainingLog:
         num_out_of_memory: int,
         full_batch_loss: FullBatchLoss,
     ) -> None:
-        """Write down a step, and log its metrics.
-
-        Args:
-            result: of the step.
-            progress: after it.
-            rate: of learning.
-            seconds: that it took.
-            sampler: of its rows.
-            num_out_of_memory: errors so far.
-            full_batch_loss: takes in the step.
-        """
+        """Write down a step, after which progress is as given, and log its metrics."""
         label_tokens = float(result.label_tokens)
         metrics = {
             "loss": result.loss,

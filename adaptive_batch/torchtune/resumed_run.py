@@ -35,20 +35,14 @@ _SAMPLED_ROWS = 64
 class ResumedRun:
     """The state of the run that a checkpoint belongs to, compared with the configuration of this one.
 
-    Args:
-        job: of this run; counts batches on the ranks that the run began with from now on.
-        data: of this run.
-        checkpoints: of this run.
-        seed: that is configured.
+    From now on `job` counts batches on the ranks that the run began with.
 
     Attributes:
         saved: the state of each part by name; empty for a new run, or for a checkpoint of torchtune's own recipe.
         progress: where training begins.
-        name: of the run.
-        seed, max_steps_per_epoch: of the run.
+        name, seed, max_steps_per_epoch: of the run, whatever is configured now.
         epochs: of the checkpoint; None without one.
         begins_epoch_again: which rows are left of the epoch is not known, so that it begins again.
-        times_begun_again: how often that has happened.
         unlabelled: steps of the epoch so far that had no label.
         keeps_batch: the batch size of the checkpoint is kept.
 
@@ -146,11 +140,7 @@ class ResumedRun:
 
 
 def check_fewer_ranks(job: Job) -> None:
-    """Refuse to resume with fewer ranks where a rank would have to split its rows and cannot.
-
-    Raises:
-        SettingError: naming how many would do.
-    """
+    """Refuse to resume with fewer ranks where a rank would have to split its rows and cannot."""
     ranks = distributed.data_parallel_size()
     if job.settings.optimizer_in_bwd and ranks < job.ranks:
         raise SettingError(
@@ -190,16 +180,7 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
 def compare(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, allowed: Sequence[str], in_mid_epoch: bool
 ) -> tuple[list[str], bool]:
-    """Compare the settings of a run with those of the checkpoint that it resumes.
-
-    Args:
-        saved: what :func:`run_conditions` gave when it was saved; other keys are ignored.
-        now: what it gives for this run.
-        allowed: keys that may differ.
-        in_mid_epoch: the run resumes within an epoch.
-
-    Returns:
-        The keys that differ, and whether the rows that are left of the epoch are not known any more.
+    """Return the keys that differ from the checkpoint's, and whether the rows left of the epoch are not known any more.
 
     Raises:
         SettingError: a key differs that must not, unless it is allowed; or one is allowed that nothing compares.
