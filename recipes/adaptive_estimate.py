@@ -22,9 +22,6 @@ from adaptive_batch.torchtune import check_output_dir, estimate_devices, set_up_
 def estimate(cfg: DictConfig) -> MemoryEstimate:
     """Estimate the memory, print the tables and write the files.
 
-    Args:
-        cfg: the configuration: YAML and key=value.
-
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
@@ -34,10 +31,9 @@ def estimate(cfg: DictConfig) -> MemoryEstimate:
     print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
     try:
         write_estimate_picture(estimated, path.with_suffix(".png"))
+        print(f"drawn in {path.with_suffix('.png')}")
     except AdaptiveBatchError as error:
         print(f"no figure: {error}")
-    else:
-        print(f"drawn in {path.with_suffix('.png')}")
     return estimated
 
 

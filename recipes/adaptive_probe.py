@@ -36,11 +36,6 @@ from adaptive_batch.torchtune import (
 def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
 
-    Args:
-        cfg: the configuration: YAML and key=value.
-        watch: over this rank, of several.
-        builder: builds the model; None for full fine-tuning.
-
     Returns:
         A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``.
 

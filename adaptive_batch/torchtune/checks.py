@@ -45,12 +45,8 @@ _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
     """Fill in torchtune's defaults, in place, and refuse a configuration that is not one of full fine-tuning.
 
-    Args:
-        cfg: the recipe's configuration.
-        needs: keys that must be there.
-
     Raises:
-        SettingError: a key is missing, refers to one that is, holds what it cannot, or belongs to another recipe.
+        SettingError: a key of `needs` is missing, refers to one that is, holds what it cannot, or belongs to another recipe.
     """
     try:
         plain = as_dict(cfg)
@@ -158,11 +154,7 @@ def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, 
 
 
 def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
-    """Refuse keys that contradict each other.
-
-    Raises:
-        SettingError: naming one of them, with what to change.
-    """
+    """Refuse keys that contradict each other, naming one of them, with what to change."""
     s, size, tokens, rule = settings, settings.micro_batch_size, settings.batch_tokens, settings.batch_size_schedule
     all_layers, option, most = config.get("enable_activation_checkpointing"), str(config.get("ac_option")), s.step_rows
     finds = "use_maximum_batch_size" if s.use_maximum_batch_size else "batch_increase_function"
@@ -273,13 +265,7 @@ _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node
 
 
 def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys that are set and do nothing, each with the reason.
-
-    Args:
-        settings: as read from `config`.
-        config: the whole configuration, as plain dicts and lists.
-        ranks: that train.
-    """
+    """Return the keys that are set and do nothing, each with the reason."""
     found = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
     if ranks == 1:
         found += [(name, _ONE_RANK) for name in ("fsdp_cpu_offload", "custom_sharded_layers") if config.get(name)]

@@ -77,11 +77,7 @@ def one_line(error: BaseException) -> str:
 
 
 def check_file(path: str) -> None:
-    """Refuse a file that is no configuration.
-
-    Raises:
-        SettingError: it cannot be read, is no YAML, or no block of keys.
-    """
+    """Refuse a file that cannot be read, is no YAML, or no block of keys."""
     from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
 
     try:

@@ -24,13 +24,7 @@ T = TypeVar("T")
 
 
 class Job:
-    """The configuration of a run.
-
-    Args:
-        cfg: the recipe's configuration; torchtune's defaults are filled in, in place.
-        settings: the same, checked.
-        builder: builds the model; None for full fine-tuning.
-        needs: keys that must be there.
+    """The configuration of a run, in which torchtune's defaults are filled in, and the model builder (None: full fine-tuning).
 
     Attributes:
         ranks: that a batch is counted on, as many as saw different rows when the run began.
@@ -57,11 +51,7 @@ class Job:
         self.loss_fn = config.instantiate(cfg.loss)
 
     def check_model(self) -> None:
-        """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is checked once it is built.
-
-        Raises:
-            SettingError: naming the key, and the recipe that fits.
-        """
+        """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is checked once it is built."""
         check_loss(self.loss_fn, self.cfg)
         try:
             model = self.skeleton

@@ -73,11 +73,7 @@ def keys_of(block: type) -> dict[str, Key]:
 
 
 def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Read and check what is given of the keys of a dataclass; null is as good as absent.
-
-    Raises:
-        SettingError: a value cannot be used, or a key without a default is missing.
-    """
+    """Read and check what is given of the keys of a dataclass; null is as good as absent."""
     return {
         each.name: each.metadata["key"].read(prefix + each.name, config.get(each.name))
         for each in fields(block)
@@ -86,11 +82,7 @@ def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> di
 
 
 def check_names(names: Iterable[Any], config: Mapping[str, Any]) -> None:
-    """Refuse a top-level key that is nearly one of `names`, which are ours; a user's own key is left alone.
-
-    Raises:
-        SettingError: with the key that was probably meant.
-    """
+    """Refuse a top-level key that is nearly one of `names`, which are ours; a user's own key is left alone."""
     ours = list(names)
     for name in config:
         if name in ours or name in TORCHTUNE_KEYS:
@@ -185,11 +177,7 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
 
 def load_function(path: str, *, key: str) -> Any:
-    """Import what a dotted path names.
-
-    Raises:
-        SettingError: naming `key`, the path and what is missing.
-    """
+    """Import what a dotted path names; refuse one that cannot be imported, naming what is missing."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise SettingError(key, path, "give the dotted path of a function, such as my_module.my_function")

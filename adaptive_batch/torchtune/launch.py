@@ -30,11 +30,7 @@ _INTERRUPTED = "interrupted; resume_from_checkpoint=True resumes from what was s
 
 
 def use_shipped_config(arguments: list[str]) -> None:
-    """Replace the name of a shipped config after ``--config`` by its path, in place.
-
-    Raises:
-        SettingError: it is neither a file nor a shipped config, or a file that is no configuration.
-    """
+    """Replace the name of a shipped config after ``--config`` by its path, in place; refuse what is neither file nor shipped."""
     if "--config" not in arguments[:-1]:
         return
     index = arguments.index("--config") + 1

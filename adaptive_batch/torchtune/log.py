@@ -145,21 +145,15 @@ class TrainingLog:
 
     def epoch(self, epoch: int, batches: StepPlanner, *, rate: float) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
-        plan, settings, ranks, holds = batches.plan, self._settings, self._job.ranks, batches.limit
+        plan, settings, holds = batches.plan, self._settings, batches.limit
         if not settings.adaptive:
             return
-        if plan.sizes is None:
-            of_ranks = f" x {ranks} ranks" if ranks > 1 else ""
-            accumulated = (
-                f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated{of_ranks}"
-            )
-            what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
-        else:
-            least, most = min(plan.sizes, default=0), max(plan.sizes, default=0)
-            rows = f"{least} to {most} rows" if least < most else f"{most} rows"
-            what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
-            if settings.batch_tokens and settings.batch_size_schedule is None:
-                what = f"{plan.steps} steps of up to {settings.batch_tokens * ranks} tokens, {rows} each"
+        sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
+        least, most = min(sizes, default=0), max(sizes, default=0)
+        rows = f"{least} to {most} rows" if least < most else f"{most} rows"
+        what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
+        if settings.batch_tokens and settings.batch_size_schedule is None:
+            what += f", up to {settings.batch_tokens * self._job.ranks} tokens"
         self.record.decision(
             "plan",
             f"epoch {epoch}: {what}; a micro-batch holds {holds}",

@@ -179,14 +179,7 @@ class EstimateSettings:
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """Validation during training, as several keys give it together.
-
-    Attributes:
-        every_n_steps: validate after each so many optimizer steps.
-        batch_size: rows of a validation batch.
-        fits_itself: run as many rows at once as fit (``batch_size_val: auto``).
-        max_batches: validate on the first so many batches; None for all.
-    """
+    """Validation during training, as several keys give it together; with `fits_itself` as many rows run at once as fit."""
 
     every_n_steps: int
     batch_size: int
@@ -481,11 +474,7 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Read and check a whole recipe configuration, as plain dicts and lists.
-
-        Raises:
-            SettingError: a key that is nearly one of ours, or a value that cannot be used.
-        """
+        """Read and check a whole recipe configuration, as plain dicts and lists."""
         schedule = config.get("batch_size_schedule")
         if config.get("batch_increase_function") is not None and schedule is not None:  # before either is imported
             remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"

@@ -25,8 +25,7 @@ class Trainer:
     """Model, loss and optimizer, and the runner of their micro-batches.
 
     Args:
-        job: of the run.
-        data: of the run.
+        job, data: of the run.
         model: in its dtype on its device, loaded and divided.
         limit: returns what one micro-batch of training may hold now; None for a configured batch.
         lower: takes a limit that an out-of-memory error lowers.
