@@ -46,7 +46,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """The end of a sentence that refuses a name: those near it, or all that there are."""
+    """Return the end of a sentence that refuses a name: those near it, or all that there are."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"near it: {', '.join(close)}" if close else f"there are: {', '.join(names)}"
 
@@ -87,41 +87,34 @@ def sync_folder(folder: Path) -> None:
 
 
 def cache_directory() -> Path:
-    """Where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache folder."""
+    """Return where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache folder."""
     if chosen := os.environ.get("ADAPTIVE_BATCH_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adaptive_batch"
 
 
 def fingerprint(*parts: object) -> str:
-    """Hashes settings to a short name that is the same in every process and on every machine.
+    """Hash settings to 24 hexadecimal digits that are the same in every process and on every machine.
 
-    The order of a mapping's keys makes no difference; types do (``1``, ``"1"``, ``1.0`` and ``True`` all differ). A
-    path counts as its text and a tuple as a list.
+    The order of a mapping's keys makes no difference; types do (``1``, ``"1"``, ``1.0`` and ``True`` all differ). A path counts
+    as its text and a tuple as a list.
 
     Args:
-        parts: None, bool, int, float, str, path, and lists and mappings of these.
-
-    Returns:
-        24 hexadecimal digits of a SHA-256.
+        parts: None, bool, int, float, str, path, and lists of these and mappings from str to these.
 
     Raises:
         TypeError: a part is something else, a tensor for instance.
     """
-    text = json.dumps([_plain(part) for part in parts], sort_keys=True)
+    text = json.dumps(parts, sort_keys=True, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def file_signature(path: str | Path) -> list[str | int]:
-    """Describes what is at a path, as a part for `fingerprint`: another signature means another content.
-
-    Args:
-        path: a file, a folder or nothing. The path itself is not part of the signature.
+    """Describe what is at a path, as a part for `fingerprint`: another signature means another content.
 
     Returns:
         ``["file", bytes, sha256]`` of a file up to 64 MiB, ``["file", bytes, mtime_ns]`` of a larger one,
-        ``["folder", files, bytes, sha256 of the files' relative names, sizes and mtime_ns]``, ``["missing"]``, or
-        ``["other"]`` for what is neither a file nor a folder.
+        ``["folder", files, bytes, sha256 of the files' relative names, sizes and mtime_ns]``, ``["missing"]`` or ``["other"]``.
     """
     path = Path(path)
     try:
@@ -140,7 +133,7 @@ def file_signature(path: str | Path) -> list[str | int]:
 
 
 def described_with_files(value: object) -> object:
-    """Settings in which each text that names a file is followed by the file's signature.
+    """Return settings in which each text that names a file is followed by the file's signature.
 
     Folders are left as they are: what a run writes into one, a cache or its own output, would change its signature.
     """
@@ -154,7 +147,7 @@ def described_with_files(value: object) -> object:
 
 
 def _listing(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yields name, bytes and mtime_ns of each file below a folder."""
+    """Yield name, bytes and mtime_ns of each file below a folder."""
     for parent, _, names in os.walk(folder):
         for name in names:
             file = Path(parent, name)
@@ -166,26 +159,17 @@ def _listing(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _plain(part: object) -> object:
-    """Returns what JSON can hold, keeping apart what JSON would merge: the keys ``1`` and ``"1"``."""
-    if part is None or isinstance(part, bool | int | float | str):
-        return part
+    """Return what JSON can hold of what it does not know."""
     if isinstance(part, PurePath):
         return str(part)
-    if isinstance(part, list | tuple):
-        return [_plain(item) for item in part]
     if isinstance(part, Mapping):
-        return {json.dumps(_plain(key), sort_keys=True): _plain(value) for key, value in part.items()}
+        return dict(part)
     remedy = "use None, bool, int, float, str, a path, or lists and mappings of these"
     raise TypeError(f"cannot fingerprint a {type(part).__name__}: {remedy}")
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a package's ``__getattr__`` that imports what it is asked for (PEP 562).
-
-    Args:
-        package: its ``__name__``.
-        modules: the module, relative to the package, that holds each public name.
-    """
+    """Return a package's ``__getattr__`` that imports a public name from its module, relative to the package (PEP 562)."""
 
     def __getattr__(name: str) -> object:
         if name not in modules:

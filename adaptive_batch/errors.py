@@ -1,11 +1,11 @@
 """What can go wrong, as a tree:
 
     AdaptiveBatchError
-      SettingError                (also a ValueError)    a key, the value it was given, and what would do
-      GrowthFunctionError         (also a ValueError)    a user's growth function failed or answered with no row count
+      SettingError                (also a ValueError)    a key, the value it was given, and the suggested fix
+      GrowthFunctionError         (also a ValueError)    a user's growth function failed or returned no row count
       DoesNotFitError             (also a RuntimeError)  one row does not fit; numbers and remedies
-      RankLostError               (also a RuntimeError)  one rank failed where the others cannot be told; all must end
-      CheckpointError             (also a RuntimeError)  a checkpoint file is missing, torn, or belongs to another run
+      RankLostError               (also a RuntimeError)  one rank failed where the others cannot learn of it; all must end
+      CheckpointError             (also a RuntimeError)  a checkpoint file is missing, truncated, or belongs to another run
 
 A user's mistake is one of these. An assertion is ours.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# The end of a sentence that says that something does not fit, in keys of the configuration.
+# The end of a sentence that something does not fit, in keys of the configuration.
 MEMORY_REMEDIES = (
     "shorten the rows (tokenizer.max_seq_len), set enable_activation_checkpointing=True or optimizer_in_bwd=True, "
     "use an 8-bit optimizer or a chunked loss, or allow more memory"
@@ -27,13 +27,7 @@ class AdaptiveBatchError(Exception):
 
 
 class SettingError(AdaptiveBatchError, ValueError):
-    """A setting cannot be used as it is.
-
-    Args:
-        key: the configuration key, dotted where it is nested (``probe.headroom``).
-        value: what it was given.
-        remedy: what would do, as the end of a sentence.
-    """
+    """A setting cannot be used: its key, dotted where it is nested (``probe.headroom``), its value, and the suggested fix."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         self.key = key
@@ -54,7 +48,7 @@ class DoesNotFitError(AdaptiveBatchError, RuntimeError):
 
 
 class RankLostError(AdaptiveBatchError, RuntimeError):
-    """This rank failed where the others wait for it in a collective and cannot be told, so all ranks must end.
+    """This rank failed where the others wait for it in a collective, so all ranks must end.
 
     Args:
         message: what happened, with numbers.
@@ -71,4 +65,4 @@ class RankLostError(AdaptiveBatchError, RuntimeError):
 
 
 class CheckpointError(AdaptiveBatchError, RuntimeError):
-    """A checkpoint cannot be used. The message names the file and says what would do."""
+    """A checkpoint cannot be used. The message names the file and the suggested fix."""

@@ -68,7 +68,7 @@ def demo_lengths() -> torch.Tensor:
         demo.prepare(folder)
         cfg = OmegaConf.merge(OmegaConf.load(path), {"demo_dir": folder, "output_dir": folder})
         dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
-        return row_lengths(dataset, cache_dir=None, fingerprint="demo", num_workers=0, show_progress=False)
+        return row_lengths(dataset, num_workers=0, show_progress=False)
 
 
 # --- the ways to make batches ----------------------------------------------------------------------------------------

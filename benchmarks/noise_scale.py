@@ -33,7 +33,7 @@ from tqdm import tqdm
 from turns import configuration, our_recipe, printing_into, resampled_interval
 
 from adaptive_batch.data import MicroBatchLimit, micro_batches
-from adaptive_batch.schedules import NoiseScale
+from adaptive_batch.schedules import NoiseSample, NoiseScale
 from adaptive_batch.training import MicroBatchRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -97,7 +97,7 @@ def closed_form(steps: int, seeds: int) -> list[dict[str, Any]]:
                 problem.model.zero_grad()
                 sample = runner.run(problem.rows(big)).noise
                 assert sample is not None
-                estimate.update(**vars(sample))
+                estimate.update(sample)
             assert estimate.value is not None
             values.append(estimate.value)
         errors = [value / scale - 1 for value in values]
@@ -226,7 +226,7 @@ def spreads(population: Population, *, runs: int, samples: int) -> list[dict[str
                 for run in range(runs):
                     scale = NoiseScale(decay=decay, min_samples=1)
                     for k in range(after):
-                        scale.update(small_rows[run][k], small_norms[run][k], big, big_norms[run][k])
+                        scale.update(NoiseSample(small_rows[run][k], small_norms[run][k], big, big_norms[run][k]))
                     values.append(scale.value)
                 known = [value / population.true for value in values if value is not None]
                 tenths = statistics.quantiles(known, n=10) if len(known) > 1 else [0.0] * 9
@@ -281,7 +281,7 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
                 sample = measuring.run(rows).noise
                 assert sample is not None
                 parts.step()
-                scale.update(**vars(sample))
+                scale.update(sample)
 
             timed: dict[Callable[[], None], float] = {}
             sides = [plain, measured]

@@ -20,7 +20,7 @@ import records
 import torch
 from torch import nn
 
-from adaptive_batch.checkpoint import CheckpointManager, latest_complete
+from adaptive_batch.checkpoint import Checkpoint, CheckpointManager, latest_complete
 
 WIDTH = 1024  # a layer of 1024 x 1024 has 1.05M parameters
 STEPS_BETWEEN = 5
@@ -50,6 +50,10 @@ class Training:
 
     def state(self) -> dict[str, object]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def bytes_of(point: Checkpoint) -> int:
+    return sum(file.bytes for file in point.files.values())
 
 
 def seconds_to_write(folder: Path, num_bytes: int) -> float:
@@ -107,7 +111,7 @@ def measure(training: Training, folder: Path, *, saves: int) -> dict[str, list[f
             point.load()
             seconds["find and verify"].append(found - start)
             seconds["load"].append(time.perf_counter() - found)
-            seconds["plain write"].append(seconds_to_write(folder, point.num_bytes))
+            seconds["plain write"].append(seconds_to_write(folder, bytes_of(point)))
     return seconds
 
 
@@ -128,7 +132,7 @@ def main() -> None:
         seconds = measure(training, Path(folder), saves=arguments.saves)
         point, _ = latest_complete(Path(folder) / "asynchronous")
         assert point is not None
-        num_bytes = point.num_bytes
+        num_bytes = bytes_of(point)
     print(f"{parameters / 1e6:.1f}M parameters with AdamW, {num_bytes / MIB:.0f} MiB a point, {training.steps} steps\n")
     print(f"{'':<36}{'median':>9}{'least':>9}{'most':>9}{'of':>6}")
     for name, values in seconds.items():

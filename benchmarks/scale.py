@@ -294,8 +294,7 @@ def part_store(*, ranks: Sequence[int], quick: bool) -> dict[str, Any]:
     before = connections_to(port)
     named = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with environment(**named, TORCHELASTIC_USE_AGENT_STORE="True"):
-        watch = Watchdog.connect()
-        assert watch is not None
+        watch = Watchdog()
         of_watch = connections_to(port) - before
         watch.start()
         watch.stop()

@@ -265,7 +265,7 @@ def check_ramp(way: Way, recorded: list[dict[str, Any]], *, num_rows: int) -> No
     planned = next(record for record in recorded if record["kind"] == "stages")["stages"]
     assert [
         (
-            stage["batch_first"],
+            stage["batch_least"],
             stage["micro_batches_least"],
             stage["steps"],
             (stage["first"]["steps"], stage["last"]["steps"]),

@@ -24,6 +24,7 @@ from typing import Any
 
 import records
 import torch
+import torch.distributed as dist
 import torchtune
 from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
 from omegaconf import DictConfig, OmegaConf
@@ -32,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from turns import Enough, Relay, configuration, printing_into
 
-from adaptive_batch import distributed
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.torchtune import all_ranks
 
@@ -241,7 +241,7 @@ class RankRelay(Relay):
     """A relay whose steps end when all ranks have ended them."""
 
     def step_done(self, name: str) -> None:
-        distributed.barrier()
+        dist.barrier()
         super().step_done(name)
 
 

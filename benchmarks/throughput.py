@@ -246,7 +246,7 @@ def measure(
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
     rows = [(len(row["tokens"]), sum(label >= 0 for label in row["labels"][1:])) for row in dataset]
-    lengths = row_lengths(dataset, cache_dir=None, fingerprint="any", num_workers=0, show_progress=False)
+    lengths = row_lengths(dataset, num_workers=0, show_progress=False)
     mean_length, longest = float(lengths.double().mean()), int(lengths.max())
     total = int((epochs or model.epochs) * int(lengths.sum()))
     held_out_file = folder / "data" / "held_out.jsonl"

@@ -91,7 +91,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_data()
         if self.settings.preview:
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
-            text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, goes_on=keeps_batch)
+            text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, resumes=keeps_batch)
             if distributed.is_rank_zero():
                 print(text)
             return
@@ -146,7 +146,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.planner.limits = self.parts["limits"] = self.limits.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
-        if self.checkpoints.recipe_state is not None:
+        if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
             self.log.whose_rate(trainer.base_rate)
         keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
@@ -286,8 +286,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         assert result.rows == taken, f"a step of {taken} rows trained {result.rows} of them"
         self.unlabelled += not result.micro_batches
         progress = progress.after_step(rows=result.rows, tokens=result.tokens)
-        if (noise := result.noise) is not None:
-            self.noise_scale.update(noise.small_rows, noise.small_squared_norm, noise.big_rows, noise.big_squared_norm)
+        if result.noise is not None:
+            self.noise_scale.update(result.noise)
         return replace(progress, noise_scale=self.noise_scale.value) if self.settings.measures_noise else progress
 
     def _log_epoch(self) -> None:
@@ -383,7 +383,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 "unlabelled": self.unlabelled,
                 "progress": self.progress.state_dict(),
                 **{name: part.state_dict() for name, part in self.parts.items()},
-                "random_states": distributed.gather_to_rank_zero(RandomState(self.device).state_dict()),
+                "random_states": distributed.all_gather(RandomState(self.device).state_dict()),
             },
         }
 

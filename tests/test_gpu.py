@@ -227,7 +227,7 @@ def test_a_resume_point_of_a_device_goes_on_to_the_bit(tmp_path, asynchronous):
         again, its_optimizer = build()
         again.load_state_dict(tensors["model"])
         its_optimizer.load_state_dict(tensors["optimizer"])
-        RandomState.from_state_dict(small["random_state"], CUDA).restore()
+        RandomState(CUDA).load_state_dict(small["random_state"])
         assert [step(again, its_optimizer) for _ in range(5)] == expected
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -26,8 +25,7 @@ from adaptive_batch._util import atomic_write
 from adaptive_batch.errors import CheckpointError
 
 from .content import Content, read_into, read_optimizer, read_whole
-from .dcp import METADATA, Ranks, SavedTensors, reason, write_tensors
-from .state_tree import unflatten
+from .dcp import METADATA, Ranks, reason, write_tensors
 
 Result = TypeVar("Result")
 
@@ -47,14 +45,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SkippedCheckpoint:
-    """A folder that is no complete checkpoint.
-
-    Attributes:
-        path: the folder.
-        reason: why it is not used.
-        is_ours: it was written as a checkpoint in a format that this version knows.
-        order: as in :class:`Checkpoint`; None where it cannot be known.
-    """
+    """A folder that is no complete checkpoint, and why; `is_ours` if it was written as one in a format that this version knows."""
 
     path: Path
     reason: str
@@ -70,13 +61,7 @@ class SkippedCheckpoint:
 class Checkpoint:
     """A folder whose files are all there with the sizes that they were saved with.
 
-    Attributes:
-        path: the folder.
-        step: optimizer steps when it was saved.
-        order: grows with each save into one output directory, so that the largest is the newest.
-        package_version: of adaptive_batch, when it was saved.
-        world_size: ranks that wrote it.
-        files: by name.
+    The largest `order` is the newest of one output directory; `step` counts optimizer steps, and `world_size` the ranks that wrote it.
     """
 
     path: Path
@@ -85,11 +70,6 @@ class Checkpoint:
     package_version: str
     world_size: int
     files: Mapping[str, SavedFile]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its files."""
-        return sum(file.bytes for file in self.files.values())
 
     def corruption(self) -> str | None:
         """Read every file, and return what differs from what was saved; None where nothing does."""
@@ -103,16 +83,13 @@ class Checkpoint:
         return None
 
     def load(self) -> tuple[Any, Any]:
-        """Load what any number of ranks saved, whole, on the CPU: the tree of tensors, and the small state.
-
-        Nothing that a file could name is run: tensors and state are read with ``weights_only=True``, and of ``.metadata``, which is
-        a pickle, only the classes of torch.distributed.checkpoint are accepted.
+        """Load what any number of ranks saved, whole, on the CPU: the tree of tensors, and the small state. No code of a file is run.
 
         Raises:
             CheckpointError: a file cannot be read; for tensor subclasses, their package (torchao) must have been imported. Or
                 several ranks saved low-bit states, which cannot be put together.
         """
-        return self._read(lambda saved, state: (read_whole(saved, state), _small(state)), Ranks())
+        return self._read(lambda state: (read_whole(self.path, state), state["small"]), Ranks())
 
     def load_into(self, tree: Mapping[str, Any], *, process_group: Any = None) -> None:
         """Load into existing tensors; each rank reads its own part of a DTensor, and no more. A collective.
@@ -125,14 +102,14 @@ class Checkpoint:
         Raises:
             CheckpointError: a file cannot be read, or the trees differ; on every rank, if on one.
         """
-        self._read(lambda saved, state: read_into(saved, state, tree), Ranks(process_group))
+        ranks = Ranks(process_group)
+        self._read(lambda state: read_into(self.path, state, tree, ranks), ranks)
 
     def load_optimizer(
         self,
         optimizers: Iterable[Optimizer],
         names: Mapping[nn.Parameter, str],
         *,
-        key: str = "optimizer",
         process_group: Any = None,
     ) -> dict[str, Any]:
         """Load the state of optimizers, sharded as their parameters are; each rank reads its own part. A collective.
@@ -140,54 +117,34 @@ class Checkpoint:
         Args:
             optimizers: that it is for; they are not changed.
             names: of their parameters, as ``model.named_parameters()`` has them.
-            key: of the state in the tree that was saved; it may have any form that :func:`.optimizer_state.named_form` takes.
             process_group: whose ranks load together; None for one process.
 
         Returns:
-            What :func:`.optimizer_state.load_named_optimizer_state` takes.
+            What :func:`.load_named_optimizer_state` takes.
 
         Raises:
             CheckpointError: a file cannot be read, the state belongs to other parameters, or it is of low-bit states and the ranks
                 are not as many as saved it; on every rank, if on one.
         """
         ranks, optimizers = Ranks(process_group), list(optimizers)
-        return self._read(lambda saved, state: read_optimizer(saved, state, key, optimizers, names, ranks), ranks)
+        return self._read(lambda state: read_optimizer(self.path, state, optimizers, names, ranks), ranks)
 
     def load_small_state(self) -> Any:
-        """Load the small state alone, without reading the tensors.
+        """Load the small state alone, without reading the tensors; raise a CheckpointError if it cannot be read."""
+        return self._read(lambda state: state["small"], Ranks())
 
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        return _small(self._read_state())
-
-    def _read(self, read: Callable[[SavedTensors, Any], Result], ranks: Ranks) -> Result:
+    def _read(self, read: Callable[[Any], Result], ranks: Ranks) -> Result:
         """Read on each rank for itself; an error of one is raised on all."""
         results: list[Result] = []  # which need not be picklable
         try:
-            ranks.each(lambda: results.append(read(SavedTensors(self.path), self._read_state())))
+            ranks.each(lambda: results.append(read(_load_safely(self.path / STATE))))
         except Exception as error:
-            if isinstance(error, CheckpointError) and str(self.path) in str(error):
-                raise
             raise CheckpointError(f"resume point {self.path} cannot be read ({reason(error)})") from error
         return results[0]
 
-    def _read_state(self) -> Any:
-        try:
-            return _load_safely(self.path / STATE)
-        except Exception as error:
-            raise CheckpointError(f"checkpoint file {self.path / STATE} cannot be read ({_advice(error)})") from error
-
 
 def write_checkpoint(folder: Path, content: Content, *, step: int, order: int, ranks: Ranks) -> None:
-    """Write a checkpoint into an empty folder, and flush it to the disk. A collective.
-
-    Args:
-        folder: where, of a file system that all ranks share; nothing else may be in it.
-        content: what this rank holds.
-        step: optimizer steps so far.
-        order: as in :class:`Checkpoint`.
-        ranks: that write it together, rank zero what is not divided.
+    """Write a checkpoint into an empty folder, of a file system that all ranks share, and flush it to the disk; a collective.
 
     Raises:
         Exception: writing failed on one rank at least; raised on every rank.
@@ -206,7 +163,7 @@ def write_checkpoint(folder: Path, content: Content, *, step: int, order: int, r
         try:
             _load_safely(folder / STATE)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"the state could not be read again: {_advice(error)}") from error
+            raise CheckpointError(f"the state could not be read again: {reason(error)}") from error
         ours = {name: _saved_file(folder / name) for name in (METADATA, STATE)}
         checkpoint = Checkpoint(folder, step, order, __version__, ranks.count, dict(sorted({**files, **ours}.items())))
         atomic_write(folder / MANIFEST, _manifest(checkpoint), sync=True)
@@ -224,34 +181,28 @@ def write_checkpoint(folder: Path, content: Content, *, step: int, order: int, r
 
 def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
     """Check whether a folder is a checkpoint whose files have their sizes; :meth:`Checkpoint.corruption` reads them."""
-    has_dcp = (folder / METADATA).exists() and (folder / STATE).exists()
+    is_ours = (folder / METADATA).exists() and (folder / STATE).exists()
     try:
-        text = (folder / MANIFEST).read_bytes().decode()
-    except FileNotFoundError:
-        what = "incomplete" if has_dcp else "unrecognized"
-        return SkippedCheckpoint(folder, f"{what}: it has no {MANIFEST}", has_dcp)
-    except (OSError, ValueError) as error:
-        return SkippedCheckpoint(folder, f"{MANIFEST} cannot be read ({error})", has_dcp)
+        text = (folder / MANIFEST).read_bytes().decode(errors="replace")
+    except OSError as error:
+        what = "incomplete" if is_ours else "unrecognized"
+        return SkippedCheckpoint(folder, f"{what}: {MANIFEST} cannot be read ({error.strerror})", is_ours)
+    is_ours |= FORMAT in text
     try:
         content = json.loads(text)
-        if content["format"] != FORMAT:
-            raise ValueError("another format")
         version, order = int(content["format_version"]), int(content["order"])
-    except (ValueError, KeyError, TypeError):
-        is_ours = has_dcp or FORMAT in text
+        if content["format"] == FORMAT and version > FORMAT_VERSION:
+            by = f"newer format {version}, written by adaptive_batch {content.get('package_version')}"
+            return SkippedCheckpoint(
+                folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order
+            )
+        files = {name: SavedFile(**file) for name, file in content["files"].items()}
+        found = Checkpoint(folder, content["step"], order, content["package_version"], content["world_size"], files)
+        if _manifest(found) != text:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
         what = "truncated or changed" if is_ours else "unrecognized"
         return SkippedCheckpoint(folder, f"{MANIFEST} is {what}", is_ours)
-    if version > FORMAT_VERSION:
-        by = f"newer format {version}, written by adaptive_batch {content.get('package_version')}"
-        return SkippedCheckpoint(folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order)
-    try:
-        files = {name: SavedFile(file["bytes"], file["crc32"]) for name, file in content["files"].items()}
-        found = Checkpoint(folder, content["step"], order, content["package_version"], content["world_size"], files)
-        is_unchanged = _manifest(found) == text
-    except (KeyError, TypeError, AttributeError):
-        is_unchanged = False
-    if not is_unchanged:
-        return SkippedCheckpoint(folder, f"{MANIFEST} is truncated or changed", True)
     for name, saved in found.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -278,17 +229,6 @@ def _manifest(checkpoint: Checkpoint) -> str:
 
 def _load_safely(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _advice(error: Exception) -> str:
-    """The error in one line; torch's own advice, to allow everything, is left out."""
-    if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
-        return f"it names {named[1]}, which torch.load(weights_only=True) does not allow; import its package first if that allows it, as torchao does"
-    return str(error).partition("\n")[0]
-
-
-def _small(state: Any) -> Any:
-    return unflatten(state["small_tensors"], state["small_skeleton"])
 
 
 def _saved_file(path: Path) -> SavedFile:

@@ -1,15 +1,16 @@
-"""The content of a checkpoint: gathered from what the ranks hold, and read back whole, into tensors, or as an optimizer's state.
+"""Divide a nested state into plain tensors, which torch.distributed.checkpoint stores, and a small state that describes them.
 
-A DTensor whose part on a rank is no plain tensor, such as torchao's low-bit optimizer states, is kept rank by rank: a block of it is
-scaled as a whole, so that it cannot be cut where another number of ranks would cut it. Such parts are saved under names of their
-rank, and described under ``parts`` of the state, with the layout that they belong to.
+A DTensor stays one tensor of its global shape, so that any number of ranks can read it. Tensors that wrap others, such as torchao's
+low-bit optimizer states, are stored rank by rank: their blocks are scaled as a whole, and cannot be cut where another number of ranks
+would cut them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,22 +18,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
 from adaptive_batch.errors import CheckpointError
 
-from .dcp import Ranks, SavedTensors
-from .optimizer_state import distributed_from_local, empty_like_parameter, named_form, parameter_name, refuse_to_divide
-from .state_tree import SavedLeaf, flatten, leaf_paths, leaves, unflatten
+from .dcp import Ranks, read_tensors
+from .optimizer_state import distributed_from_local, named_form, parameter_name
 
-_REMEDY = "or begin with a new optimizer state (resume_from_checkpoint=False from its weights), or with an optimizer in full precision"
+_Path = tuple[Any, ...]  # keys and numbers
+
+# What ``torch.load(weights_only=True)`` reads back as it was.
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is written: tensors of this rank by name, the state (that of rank zero counts), and the bytes of all ranks' tensors.
+    """What is written: this rank's tensors by name, the state of rank zero, and about how many bytes all ranks' tensors have.
 
-    The state holds ``skeleton`` and ``parts`` of the tensors' tree, and ``small_tensors`` and ``small_skeleton`` of the small state.
+    The state is ``tree`` with tensors on the meta device in place of the stored ones, ``low_bit`` with the layout and the parts by
+    rank of each low-bit tensor, and ``small``.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -40,202 +43,270 @@ class Content:
     num_bytes: int
 
 
-def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content:
-    """Flatten what a checkpoint is to hold; a collective.
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """A tensor that is not read yet: its name, its form on the meta device, and the parameter that it is sharded as, if any."""
 
-    Args:
-        tensors_tree: alike on all ranks but for what each holds of a DTensor; not copied.
-        small_state: of rank zero; that of another rank is not looked at. Copied.
-        ranks: that save together.
+    name: str
+    form: torch.Tensor
+    parameter: torch.Tensor | None = None
+
+    def empty(self) -> torch.Tensor:
+        parameter, form = self.parameter, self.form
+        if isinstance(parameter, DTensor) and form.dim() and form.shape == parameter.shape:
+            return torch.empty_like(parameter.detach(), dtype=form.dtype)
+        return torch.empty_like(form, device="cpu")
+
+
+def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content:
+    """Divide what a checkpoint is to hold, not copying tensors, but copying the small state of rank zero; a collective.
 
     Raises:
         TypeError: a value is of a kind that cannot be saved; on every rank.
     """
     tensors: dict[str, torch.Tensor] = {}
-    state: dict[str, Any] = {"parts": {}}
+    state: dict[str, Any] = {}
 
-    def flattened() -> list[str]:
-        found, state["skeleton"] = flatten(tensors_tree)
-        small_tensors, state["small_skeleton"] = flatten(small_state if ranks.rank == 0 else None)
-        state["small_tensors"] = {name: tensor.to("cpu", copy=True) for name, tensor in small_tensors.items()}
+    def divide() -> list[str]:
+        state["tree"], found = _divided(tensors_tree)
         tensors.update(found)
-        return [name for name, t in found.items() if isinstance(t, DTensor) and _is_wrapper(t.to_local())]
+        state["small"] = _map_leaves(_copied, small_state if ranks.rank == 0 else None)
+        return [name for name, tensor in tensors.items() if is_traceable_wrapper_subclass(local_part(tensor))]
 
-    # On one rank the part of a low-bit DTensor may be a plain tensor, so the ranks agree on the names.
-    names = sorted({name for names in ranks.each(flattened) for name in names})
-    low_bit = {name: tensor for name in names if isinstance(tensor := tensors.pop(name), DTensor)}
+    # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks agree on the names.
+    names = sorted({name for names in ranks.each(divide) for name in names})
+    low_bit = {name: tensors.pop(name) for name in names}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    if low_bit:
-        parts: dict[str, torch.Tensor] = {}
-
-        def flattened_parts() -> tuple[dict[str, Any], int]:
-            skeletons = {}
-            for name, tensor in low_bit.items():
-                inner, skeletons[name] = flatten({f"{name}@{ranks.rank}": tensor.to_local().detach()})
-                parts.update(inner)
-            return skeletons, sum(part.nbytes for part in parts.values())
-
-        of_ranks = ranks.each(flattened_parts)
+    forms = ranks.each(lambda: {name: _form(local_part(tensor)) for name, tensor in low_bit.items()}) if names else []
+    state["low_bit"] = {}
+    for name, tensor in low_bit.items():
+        state["low_bit"][name] = {"layout": _layout(tensor), "ranks": [of_rank[name] for of_rank in forms]}
+        parts = _plain_parts(local_part(tensor), f"{name}@{ranks.rank}")
         tensors |= parts
-        num_bytes += sum(bytes_ for _, bytes_ in of_ranks)
-        state["parts"] = {
-            name: {"layout": _layout(t), "shape": t.shape, "ranks": [skeletons[name] for skeletons, _ in of_ranks]}
-            for name, t in low_bit.items()
-        }
+        num_bytes += ranks.count * sum(part.nbytes for part in parts.values())
     return Content(tensors, state, num_bytes)
 
 
-def read_whole(saved: SavedTensors, state: Mapping[str, Any]) -> Any:
+def read_whole(folder: Path, state: Mapping[str, Any]) -> Any:
     """Read the tree on the host, every tensor whole.
 
     Raises:
-        CheckpointError: it has tensors that several ranks saved in parts that cannot be put together.
+        CheckpointError: several ranks saved low-bit tensors, which cannot be put together.
     """
-    tensors = {name: saved.empty(name) for name in saved.entries}
-    parts = state["parts"]
-    for name, part in parts.items():
-        _check_layout(name, part, None, Ranks())
-    saved.read(tensors)
-    for name, part in parts.items():
-        (tensors[name],) = unflatten(tensors, part["ranks"][0]).values()
-    return unflatten(tensors, state["skeleton"])
+    return _read(folder, state, _stored(state["tree"]), Ranks())
 
 
-def read_into(saved: SavedTensors, state: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
-    """Read into the tensors of a tree.
-
-    Args:
-        saved: the tensors.
-        state: of the checkpoint.
-        tree: some entries of the tree that was saved; below these, with the same tensors.
+def read_into(folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any], ranks: Ranks) -> None:
+    """Read into the tensors of `tree`: some entries of the tree that was saved; below these, with the same tensors.
 
     Raises:
-        CheckpointError: the trees differ, or a tensor was saved in another form than a plain one; it is named.
+        CheckpointError: the trees differ, or a low-bit tensor was saved by other ranks; it is named.
     """
     into: dict[str, list[torch.Tensor]] = {}
     for key, child in tree.items():
-        found, here = dict(leaf_paths(_entry(state, key), key)), dict(leaf_paths(child, key))
-        if differing := [*(path for path in here if path not in found), *(path for path in found if path not in here)]:
-            where = "was not saved" if differing[0] in here else "was saved, and is not here"
-            raise CheckpointError(f"{'.'.join(differing[0])} {where}; it belongs to another model")
+        found, here = dict(_leaves(_entry(state, key), _Stored)), dict(_leaves(child, torch.Tensor))
+        for path in [*here, *found]:
+            if path not in found or path not in here:
+                where = "was not saved" if path in here else "was saved, and is not here"
+                raise CheckpointError(f"{_joined((key, *path))} {where}; it belongs to another model")
         for path, tensor in here.items():
-            leaf = found[path]
-            if leaf.wrapper is not None or leaf.names[0] in state["parts"]:
-                kind = "low-bit tensor" if leaf.wrapper is None else leaf.wrapper.__name__
-                raise CheckpointError(
-                    f"{'.'.join(path)} was saved as a {kind}, which cannot be read into another tensor"
-                )
-            into.setdefault(leaf.names[0], []).append(tensor)
-    first = {name: tensors[0].detach() for name, tensors in into.items()}
-    saved.read(first)
-    with torch.no_grad():
-        for name, tensors in into.items():
-            for other in tensors[1:]:  # the same tensor when it was saved, and perhaps not here
-                other.copy_(first[name])
+            stored = replace(found[path], parameter=tensor)
+            for name, part in _targets(stored, tensor.detach(), state, ranks).items():
+                into.setdefault(name, []).append(part)
+    read_tensors(folder, {name: parts[0] for name, parts in into.items()})
+    for first, *others in into.values():
+        for other in others:  # the same tensor when it was saved, and perhaps not here
+            other.copy_(first)
 
 
 def read_optimizer(
-    saved: SavedTensors,
+    folder: Path,
     state: Mapping[str, Any],
-    key: str,
     optimizers: Iterable[Optimizer],
     names: Mapping[nn.Parameter, str],
     ranks: Ranks,
 ) -> dict[str, Any]:
     """Read the state of optimizers in the named form, sharded as their parameters are: no rank reads more than its own part.
 
-    Args:
-        saved: the tensors.
-        state: of the checkpoint.
-        key: of the optimizer's state in the tree.
-        optimizers: that it is for.
-        names: of their parameters, as ``model.named_parameters()`` has them.
-        ranks: that load.
-
     Raises:
         CheckpointError: the state belongs to other parameters, or cannot be divided among these ranks.
     """
-    form = named_form(_entry(state, key), optimizers, names)
-    parameters = {parameter_name(name): parameter for parameter, name in names.items()}
-    into: dict[str, torch.Tensor] = {}
-
-    def requested(leaf: SavedLeaf, parameter: torch.Tensor | None) -> _Requested:
-        """Make tensors to read a leaf into; returns how they are put together once they are read."""
-        part = state["parts"].get(leaf.names[0])
-        if part is not None:
-            _check_layout(leaf.names[0], part, parameter, ranks)
-            skeleton = part["ranks"][ranks.rank]
-            (own,) = leaves(skeleton).values()
-            into.update({name: saved.empty(name) for name in own.names})
-            return _Requested(lambda: _assembled(part, unflatten(into, skeleton), parameter))
-        if leaf.wrapper is not None:
-            refuse_to_divide(leaf.wrapper, parameter, leaf.names[0].rpartition(".")[0])
-        for name in leaf.names:
-            entry = saved.entries[name]
-            sharded = None
-            if parameter is not None and leaf.wrapper is None:
-                sharded = empty_like_parameter(parameter, entry.size, entry.properties.dtype)
-            into[name] = saved.empty(name) if sharded is None else sharded
-        first = leaf.names[0]
-        return _Requested(lambda: into[first] if isinstance(into[first], DTensor) else unflatten(into, leaf.node))
-
-    requests = {
-        "state": {
-            name: tree_map_only(SavedLeaf, partial(requested, parameter=parameters[name]), entries)
-            for name, entries in form["state"].items()
-        },
-        "param_groups": tree_map_only(SavedLeaf, partial(requested, parameter=None), form["param_groups"]),
-    }
-    saved.read(into)
-    read: dict[str, Any] = tree_map_only(_Requested, lambda request: request.finish(), requests)
+    form = named_form(_entry(state, "optimizer"), optimizers, names)
+    for parameter, name in names.items():
+        if entries := form["state"].get(parameter_name(name)):
+            of_parameter = partial(_sharded_as, parameter)
+            form["state"][parameter_name(name)] = _map_leaves(of_parameter, entries, _Stored)
+    read: dict[str, Any] = _read(folder, state, form, ranks)
     return read
 
 
-@dataclass(frozen=True)
-class _Requested:
-    finish: Callable[[], torch.Tensor]
+def _sharded_as(parameter: nn.Parameter, _: _Path, stored: _Stored) -> _Stored:
+    return replace(stored, parameter=parameter)
 
 
-def _assembled(
-    part: Mapping[str, Any], tree: Mapping[str, torch.Tensor], parameter: torch.Tensor | None
-) -> torch.Tensor:
-    (local,) = tree.values()
-    if isinstance(parameter, DTensor):
-        return distributed_from_local(local, parameter, parameter.placements, part["shape"])
-    return local
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the tree with forms in place of tensors, and the tensors by name; tensors of the same memory have one form."""
+    forms: dict[Any, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def form(path: _Path, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return _plain_value(path, value)
+        tensor = value.detach()
+        local = local_part(tensor)
+        is_wrapper: bool = is_traceable_wrapper_subclass(local)
+        if not is_wrapper and (type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided):
+            what = f"{_kind(local)} of layout {local.layout} on {local.device}"
+            raise TypeError(f"{_joined(path)} is a {what}, which a checkpoint cannot hold")
+        form = forms.setdefault(path if is_wrapper else (*_memory(local), value.shape), _form(tensor))
+        tensors.setdefault(id(form), tensor)
+        return form
+
+    divided = _map_leaves(form, tree)
+    return divided, {stored.name: tensors[id(stored.form)] for _, stored in _leaves(_stored(divided), _Stored)}
+
+
+def _stored(divided: Any) -> Any:
+    """Name the forms of a tree by the first path to each."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+
+    def name(path: _Path, form: torch.Tensor) -> _Stored:
+        if id(form) not in names:
+            joined = _joined(path)  # ``{"a.b": x, "a": {"b": y}}`` has one path for two tensors
+            names[id(form)] = f"{joined}#{len(names)}" if joined in taken else joined
+            taken.add(joined)
+        return _Stored(names[id(form)], form)
+
+    return _map_leaves(name, divided, torch.Tensor)
+
+
+def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> Any:
+    """Read the stored tensors of a tree."""
+    into: dict[str, torch.Tensor] = {}
+    for _, stored in _leaves(tree, _Stored):
+        if stored.name not in into:
+            into |= _targets(stored, None, state, ranks)
+    read_tensors(folder, into)
+
+    def restored(_: _Path, stored: _Stored) -> torch.Tensor:
+        if stored.name not in state["low_bit"]:
+            return into[stored.name]
+        form, parameter = state["low_bit"][stored.name]["ranks"][ranks.rank], stored.parameter
+        local = _with_parts(form, f"{stored.name}@{ranks.rank}", into)
+        if isinstance(parameter, DTensor):
+            return distributed_from_local(local, parameter, parameter.placements, stored.form.shape)
+        return local
+
+    return _map_leaves(restored, tree, _Stored)
+
+
+def _targets(
+    stored: _Stored, tensor: torch.Tensor | None, state: Mapping[str, Any], ranks: Ranks
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to read into by name: those of `tensor`, or new ones."""
+    if low_bit := state["low_bit"].get(stored.name):
+        _check_layout(stored, low_bit, ranks)
+        form = low_bit["ranks"][ranks.rank] if tensor is None else local_part(tensor)
+        parts = _plain_parts(form, f"{stored.name}@{ranks.rank}")
+        return {name: torch.empty_like(part, device="cpu") if part.is_meta else part for name, part in parts.items()}
+    return {stored.name: stored.empty() if tensor is None else tensor}
+
+
+def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
+    """Return a tensor as plain ones by name: itself, or those that it wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {name: tensor}
+    return {f"{name}.{attribute}": getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0]}
+
+
+def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of a form, of other plain tensors."""
+    if not is_traceable_wrapper_subclass(form):
+        return parts[name]
+    attributes, context = form.__tensor_flatten__()
+    inner = {attribute: parts[f"{name}.{attribute}"] for attribute in attributes}
+    wrapper: torch.Tensor = type(form).__tensor_unflatten__(inner, context, form.shape, form.stride())
+    return wrapper
+
+
+def _check_layout(stored: _Stored, low_bit: Mapping[str, Any], ranks: Ranks) -> None:
+    """Refuse where the ranks, or what each of them holds, differ from when a low-bit tensor was saved."""
+    saved, layout = len(low_bit["ranks"]), _layout(stored.parameter)
+    if saved != ranks.count or (saved > 1 and layout != low_bit["layout"]):
+        raise CheckpointError(
+            f"{stored.name} is a low-bit state that {saved} ranks saved in parts ({low_bit['layout']}), which {ranks.count} "
+            f"({layout}) cannot divide again: resume with {saved}, divided as they were, or begin with a new optimizer state "
+            "(resume_from_checkpoint=False from its weights), or with an optimizer in full precision"
+        )
+
+
+def _layout(tensor: torch.Tensor | None) -> str:
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    return f"{', '.join(map(str, tensor.placements))} over {' x '.join(map(str, tensor.device_mesh.shape))}"
 
 
 def _entry(state: Mapping[str, Any], key: str) -> Any:
-    found = leaves(state["skeleton"])
-    if key not in found:
-        raise CheckpointError(f"it has no {key!r}, but {', '.join(map(repr, found))}")
-    return found[key]
+    if key not in state["tree"]:
+        raise CheckpointError(f"it has no {key!r}, but {', '.join(map(repr, state['tree']))}")
+    return _stored(state["tree"])[key]
 
 
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    return is_wrapper
+def _copied(path: _Path, value: Any) -> Any:
+    """Copy a leaf of the small state to the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return _plain_value(path, value)
 
 
-def _check_layout(name: str, part: Mapping[str, Any], parameter: torch.Tensor | None, ranks: Ranks) -> None:
-    """Refuse where the ranks, or what each of them holds, differ from when it was saved; `parameter` is None to read it whole."""
-    saved = len(part["ranks"])
-    if saved != ranks.count:
-        raise CheckpointError(
-            f"{name} is a low-bit state that {saved} rank{'s' * (saved > 1)} saved in parts, which {ranks.count} cannot divide again: "
-            f"resume with {saved}, {_REMEDY}"
-        )
-    if isinstance(parameter, DTensor) and saved > 1 and _layout(parameter) != part["layout"]:
-        raise CheckpointError(
-            f"{name} is a low-bit state that was sharded as {part['layout']}, and is {_layout(parameter)} here: "
-            f"resume with the ranks divided as they were, {_REMEDY}"
-        )
-    if not isinstance(parameter, DTensor) and saved > 1:
-        raise CheckpointError(f"{name} is a low-bit state in {saved} parts: resume with sharded parameters, {_REMEDY}")
+def _plain_value(path: _Path, value: Any) -> Any:
+    """Return a value that can be saved; subclasses, such as numpy's float64, as what they derive from."""
+    if type(value) in _PLAIN:
+        return value
+    for base in (int, float, str):
+        if isinstance(value, base):
+            return base(value)
+    raise TypeError(f"{_joined(path)} is a {_kind(value)}, which a checkpoint cannot hold")
 
 
-def _layout(tensor: DTensor) -> str:
-    placements = ", ".join(
-        f"{type(placement).__name__}({getattr(placement, 'dim', '')})" for placement in tensor.placements
-    )
-    return f"{placements} over {' x '.join(map(str, tensor.device_mesh.shape))}"
+def _form(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the meta device; with its strides where its elements fill the memory without gaps."""
+    if isinstance(tensor, DTensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    parts = _plain_parts(tensor, "").items()
+    return _with_parts(tensor, "", {name: torch.empty_like(part, device="meta") for name, part in parts})
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What is the same for two tensors that are the same memory; also on a rank whose shards are empty and lie at no address."""
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _map_leaves(function: Callable[[_Path, Any], Any], tree: Any, kind: Any = object, path: _Path = ()) -> Any:
+    """Replace what is of a kind and is no dict, list or tuple by what a function returns for path and value."""
+    if isinstance(tree, Mapping):
+        return {key: _map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree))
+    return function(path, tree) if isinstance(tree, kind) else tree
+
+
+def _leaves(tree: Any, kind: type) -> list[tuple[_Path, Any]]:
+    """Return path and value of all leaves of a kind."""
+    found: list[tuple[_Path, Any]] = []
+    _map_leaves(lambda path, leaf: found.append((path, leaf)), tree, kind)
+    return found
+
+
+def _joined(path: _Path) -> str:
+    return ".".join(map(str, path)) or "the state"
+
+
+def _kind(value: object) -> str:
+    return type(value).__qualname__

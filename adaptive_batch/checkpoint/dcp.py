@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from adaptive_batch import distributed
@@ -27,11 +27,10 @@ METADATA = ".metadata"
 class Ranks:
     """The ranks that save or load together: each learns what all returned, or that one failed, and none is left waiting.
 
-    Both methods are collectives over this process group and no other, so that a thread may call them where nothing else uses it.
     With several ranks, an error is raised on all of them as a CheckpointError, or a TypeError if it was one, which names the rank.
 
     Args:
-        group: of all ranks; None for one process alone, also where there are other ranks.
+        group: of all ranks, which no other thread uses meanwhile; None for one process alone, also where there are other ranks.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -56,15 +55,18 @@ class Ranks:
 
 
 def reason(error: BaseException) -> str:
-    """The text of an error; of the system's error where torch has wrapped others around it."""
+    """The text of an error in a line; of the system's error where torch has wrapped others around it."""
     below: BaseException | None = error
     while below is not None and not isinstance(below, OSError):
         below = below.__cause__ or below.__context__
-    return str(below or error)
+    if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
+        # torch's own advice is to allow everything
+        return f"it names {named[1]}, which torch.load(weights_only=True) allows only once its package is imported, if at all"
+    return str(below or error).partition("\n")[0]
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[str]:
-    """Write tensors into a folder and flush them to the disk; a collective.
+    """Write tensors into an empty folder and flush them to the disk; a collective.
 
     Args:
         folder: empty.
@@ -92,47 +94,20 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
     return sorted(path.name for path in folder.glob(f"__{ranks.rank}_*"))
 
 
-class SavedTensors:
-    """What :func:`write_tensors` wrote.
+def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Read what :func:`write_tensors` wrote into tensors, by name; of a DTensor, this rank's part. Without communication.
 
-    Nothing that a file could name is run: tensors are read with ``weights_only=True``, and of ``.metadata``, which is a pickle,
-    only the classes of torch.distributed.checkpoint are accepted. Each rank reads for itself, without communication.
+    Nothing that a file names is run: tensors are read with ``weights_only=True``, and of ``.metadata``, which is a pickle, only the
+    classes of torch.distributed.checkpoint are accepted.
 
-    Args:
-        folder: with the files.
+    Raises:
+        Exception: of many kinds; a file cannot be read, or is not what it should be.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._reader = _Reader(folder)
-
-    @cached_property
-    def entries(self) -> Mapping[str, TensorStorageMetadata]:
-        """Size and dtype of each tensor, by name.
-
-        Raises:
-            Exception: of many kinds; the file cannot be read, or is not what it should be.
-        """
-        entries = self._reader.read_metadata().state_dict_metadata
-        if unfit := [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]:
-            raise pickle.UnpicklingError(f"{unfit[0]} is no tensor")
-        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-    def empty(self, name: str) -> torch.Tensor:
-        """An uninitialized tensor on the host for a saved one, whole."""
-        entry = self.entries[name]
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-    def read(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read into tensors, by name; of a DTensor, this rank's part.
-
-        Raises:
-            Exception: of many kinds, as for :attr:`entries`.
-        """
-        _ignore_single_process_warnings()
-        try:
-            state_dict_loader.load(tensors, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:  # which is no Exception
-            raise RuntimeError(reason(next(iter(error.failures.values()))[0])) from error
+    _ignore_single_process_warnings()
+    try:
+        state_dict_loader.load(tensors, storage_reader=_Reader(folder), no_dist=True)
+    except CheckpointException as error:  # which is no Exception
+        raise RuntimeError(reason(next(iter(error.failures.values()))[0])) from error
 
 
 class _Writer(FileSystemWriter):
@@ -163,10 +138,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    @cached_property
-    def _metadata(self) -> Metadata:
         with (Path(self.checkpoint_id) / METADATA).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):

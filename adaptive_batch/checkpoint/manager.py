@@ -26,7 +26,7 @@ from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import GIB, host_available_bytes
 
 from .checkpoint import Checkpoint, SkippedCheckpoint, inspect, write_checkpoint
-from .content import Content, gather_content
+from .content import Content, gather_content, local_part
 from .dcp import Ranks, reason
 
 log = logging.getLogger("adaptive_batch")
@@ -86,16 +86,13 @@ class CheckpointManager:
         return self._pending is not None and not self._pending.done()
 
     def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
-        """Save what a run needs to resume.
+        """Save what a run needs to resume; return the seconds for which training waited, also for an earlier asynchronous save.
 
         Args:
             step: optimizer steps so far; a checkpoint of the same step is replaced.
-            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``; see :func:`.state_tree.flatten`. Alike on all
-                ranks but for what each holds of a DTensor.
+            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``: dicts, lists, tuples, tensors and plain
+                values in any nesting. Alike on all ranks but for what each holds of a DTensor.
             small_state: the rest, of the same kinds of value; it can be read alone. That of rank zero is saved.
-
-        Returns:
-            Seconds for which training waited, also for an earlier asynchronous save.
 
         Raises:
             CheckpointError: saving failed on one rank at least, or the asynchronous save before this one, which is then not begun;
@@ -119,21 +116,13 @@ class CheckpointManager:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Return when the last save is complete.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Return when the last save is complete; raise a CheckpointError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait, and release thread and memory.
-
-        Raises:
-            CheckpointError: the last save failed.
-        """
+        """Release thread and memory when the last save is complete; raise a CheckpointError if it failed."""
         try:
             self.wait()
         finally:
@@ -155,24 +144,24 @@ class CheckpointManager:
         self._copies = {
             name: copy for name, copy in self._copies.items() if name in tensors and _form(copy) == _form(tensors[name])
         }
-        needed = sum(_local(tensor).nbytes for name, tensor in tensors.items() if name not in self._copies)
+        needed = sum(local_part(tensor).nbytes for name, tensor in tensors.items() if name not in self._copies)
         hosts = self._ranks.each(lambda: (platform.node(), needed, host_available_bytes()))
-        on_host = {name: sum(bytes_ for other, bytes_, _ in hosts if other == name) for name, _, _ in hosts}
-        if any(on_host[name] > available for name, _, available in hosts):
-            self._copies = {}
-            log.warning(
-                "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
-                on_host[platform.node()] / GIB,
-                hosts[self._ranks.rank][2] / GIB,
-            )
-            return False
-        self._ranks.each(lambda: self._copy_local(tensors))
+        for host, _, available in hosts:
+            if (on_host := sum(bytes_ for other, bytes_, _ in hosts if other == host)) > available:
+                self._copies = {}
+                log.warning(
+                    "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
+                    on_host / GIB,
+                    available / GIB,
+                )
+                return False
+        self._ranks.each(lambda: self._copy_tensors(tensors))
         return True
 
-    def _copy_local(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _copy_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if name in self._copies:
-                _local(self._copies[name]).copy_(_local(tensor))
+                local_part(self._copies[name]).copy_(local_part(tensor))
             else:
                 self._copies[name] = tensor.to("cpu", copy=True)
 
@@ -185,22 +174,19 @@ class CheckpointManager:
             order = ranks.first(lambda: self._prepare(target, temporary))
             write_checkpoint(temporary, content, step=step, order=order, ranks=ranks)
             ranks.first(lambda: self._move_into_place(temporary, target))
-        except Exception as error:
-            free = _free_bytes(self._output_dir)
-            self._clear(temporary)
+        except BaseException as error:
+            nearest = next(folder for folder in (target, *target.parents) if folder.exists())
+            free = shutil.disk_usage(nearest).free
+            if ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(error, Exception):
+                raise
             raise CheckpointError(
                 f"saving {target} failed ({reason(error)}): it needs {content.num_bytes:,} bytes and a little more, and "
                 f"{free:,} bytes were free when it failed; what was saved before is untouched: free disk space or correct the path"
             ) from error
-        except BaseException:
-            self._clear(temporary)
-            raise
         if ranks.rank == 0:
             self._remove_old(order)
-
-    def _clear(self, temporary: Path) -> None:
-        if self._ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
 
     def _prepare(self, target: Path, temporary: Path) -> int:
         """Remove what a kill has left, and make an empty folder; returns the order of the new checkpoint."""
@@ -270,19 +256,7 @@ def _step_folders(output_dir: Path) -> list[Path]:
     ]
 
 
-def _free_bytes(folder: Path) -> int:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What is the same for two tensors if one can be copied into the other's memory."""
-    local, placements = _local(tensor), tensor.placements if isinstance(tensor, DTensor) else None
+    local, placements = local_part(tensor), tensor.placements if isinstance(tensor, DTensor) else None
     return (type(tensor), tensor.shape, placements, local.dtype, local.shape, local.stride())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds."""
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local

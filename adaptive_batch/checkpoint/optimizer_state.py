@@ -84,8 +84,7 @@ def named_form(
 
     Args:
         state: of ``optimizer.state_dict()``, with its numbers; the named form; ``{name: one of these}``, for the optimizer in backward.
-        optimizers: that it is to be loaded into; they say which parameter has which number.
-        names: as in :func:`named_optimizer_state`.
+        optimizers, names: that it is to be loaded into.
 
     Raises:
         CheckpointError: it is none of these, or has a parameter that there is not.
@@ -103,22 +102,6 @@ def named_form(
     return form
 
 
-def empty_like_parameter(parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a new DTensor for a saved tensor of a parameter's state, sharded as the parameter; None where it is to be a plain one."""
-    if not isinstance(parameter, DTensor) or not shape or shape != parameter.shape:
-        return None
-    return torch.empty_like(parameter.detach(), dtype=dtype)
-
-
-def refuse_to_divide(wrapper: type, parameter: torch.Tensor | None, what: str) -> None:
-    """Raise a CheckpointError where a state that wraps tensors, such as a low-bit one, would go to a parameter of several ranks."""
-    if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
-        raise CheckpointError(
-            f"{what} is a {wrapper.__name__}, which cannot be divided among {parameter.device_mesh.size()} ranks: resume with as many "
-            "ranks as it was saved with, or begin with a new optimizer state"
-        )
-
-
 def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     saved = [parameter for group in state["param_groups"] for parameter in group["params"]]
     if all(isinstance(parameter, str) for parameter in saved):
@@ -129,9 +112,6 @@ def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
         )
     else:
         name_of = dict(zip(saved, known, strict=True))
-    for parameter in state.get("state", {}):
-        if parameter not in name_of:
-            raise CheckpointError(f"the saved optimizer state has {parameter!r}, which is in none of its groups")
     return {
         "state": {name_of[parameter]: dict(entries) for parameter, entries in state.get("state", {}).items()},
         "param_groups": [
@@ -168,11 +148,14 @@ def _numbered(
             raise CheckpointError(
                 f"the saved optimizer state has no parameter {missing[0]}; it belongs to another model"
             )
-        values = _values_for(named, group_of)
-        if "param_names" in group:
-            values["param_names"] = group["param_names"]
+        if others := [name for name in named if group_of[name] is not group_of[named[0]]]:
+            raise CheckpointError(
+                f"the saved optimizer state has {named[0]} and {others[0]} in two groups, which are one here; load it with the "
+                "optimizer's groups, and with optimizer_in_bwd, as they were"
+            )
         numbers = [next(counter) for _ in named]
-        groups.append({**values, "params": numbers})
+        kept = {key: group[key] for key in ("param_names",) if key in group}
+        groups.append({**(group_of[named[0]] if named else {}), **kept, "params": numbers})
         for number, name, parameter in zip(numbers, named, group["params"], strict=True):
             if name in state:
                 place = partial(_placed, parameter=parameter, what=f"state of {name}")
@@ -180,30 +163,24 @@ def _numbered(
     return {"state": entries_of, "param_groups": groups}
 
 
-def _values_for(params: Sequence[str], group_of: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a group had, other than its parameters."""
-    found = group_of[params[0]] if params else {}
-    for name in params:
-        if group_of[name] is not found:
-            raise CheckpointError(
-                f"the saved optimizer state has {params[0]} and {name} in two groups, which are one here; load it with the optimizer's "
-                "groups, and with optimizer_in_bwd, as they were"
-            )
-    return {key: value for key, value in found.items() if key not in _OURS}
-
-
-def _placed(value: torch.Tensor, *, parameter: nn.Parameter, what: str) -> torch.Tensor:
+def _placed(value: Any, *, parameter: nn.Parameter, what: str) -> Any:
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
         return value
     mesh = parameter.device_mesh
     is_wrapper: bool = is_traceable_wrapper_subclass(value)
     if is_wrapper:
-        refuse_to_divide(type(value), parameter, what)
+        if mesh.size() > 1:
+            raise CheckpointError(
+                f"{what} is a {type(value).__name__}, which cannot be divided among {mesh.size()} ranks: resume with as many ranks "
+                "as it was saved with, or begin with a new optimizer state"
+            )
         return distributed_from_local(value, parameter, parameter.placements)
-    part = empty_like_parameter(parameter, value.shape, value.dtype)
-    if part is None:
+    if value.shape != parameter.shape:
         return distributed_from_local(value, parameter, [Replicate()] * mesh.ndim)
-    _take_part(part, value)
+    part: Any = torch.empty_like(parameter.detach(), dtype=value.dtype)
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, parameter.placements)
+    own = value[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
+    part.to_local().copy_(own)
     return part
 
 
@@ -215,15 +192,6 @@ def distributed_from_local(
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
     return whole.to(parameter.device)  # type: ignore[return-value]
-
-
-def _take_part(part: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part out of the whole tensor, which each rank has."""
-    assert isinstance(part, DTensor)
-    sizes, offsets = compute_local_shape_and_global_offset(whole.shape, part.device_mesh, part.placements)
-    ours = tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
-    with torch.no_grad():
-        part.to_local().copy_(whole[ours])
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

@@ -41,7 +41,7 @@ class Limits:
             if getattr(self, key) not in words:
                 raise SettingError(key, getattr(self, key), f"must be one of {', '.join(words)}")
         if self.min_rows > self.max_rows:
-            raise SettingError("min_rows", self.min_rows, f"must not be above max_rows={self.max_rows}")
+            raise SettingError("min_rows", self.min_rows, f"must not be above the most rows, {self.max_rows}")
 
     @property
     def padded(self) -> bool:
@@ -116,8 +116,7 @@ def _without_partners(rows: Rows, limits: Limits) -> torch.Tensor:
             raise SettingError(
                 "min_rows",
                 min_rows,
-                f"the {min_rows} shortest rows need {needed} {limits.count} tokens, and max_tokens is {budget}; lower "
-                f"min_rows, or set max_tokens to {needed} or more",
+                f"the {min_rows} shortest rows need {needed} {limits.count} tokens, and {budget} are allowed; lower one, or raise the other",
             )
         most = budget // min_rows if limits.padded else budget - int(shortest[:-1].sum())
     return rows.sizes > most

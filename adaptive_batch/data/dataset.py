@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from adaptive_batch import distributed
+from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
 from .lengths import longest_rows, row_lengths
@@ -30,18 +31,13 @@ class DatasetAdapter(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, row_length: RowLength = None) -> None:
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if isinstance(dataset, IterableDataset) or not all(
+            hasattr(dataset, name) for name in ("__getitem__", "__len__")
         ):
-            raise SettingError(
-                "dataset", type(dataset).__name__, "give a map-style one, with a length and rows by number"
-            )
-        if isinstance(row_length, bool) or not (
-            row_length is None or callable(row_length) or isinstance(row_length, int)
-        ):
-            raise SettingError("row_length", row_length, "give a function of a row, a whole number, or None")
-        if isinstance(row_length, int) and row_length < 1:
-            raise SettingError("row_length", row_length, "give 1 or more")
+            remedy = "give a map-style one, with a length and rows by number"
+            raise SettingError("dataset", type(dataset).__name__, remedy)
+        if row_length is not None and not callable(row_length):
+            check_whole("row_length", row_length, remedy="give a function of a row, a whole number, 1 or more, or None")
         if not len(dataset):
             raise SettingError("dataset", type(dataset).__name__, "it has no rows")
         self._dataset = dataset
@@ -87,9 +83,8 @@ class DatasetAdapter(Dataset[Any]):
             if isinstance(self._row_length, int):
                 self._lengths = torch.full((len(self),), self._row_length)
             else:
-                rows = _Measured(self)
                 self._lengths = distributed.from_rank_zero(
-                    lambda: row_lengths(rows, cache_dir=None, fingerprint="any", show_progress=False)
+                    lambda: row_lengths(self, length=self.length, show_progress=False)
                 )
         return self._lengths
 
@@ -105,19 +100,6 @@ class DatasetAdapter(Dataset[Any]):
         self._read = []
 
 
-class _Measured:
-    """Rows as :func:`row_lengths` reads them."""
-
-    def __init__(self, rows: DatasetAdapter) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int, /) -> dict[str, torch.Tensor]:
-        return {"tokens": torch.empty(self._rows.length(self._rows[number]), device="meta")}
-
-
 def label_tokens(batch: Any) -> torch.Tensor:
     """Return the number of labels of a batch that has ``labels``, where -100 is none.
 
@@ -129,15 +111,12 @@ def label_tokens(batch: Any) -> torch.Tensor:
         SettingError: the batch is no mapping with such labels.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    remedy = "give a function of a batch, such as lambda batch: len(batch[0])"
-    if isinstance(labels, torch.Tensor) and labels.is_floating_point():
-        raise SettingError("num_labels", None, f"`labels` of {list(labels.shape)} are no labels of tokens; {remedy}")
-    if not isinstance(labels, torch.Tensor):
-        raise SettingError("num_labels", None, f"a batch is a {type(batch).__name__} without `labels`; {remedy}")
-    if not 1 <= labels.dim() <= 2:
-        shape = f"`labels` have the shape {list(labels.shape)}, which is neither [batch] nor [batch, sequence]"
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not 1 <= labels.dim() <= 2:
+        found = f"{labels.dtype} of {list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
         remedy = 'give a function of a batch, such as lambda batch: (batch["labels"] != -100).sum()'
-        raise SettingError("num_labels", None, f"{shape}; {remedy}")
+        raise SettingError(
+            "num_labels", None, f"`labels` of a batch are {found}, not numbers of tokens [batch, sequence]; {remedy}"
+        )
     return ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum()
 
 
@@ -148,16 +127,13 @@ def check_loss(loss: Any) -> torch.Tensor:
         SettingError: it is no tensor of one number, or nothing can learn from it.
     """
     remedy = "return the mean over the labels alone, a tensor of one number"
-    if not isinstance(loss, torch.Tensor):
-        raise SettingError("mean_loss", type(loss).__name__, f"that is what it returned; {remedy}")
-    if loss.numel() != 1 or not loss.is_floating_point():
-        kind = f"{str(loss.dtype).removeprefix('torch.')} of the shape {list(loss.shape)}"
-        raise SettingError("mean_loss", kind, f"that is what it returned; {remedy}")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        found = f"{loss.dtype} of {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise SettingError("mean_loss", found, f"that is what it returned; {remedy}")
     if torch.is_grad_enabled() and not loss.requires_grad:
         why = "its result depends on no parameter that needs gradients"
-        raise SettingError(
-            "mean_loss", float(loss), f"{why}; compute it without detach(), item() or no_grad(), of a model that trains"
-        )
+        remedy = "compute it without detach(), item() or no_grad(), of a model that trains"
+        raise SettingError("mean_loss", float(loss), f"{why}; {remedy}")
     single: torch.Tensor = loss.reshape(()) if loss.dim() else loss
     return single.float() if single.dtype.itemsize < 4 else single
 
@@ -176,12 +152,8 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 
 def _tokens(row: Any) -> int:
     for key in ("tokens", "input_ids"):
-        if isinstance(row, Mapping) and key in row:
-            if getattr(row[key], "ndim", 1) != 1:
-                shape = tuple(row[key].shape)
-                raise SettingError(
-                    "row_length", None, f"a row's `{key}` has the shape {shape}; give rows of one dimension"
-                )
+        if isinstance(row, Mapping) and key in row and getattr(row[key], "ndim", 1) == 1:
             return len(row[key])
     remedy = "give a function of a row, or 1 where all rows are alike"
-    raise SettingError("row_length", None, f"a row is a {type(row).__name__} without `tokens` or `input_ids`; {remedy}")
+    found = f"a row is a {type(row).__name__} without `tokens` or `input_ids` of one dimension"
+    raise SettingError("row_length", None, f"{found}; {remedy}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset
 
-from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     EpochPlan,
     Progress,
@@ -19,7 +19,7 @@ from adaptive_batch.schedules import (
     check_schedule,
     needs_noise_scale,
     request_batch,
-    walk,
+    rows_of_next_step,
 )
 
 from .sampler import RowSampler
@@ -28,25 +28,14 @@ from .token_sampler import TokenBatchPlan, plan_batches, plan_batches_by_rule
 
 @dataclass(frozen=True)
 class Batching:
-    """What a step holds, in which order rows come, and where an epoch ends, as configured.
+    """What a step holds, in which order rows come, and where an epoch ends; keys of the configuration mean what they do there.
 
     Attributes:
         batch_size: rows of a micro-batch on one device, before a rule changes it.
-        gradient_accumulation_steps: `batch_size` times this is a step.
-        batch_tokens: real tokens of a step on one device, in place of a number of rows; None for rows.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, called as an epoch starts; None adds none.
-        batch_size_schedule: ``rule(progress) -> rows of a step on one device`` (tokens, with `batch_tokens`); None for none.
-        grow_beyond_maximum: a rule may pass what fits at once.
         shuffle: with the order ``dataloader``, False keeps the dataset's own order.
         seed: of the order.
-        sample_order: ``dataloader``, ``random`` or ``seqlen``.
-        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
-        min_rows_per_batch, max_rows_per_batch: of a step by tokens.
-        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
-        drop_last: the last, short step of an epoch is dropped.
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
         epochs: after which the growth function is not called any more; None for no limit.
-        refuses_empty_epochs: an epoch that has no whole step is an error.
     """
 
     batch_size: int
@@ -65,14 +54,9 @@ class Batching:
     drop_last: bool = False
     max_steps_per_epoch: int | None = None
     epochs: int | None = None
-    refuses_empty_epochs: bool = True
 
     def check_rules(self) -> None:
-        """Refuse a growth function or a schedule that cannot be called, and two at once.
-
-        Raises:
-            SettingError: naming it.
-        """
+        """Raise SettingError for a growth function or a schedule that cannot be called, and for two at once."""
         if self.batch_increase_function is not None:
             check_increment(self.batch_increase_function)
         if self.batch_size_schedule is not None:
@@ -88,13 +72,7 @@ class Batching:
 
 
 class Rows(Protocol):
-    """The rows of an epoch.
-
-    Attributes:
-        dataset: map-style.
-        lengths: tokens of each row: int64, `[rows]`.
-        real_lengths: tokens of each row that are not padding: int64, `[rows]`.
-    """
+    """A map-style dataset, and the tokens of each row, with and without padding: int64, `[rows]`."""
 
     @property
     def dataset(self) -> Dataset[Any]: ...
@@ -102,36 +80,24 @@ class Rows(Protocol):
     def lengths(self) -> torch.Tensor: ...
     @property
     def real_lengths(self) -> torch.Tensor: ...
-    def num_real_tokens(self, row: Any) -> int:
-        """Return the tokens of a row that are not padding."""
+    def num_real_tokens(self, row: Any) -> int: ...
 
 
 def plan_token_batches(
     lengths: torch.Tensor, batching: Batching, *, ranks: int, order: torch.Tensor | None, divisible: bool
 ) -> TokenBatchPlan:
-    """Plan the steps of an epoch that hold `batch_tokens` on each device.
-
-    Args:
-        lengths: tokens of each row: int64, `[rows]`.
-        batching: with `batch_tokens`.
-        ranks: devices.
-        order: row numbers in the order in which to take them; None takes all as they come.
-        divisible: each step divides into equal micro-batches.
+    """Plan the steps of an epoch that hold `batch_tokens` on each device; the rest as in :func:`plan_batches`.
 
     Raises:
         SettingError: a row is too long, or what is configured cannot be had.
     """
     assert batching.batch_tokens
+    limits = _row_limits(batching, ranks, divisible)
     try:
-        return plan_batches(
-            lengths, batching.batch_tokens * ranks, order=order, count="real", **_row_limits(batching, ranks, divisible)
-        )
+        return plan_batches(lengths, batching.batch_tokens * ranks, order=order, count="real", **limits)
     except SettingError as error:
         keys = {"max_tokens": "batch_tokens", "min_rows": "min_rows_per_batch", "max_rows": "max_rows_per_batch"}
-        remedy = error.remedy
-        for name, key in keys.items():
-            remedy = remedy.replace(name, key)
-        raise SettingError(keys.get(error.key, error.key), error.value, remedy) from None
+        raise SettingError(keys.get(error.key, error.key), error.value, error.remedy) from None
 
 
 def _row_limits(batching: Batching, ranks: int, divisible: bool) -> dict[str, Any]:
@@ -154,10 +120,6 @@ class EpochPlanner:
         divisible: steps by tokens divide into equal micro-batches.
         counts_tokens: the tokens of an epoch must be known.
         maximum: returns the batch that a rule may not pass now; None for no limit.
-
-    Attributes:
-        sampler: the rows of an epoch, in their order.
-        ranks: as given.
     """
 
     def __init__(
@@ -182,7 +144,7 @@ class EpochPlanner:
         )
         schedule = batching.batch_size_schedule
         self._is_estimate = schedule is not None and needs_noise_scale(schedule)
-        self._token_batches = lru_cache(maxsize=2)(self._plan_tokens)
+        self._planned = lru_cache(maxsize=2)(self._plan_tokens)
 
     def rule(self, batch_size: int) -> Callable[[Progress], int]:
         """Return the rows of a step on one device as a function of progress: the schedule's, or `batch_size` accumulated."""
@@ -194,36 +156,41 @@ class EpochPlanner:
 
     def forget_plans(self) -> None:
         """Forget planned epochs, which were for other ranks."""
-        self._token_batches.cache_clear()
+        self._planned.cache_clear()
+
+    def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[Progress, int]:
+        """Return progress with the batch that is requested for the next step, and its rows over all ranks; 0 where the epoch is over."""
+        if self._batching.batch_tokens:
+            _, budgets, plan = self._planned(progress.at_epoch_start())
+            if progress.epoch_steps >= plan.steps:
+                return progress, 0
+            step = progress.epoch_steps
+            return replace(progress, batch=budgets[step]), plan.rows_of_step(step)
+        progress = replace(progress, batch=rule(progress))
+        step_rows = progress.batch * self.ranks
+        return progress, rows_of_next_step(progress, step_rows=step_rows, rows=len(self.sampler), **self._batching.ends)
 
     def divide(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
         """Divide the epoch at whose beginning, or within which, progress is."""
-        batching, ends = self._batching, self._batching.ends
+        batching = self._batching
         if batching.batch_tokens:
-            batches = self.token_batches(progress)
-            plan = EpochPlan.of_sizes(batches.sizes.tolist(), **ends)
-            return replace(plan, tokens=self._tokens(batches.rows, plan))
-        if batching.batch_size_schedule is None:
-            plan = EpochPlan.of(len(self.sampler), step_rows=rule(progress) * self.ranks, **ends)
+            plan = self._planned(progress.at_epoch_start())[2]
+        elif batching.batch_size_schedule is None:
+            plan = EpochPlan.of(len(self.sampler), step_rows=rule(progress) * self.ranks, **batching.ends)
             if progress.epoch_rows != progress.epoch_steps * plan.step_rows:  # it was another batch before a restart
                 plan = self._mixed(progress, rule)
-            return (
-                replace(plan, tokens=self._tokens(self.sampler.order(progress.epoch), plan))
-                if self._counts_tokens
-                else plan
-            )
-        order = self.sampler.order(progress.epoch)
-        before = [0, *self._rows.real_lengths[order].cumsum(0).tolist()]
-        if self._is_estimate:
-            plan = self._mixed(progress, rule, before)
         else:
-            begin = progress.at_epoch_start()
-            # twice, as a rule that is no function of progress answers otherwise the second time
-            sizes, again = ([size for _, size in self._walk_rows(begin, rule, before)] for _ in range(2))
-            plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
-            plan = replace(plan, is_estimate=sizes != again)
-        plan = replace(plan, rows=len(order), is_estimate=self._is_estimate or plan.is_estimate)
-        return replace(plan, tokens=self._tokens(order, plan))
+            before = self._tokens_before(progress)
+            if self._is_estimate:
+                plan = self._mixed(progress, rule, before)
+            else:
+                begin = progress.at_epoch_start()
+                # twice, as a rule that is no function of progress answers otherwise the second time
+                sizes, again = ([size for _, size in self._walk(begin, rule, before)] for _ in range(2))
+                plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
+                plan = replace(plan, is_estimate=sizes != again)
+            plan = replace(plan, rows=len(self.sampler), is_estimate=self._is_estimate or plan.is_estimate)
+        return replace(plan, tokens=self._tokens(progress, plan))
 
     def constant(self, batch_size: int) -> EpochPlan:
         """Divide the first epoch by a batch that does not change."""
@@ -247,28 +214,28 @@ class EpochPlanner:
             For each step: progress before it, the numbers of its rows, the plan of its epoch.
         """
         progress = replace(progress, rows_per_epoch=len(self.sampler))
-        for epoch, batch_size in batch_sizes.items():
+        for batch_size in batch_sizes.values():
             rule = self.rule(batch_size)
-            plan = self.divide(progress, rule)
-            by_tokens = self._batching.batch_tokens is not None
-            order = self.token_batches(progress).rows if by_tokens else self.sampler.order(epoch)
-            lengths = self._rows.real_lengths if counts_tokens else torch.zeros(len(self.sampler), dtype=torch.int64)
-            before = [0, *lengths[order].cumsum(0).tolist()]
-            steps = self._walk_tokens(progress, plan, before) if by_tokens else self._walk_rows(progress, rule, before)
-            for at, size in steps:
+            plan, order = self.divide(progress, rule), self.order(progress)
+            before = self._tokens_before(progress) if counts_tokens else [0] * (len(order) + 1)
+            for at, size in self._walk(progress, rule, before):
                 begin = at.epoch_rows
                 yield at, order[begin : begin + size].tolist(), plan
                 progress = at.after_step(rows=size, tokens=before[begin + size] - before[begin])
             progress = progress.after_epoch()
 
+    def num_steps(self, progress: Progress, batch_sizes: Mapping[int, int]) -> int:
+        """Count the steps of :meth:`ahead`."""
+        counts_tokens = self._batching.batch_size_schedule is not None
+        return sum(1 for _ in self.ahead(progress, batch_sizes, counts_tokens=counts_tokens))
+
+    def order(self, progress: Progress) -> torch.Tensor:
+        """Return the row numbers of the current epoch in the order of their use: int64, `[rows]`."""
+        return self.token_batches(progress).rows if self._batching.batch_tokens else self.sampler.order(progress.epoch)
+
     def token_batches(self, progress: Progress) -> TokenBatchPlan:
         """Return the rows of each step of the current epoch, by tokens."""
-        return self._token_batches(progress.at_epoch_start())[0]
-
-    def token_budget(self, progress: Progress) -> int:
-        """Return the tokens that are requested for the next step on one device."""
-        budgets = self._token_batches(progress.at_epoch_start())[1]
-        return budgets[progress.epoch_steps] if progress.epoch_steps < len(budgets) else progress.batch
+        return self._planned(progress.at_epoch_start())[0]
 
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Count the rows of an epoch that is over which no step has used, by reason."""
@@ -280,71 +247,59 @@ class EpochPlanner:
         return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
 
     def _mixed(
-        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: list[int] | None = None
+        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: Sequence[int] | None = None
     ) -> EpochPlan:
         """Divide an epoch whose steps so far are not the rule's: these count as large as they were on average."""
         rows, steps = progress.epoch_rows, progress.epoch_steps
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
-        left = [size for _, size in self._walk_rows(progress, rule, tokens_before)]
+        left = [size for _, size in self._walk(progress, rule, tokens_before)]
         plan = EpochPlan.of_sizes(done + left)
         return replace(plan, rows=len(self.sampler), most_steps=self._batching.max_steps_per_epoch)
 
-    def _tokens(self, order: torch.Tensor, plan: EpochPlan) -> int:
-        """Return the real tokens of the rows that are stepped, in their order."""
+    def _tokens(self, progress: Progress, plan: EpochPlan) -> int:
+        """Return the real tokens of the rows that are stepped; 0 where nothing needs them."""
         if not (self._counts_tokens or self._batching.batch_tokens):
             return 0
         used = plan.slots if plan.sizes is None else sum(plan.sizes)
-        lengths = self._rows.real_lengths[order[:used]]
+        lengths = self._rows.real_lengths[self.order(progress)[:used]]
         alike = len(lengths) > 0 and bool((lengths == lengths[0]).all())
         return plan.slots * int(lengths[0]) if alike else int(lengths.sum())
 
-    def _walk_rows(
-        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: list[int] | None
-    ) -> Iterator[tuple[Progress, int]]:
-        return walk(
-            progress,
-            batch=rule,
-            ranks=self.ranks,
-            rows=len(self.sampler),
-            tokens_before=tokens_before,
-            **self._batching.ends,
-        )
+    def _tokens_before(self, progress: Progress) -> list[int]:
+        """Return, for 0 to all rows of the current epoch, the real tokens of so many first ones."""
+        return [0, *self._rows.real_lengths[self.order(progress)].cumsum(0).tolist()]
 
-    def _walk_tokens(
-        self, progress: Progress, plan: EpochPlan, tokens_before: list[int]
+    def _walk(
+        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: Sequence[int] | None
     ) -> Iterator[tuple[Progress, int]]:
-        for step in range(progress.epoch_steps, plan.steps):
-            progress, size = replace(progress, batch=self.token_budget(progress)), plan.rows_of_step(step)
+        """Walk through the rest of an epoch: for each step, progress before it and its rows over all ranks."""
+        while True:
+            progress, size = self.next_step(progress, rule)
+            if not size:
+                return
             yield progress, size
             begin = progress.epoch_rows
-            progress = progress.after_step(rows=size, tokens=tokens_before[begin + size] - tokens_before[begin])
+            tokens = tokens_before[begin + size] - tokens_before[begin] if tokens_before else 0
+            progress = progress.after_step(rows=size, tokens=tokens)
 
     def _plan_constant(self, order: torch.Tensor) -> TokenBatchPlan:
-        return plan_token_batches(
-            self._rows.lengths, self._batching, ranks=self.ranks, order=order, divisible=self._divisible
-        )
+        lengths, divisible = self._rows.lengths, self._divisible
+        return plan_token_batches(lengths, self._batching, ranks=self.ranks, order=order, divisible=divisible)
 
-    def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int]]:
+    def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int], EpochPlan]:
         """Plan the rows of each step of an epoch, and the tokens that are requested for each on one device."""
         batching, order = self._batching, self.sampler.order(begin.epoch)
-        rule, ranks, lengths = batching.batch_size_schedule, self.ranks, self._rows.lengths
-        if rule is None:
+        if batching.batch_size_schedule is None:
             assert batching.batch_tokens
             batches = self._plan_constant(order)
-            return batches, [batching.batch_tokens] * len(batches)
-        begin = replace(begin, batch=begin.batch * ranks)
-
-        def budget_at(progress: Progress) -> int:  # of all ranks, while the rule reads progress with that of one
-            return request_batch(rule, replace(progress, batch=progress.batch // ranks), maximum=None).after * ranks
-
-        limits = _row_limits(batching, ranks, self._divisible)
-        batches, planned = plan_batches_by_rule(lengths, budget_at, order=order, progress=begin, **limits)
-        budgets, progress = planned.tolist(), begin
-        for budget, rows in zip(budgets, batches.tolist(), strict=True):
-            if budget_at(progress) != budget:
-                raise GrowthFunctionError(
-                    f"batch_size_schedule {rule!r} returned {budget // ranks}, and something else when called again: with "
-                    "batch_tokens it must be a function of progress alone"
-                )
-            progress = replace(progress, batch=budget).after_step(rows=len(rows), tokens=int(lengths[rows].sum()))
-        return batches, [budget // ranks for budget in budgets]
+            budgets = [batching.batch_tokens] * len(batches)
+        else:
+            batches, budgets = plan_batches_by_rule(
+                self._rows.lengths,
+                batching.batch_size_schedule,
+                order=order,
+                progress=begin,
+                ranks=self.ranks,
+                **_row_limits(batching, self.ranks, self._divisible),
+            )
+        return batches, budgets, EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)

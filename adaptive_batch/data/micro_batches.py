@@ -57,6 +57,14 @@ class MicroBatchLayout:
         rounded = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
         return rounded if self.longest is None else max(length, min(rounded, self.longest))
 
+    def padded_tokens(self, lengths: Sequence[int]) -> int:
+        """Return the tokens that a micro-batch of rows of these lengths runs, padding included: rows x the longest."""
+        return len(lengths) * self.padded(max(lengths, default=0))
+
+    def rows_within(self, limit: MicroBatchLimit, length: int) -> int:
+        """Return how many rows of `length` tokens a micro-batch may hold; one row is always allowed."""
+        return max(1, limit.amount if limit.unit == "rows" else limit.amount // self.padded_tokens([length]))
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -77,14 +85,7 @@ class MicroBatch:
 
 
 def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
-    """Split the rows of a step batch into micro-batches of a number of rows.
-
-    Args:
-        rows: the rows in order; none gives no micro-batch.
-        micro_batch_size: rows of each micro-batch, 1 or more.
-
-    Returns:
-        Consecutive pieces in order, each of `micro_batch_size` rows but the last, which may be shorter.
+    """Split the rows of a step batch, in order, into micro-batches of `micro_batch_size` rows; the last may have fewer.
 
     Raises:
         ValueError: `micro_batch_size` is below 1.
@@ -133,7 +134,7 @@ def micro_batches(
     padded = [layout.padded(length) for length in lengths]
     longest = max(padded)
     by_length = sorted(range(len(lengths)), key=padded.__getitem__, reverse=True)
-    most = max(1, limit.amount if limit.unit == "rows" else limit.amount // longest)
+    most = layout.rows_within(limit, max(lengths))
     if layout.uniform in ("rows", "both"):
         most = largest_divisor(len(lengths), at_most=most)
     if limit.unit == "rows":

@@ -50,7 +50,10 @@ def row_order(
         raise SettingError("window", window, "must be 1 row or more, or None to sort the whole epoch")
     if order == "dataloader":
         return torch.arange(num_rows)
-    shuffled = torch.randperm(num_rows, generator=_generator(seed, epoch))
+    # Hashed, as seed + epoch would repeat one seed's epochs under the next seed.
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    shuffled = torch.randperm(num_rows, generator=generator)
     if order == "random":
         return shuffled
     if lengths is None or len(lengths) != num_rows:
@@ -63,12 +66,6 @@ def row_order(
     return shuffled[torch.sort(keys, stable=True).indices]
 
 
-def _generator(seed: int, epoch: int) -> torch.Generator:
-    """Return a generator for one epoch. Hashed, as seed + epoch would repeat one seed's epochs under the next seed."""
-    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
 class RowSampler:
     """Hand out the rows of an epoch, as many at a time as are requested.
 
@@ -78,11 +75,9 @@ class RowSampler:
     Args:
         dataset: map-style; its rows are returned as they are.
         shuffle: with the order ``dataloader``, False keeps the dataset's own order.
-        seed: of the order.
         order: ``dataloader``: as torchtune's recipes, a permutation drawn for each epoch from `seed` and the epoch's
             number; or ``random`` or ``seqlen``, see :func:`row_order`.
-        lengths: tokens of each row, `[rows]`; ``seqlen`` needs it.
-        window: rows within which ``seqlen`` sorts; None for all.
+        seed, lengths, window: see :func:`row_order`.
 
     Attributes:
         position: rows of this epoch that have been handed out, to all ranks.
@@ -119,25 +114,20 @@ class RowSampler:
         if self._order == "dataloader":
             self._sampler.set_epoch(epoch)
             return torch.tensor(list(self._sampler), dtype=torch.int64)
-        return row_order(
-            len(self),
-            order=self._order,
-            lengths=self._lengths,
-            window=self._window,
-            seed=self._seed,
-            epoch=epoch,
-        )
+        options = {"order": self._order, "lengths": self._lengths, "window": self._window, "seed": self._seed}
+        return row_order(len(self), epoch=epoch, **options)  # type: ignore[arg-type]
 
-    def start_epoch(self, epoch: int, *, position: int = 0, rows: Sequence[int] | torch.Tensor | None = None) -> None:
+    def start_epoch(self, epoch: int, *, position: int = 0, rows: torch.Tensor | None = None) -> None:
         """Begin an epoch, or resume it after `position` rows; `rows` are its row numbers if not those of `order`."""
-        self._numbers = self.order(epoch) if rows is None else torch.as_tensor(rows)
+        self._numbers = self.order(epoch) if rows is None else rows
         self._requested.clear()
+        # torch's own loader, as it draws a random number where it begins, and so do torchtune's recipes
+        requested: Iterator[int] = iter(self._requested.popleft, None)
         loader: DataLoader[Any] = DataLoader(
-            self._dataset, batch_size=None, sampler=_Requested(self._requested), collate_fn=_unchanged
+            self._dataset, batch_size=None, sampler=requested, collate_fn=lambda row: row
         )
         self._rows = iter(loader)
-        self.position = position
-        self.taken = []
+        self.position, self.taken = position, []
 
     def next_numbers(self, count: int) -> list[int]:
         """Return the numbers of the next `count` rows, in their order; fewer at the end of the epoch, none after it."""
@@ -145,31 +135,8 @@ class RowSampler:
         return numbers
 
     def take(self, count: int, *, only: Sequence[int] | None = None) -> list[Any]:
-        """Read the next `count` rows; fewer at the end of the epoch, none after it.
-
-        Args:
-            count: rows of all ranks.
-            only: positions among them, of those to read; None for all.
-        """
+        """Read the next `count` rows of all ranks, or the ones at the positions `only` among them; fewer at the end of the epoch."""
         self.taken = self.next_numbers(count)
         self.position += len(self.taken)
         self._requested.extend(self.taken if only is None else [self.taken[position] for position in only])
         return [next(self._rows) for _ in range(len(self._requested))]
-
-
-class _Requested:
-    """Yield the requested row numbers to the loader, one after another."""
-
-    def __init__(self, numbers: deque[int]) -> None:
-        self._numbers = numbers
-
-    def __iter__(self) -> Iterator[int]:
-        while self._numbers:
-            yield self._numbers.popleft()
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-
-def _unchanged(row: Any) -> Any:
-    return row

@@ -27,16 +27,11 @@ Event = Callable[..., object]  # event(kind, message, **facts)
 
 
 class Limits(Protocol):
-    """What one micro-batch may hold.
-
-    Attributes:
-        bound: the most rows that were tried and fit; None where none was sought.
-    """
+    """What one micro-batch may hold at a batch size; `bound` is the most rows that were tried and fit, None if not known."""
 
     bound: int | None
 
-    def of(self, batch_size: int) -> MicroBatchLimit:
-        """Return the limit at a batch size."""
+    def of(self, batch_size: int) -> MicroBatchLimit: ...
 
 
 class StepPlanner:
@@ -52,14 +47,12 @@ class StepPlanner:
         event: is given each decision: its kind, a message, and facts by name.
 
     Attributes:
-        batching: as configured.
         epochs: divides epochs into steps, also ahead of training.
         sampler: the rows of an epoch, in their order.
         batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a step now.
         first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
         limits: what fits; None where that is not known yet.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller device.
-        event: as given.
     """
 
     def __init__(
@@ -184,15 +177,6 @@ class StepPlanner:
             return progress.epoch_steps >= self.plan.steps
         return rows_of_next_step(progress, step_rows=1, rows=len(self.sampler), **self.batching.ends) == 0
 
-    def steps_left(self, progress: Progress) -> int:
-        """Return the optimizer steps that are left if the batch does not change."""
-        assert self.batching.epochs is not None
-        epochs_left = self.batching.epochs - progress.epoch - 1
-        if self.batching.batch_tokens:
-            constant = dict.fromkeys(range(progress.epoch, self.batching.epochs), self.batch_size)
-            return sum(1 for _ in self.epochs.ahead(progress, constant))
-        return self.plan.steps - progress.epoch_steps + epochs_left * self.epochs.constant(self.batch_size).steps
-
     def num_steps(self, progress: Progress, epochs: int) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
         sizes, batch_size, function = {}, self.batch_size, self.batching.batch_increase_function
@@ -200,14 +184,13 @@ class StepPlanner:
             if function is not None and (epoch > progress.epoch or self.grows_now(progress)):
                 batch_size = next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self.maximum).after
             sizes[epoch] = batch_size
-        counts_tokens = self.batching.batch_size_schedule is not None
-        return sum(1 for _ in self.epochs.ahead(progress, sizes, counts_tokens=counts_tokens))
+        return self.epochs.num_steps(progress, sizes)
 
     def _set_epoch(self, progress: Progress) -> None:
         self._at, self._rule, self._plan = progress, self.epochs.rule(self.batch_size), None
 
     def _check_plan(self) -> None:
-        if self.batching.refuses_empty_epochs and self.batching.drop_last and self.plan.steps == 0:
+        if self.batching.drop_last and self.plan.steps == 0:
             remedy = f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
             raise SettingError("drop_last", True, remedy)
 
@@ -226,14 +209,10 @@ class StepPlanner:
 
         After the last step of the epoch the sampler has taken none, for any rank.
         """
-        is_over = self.is_over(progress)
-        if self.batching.batch_tokens:
-            size = 0 if is_over else self.plan.rows_of_step(progress.epoch_steps)
-            return replace(progress, batch=self.epochs.token_budget(progress)), self._take(size)
-        requested = 0 if is_over else self._follow(progress)
-        step_rows = requested * self.ranks
-        size = rows_of_next_step(progress, step_rows=step_rows, rows=len(self.sampler), **self.batching.ends)
-        return replace(progress, batch=requested), self._take(size)
+        if self.is_over(progress):
+            return progress, self._take(0)
+        progress, size = self.epochs.next_step(progress, self._follow)
+        return progress, self._take(size)
 
     def size_of_step(self, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool) -> int:
         """Return the size over all ranks, in rows or real tokens, of the step of which this rank has `rows`."""
@@ -264,18 +243,6 @@ class StepPlanner:
 
     # --- rules ------------------------------------------------------------------------------------------------------
 
-    def call_rules(self, progress: Progress) -> int:
-        """Call the rule once without effect, so that its mistakes show before weights load; return its answer."""
-        answer, batching = 0, self.batching
-        if batching.batch_increase_function and not progress.epoch_steps:
-            answer = next_batch_size(
-                batching.batch_increase_function, epoch=progress.epoch, batch_size=self.batch_size, maximum=None
-            ).after
-        if batching.batch_size_schedule:
-            progress = replace(progress, rows_per_epoch=len(self.sampler))
-            answer = request_batch(batching.batch_size_schedule, progress, maximum=None).after
-        return answer
-
     def grows_now(self, progress: Progress) -> bool:
         """Return whether the growth function is called at this point: as an epoch begins, once."""
         return not progress.epoch_steps and progress.epoch > self._grown_in
@@ -290,37 +257,24 @@ class StepPlanner:
             # a ramp may change it with each step: what is near to what was printed last is written to the run log only
             says = not 0.8 * self._logged < batch.after < 1.25 * self._logged
             self._logged = batch.after if says else self._logged
-            self.event(
-                "batch_size",
-                f"step {progress.steps}: {batch.describe(self.batch_size)}",
-                says=says,
-                step=progress.steps,
-                before=self.batch_size,
-                requested=batch.requested,
-                after=batch.after,
-            )
-        self.batch_size = batch.after
+            self._change(batch, "step", progress.steps, says=says)
         return batch.after
 
     def _grow(self, epoch: int) -> None:
         """Add the rows of the growth function to the batch."""
         function, before = self.batching.batch_increase_function, self.batch_size
         is_over = self.batching.epochs is not None and epoch >= self.batching.epochs
-        if function is None or epoch <= self._grown_in or is_over:
-            return
-        batch = distributed.from_rank_zero(
-            lambda: next_batch_size(function, epoch=epoch, batch_size=before, maximum=self.maximum)
-        )
-        self._grown_in = epoch
-        self.event(
-            "batch_size",
-            f"epoch {epoch}: {batch.describe(before)}",
-            epoch=epoch,
-            before=before,
-            requested=batch.requested,
-            after=batch.after,
-        )
-        self.batch_size = batch.after
+        if function is not None and epoch > self._grown_in and not is_over:
+            batch = distributed.from_rank_zero(
+                lambda: next_batch_size(function, epoch=epoch, batch_size=before, maximum=self.maximum)
+            )
+            self._grown_in = epoch
+            self._change(batch, "epoch", epoch)
+
+    def _change(self, batch: ClampedBatch, unit: str, at: int, *, says: bool = True) -> None:
+        before, self.batch_size = self.batch_size, batch.after
+        facts = {unit: at, "before": before, "requested": batch.requested, "after": batch.after}
+        self.event("batch_size", f"{unit} {at}: {batch.describe(before)}", says=says, **facts)
 
     # --- state ------------------------------------------------------------------------------------------------------
 

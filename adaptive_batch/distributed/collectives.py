@@ -1,18 +1,14 @@
-"""The one seam to torch.distributed: every rank decides alike.
-
-Without a process group there is one rank, and each function returns what it was given. With one, each function but those
-that say who and how many is a collective over all ranks: every rank must call it, in the same order.
-"""
+"""Collectives over all ranks; without a process group there is one rank, and each function returns what it was given."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import platform
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -47,7 +43,7 @@ def is_launched() -> bool:
 
 
 def launch_name() -> str | None:
-    """Returns a name for what torchrun was told to start, the same after each restart; None without torchrun."""
+    """Return a name for what torchrun was told to start, the same after each restart; None without torchrun."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" is torchrun's own word where nobody gave another
     return None if run is None else f"{run}/{platform.node()}/{os.getppid()}/{_began(os.getppid())}"
 
@@ -61,13 +57,13 @@ def _began(process: int) -> str:
 
 
 def meet_ranks() -> tuple[Store, int, int]:
-    """Meets the other ranks in the store that torchrun's environment names; a collective, that needs no process group.
+    """Meet the other ranks in the store that torchrun's environment names; a collective, that needs no process group.
 
-    torchrun's store outlives a restart, and what an earlier attempt has left there must not be heard again. Its count of
+    torchrun's store outlives a restart, and what an earlier attempt has left there must not be read again. Its count of
     restarts does not tell them apart: a node whose ranks were well when another's failed starts them again uncounted.
 
     Returns:
-        A connection of its own to what this attempt keeps in the store, this rank, and the number of ranks.
+        A new connection to what this attempt keeps in the store, this rank, and the number of ranks.
 
     Raises:
         torch.distributed.DistNetworkError: the store did not answer for 5 minutes.
@@ -107,12 +103,7 @@ def _attempt(store: Store, rank: int, size: int) -> str:
 
 
 def init_process_group(backend: str, *, ranks_of_a_model: int = 1) -> None:
-    """Begin the process group of all ranks that were launched.
-
-    Args:
-        backend: as in ``torch.distributed.init_process_group``.
-        ranks_of_a_model: of tensor parallelism; divides the world size.
-    """
+    """Begin the process group of all ranks that were launched; `ranks_of_a_model` of tensor parallelism divides their number."""
     global _ranks_of_a_model, _patient_group
     store, rank, size = meet_ranks()
     dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size)
@@ -120,13 +111,11 @@ def init_process_group(backend: str, *, ranks_of_a_model: int = 1) -> None:
     _patient_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
-@contextmanager
+@contextlib.contextmanager
 def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterator[None]:
-    """Inside, this process is rank zero of that many which are not there: collectives have shapes, and move nothing.
+    """Context manager: inside, this is rank zero of `world_size` ranks whose collectives have shapes, and move nothing.
 
-    Args:
-        world_size: ranks; 1 changes nothing.
-        ranks_of_a_model: of tensor parallelism; divides the world size.
+    `ranks_of_a_model` of tensor parallelism divides the world size.
     """
     global _ranks_of_a_model
     if world_size == 1:
@@ -154,69 +143,71 @@ def destroy_process_group() -> None:
 
 
 def host_group() -> Any:
-    """A process group of its own, of all ranks, for tensors on the host; None with one rank."""
+    """Return another process group of all ranks, for tensors on the host; None with one rank."""
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
 def world_size() -> int:
-    """Returns the number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if _has_group() else 1
 
 
 def rank() -> int:
-    """Returns the number of this rank, from 0; 0 without a process group."""
+    """Return the number of this rank, from 0; 0 without a process group."""
     return dist.get_rank() if _has_group() else 0
 
 
 def is_rank_zero() -> bool:
-    """Returns whether this is the rank that prints, writes and computes for all."""
+    """Return whether this is the rank that prints, writes and computes for all."""
     return rank() == 0
 
 
 def data_parallel_size() -> int:
-    """Returns how many ranks see different rows: all of them but for tensor parallelism."""
+    """Return how many ranks see different rows: all of them but for tensor parallelism."""
     return world_size() // _ranks_of_a_model
 
 
 def data_parallel_rank() -> int:
-    """Returns which of the :func:`data_parallel_size` parts of a step's rows is this rank's, from 0."""
+    """Return which of the :func:`data_parallel_size` parts of a step's rows is this rank's, from 0."""
     return rank() // _ranks_of_a_model
 
 
 def local_world_size() -> int:
-    """Returns how many ranks share this machine's memory."""
+    """Return how many ranks share this machine's memory."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world_size() > 1 else 1
 
 
 def minimum(value: int) -> int:
-    """Returns the least `value` of all ranks, on every rank."""
-    return _reduced([value], dist.ReduceOp.MIN)[0] if world_size() > 1 else value
+    """Return the least `value` of all ranks, on every rank."""
+    return -maximum(-value)
 
 
 def maximum(value: int) -> int:
-    """Returns the greatest `value` of all ranks, on every rank."""
-    return _reduced([value], dist.ReduceOp.MAX)[0] if world_size() > 1 else value
+    """Return the greatest `value` of all ranks, on every rank."""
+    return all_reduce_max([value])[0]
 
 
 def all_reduce_max(values: Sequence[int]) -> list[int]:
-    """Returns the greatest of each of `values`, as many on all ranks, in one collective."""
-    return _reduced(values, dist.ReduceOp.MAX) if world_size() > 1 else list(values)
-
-
-def all_reduce_total(value: int) -> int:
-    """Returns the sum of `value` over all ranks, on every rank."""
-    return _reduced([value], dist.ReduceOp.SUM)[0] if world_size() > 1 else value
+    """Return the greatest of each of `values`, as many on all ranks, in one collective."""
+    if world_size() == 1:
+        return list(values)
+    # gloo where the group has it, otherwise this process's accelerator (NCCL)
+    on_host = "cpu:" in dist.get_backend_config()
+    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator(check_available=True)
+    reduced = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return [int(value) for value in reduced.tolist()]
 
 
 def all_reduce_sum(*tensors: torch.Tensor) -> None:
-    """Puts the sums over all ranks into some tensors, in place; one collective for each, which do not wait for each other."""
+    """Put the sums over all ranks into some tensors, in place; one collective for each, which do not wait for each other."""
     if world_size() > 1:
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
 
 def all_gather(value: Result) -> list[Result]:
-    """Returns the `value` of each rank, by rank, on every rank; it must be picklable when there are other ranks."""
+    """Return the `value` of each rank, by rank, on every rank; it must be picklable when there are other ranks."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -229,72 +220,39 @@ def any_of_ranks(flag: bool) -> bool:
     return maximum(int(flag)) > 0
 
 
-def barrier() -> None:
-    """Returns on no rank before every rank has called it."""
-    # A sum rather than dist.barrier(), which on NCCL guesses the device and warns of it.
-    all_reduce_total(0)
-
-
-def gather_to_rank_zero(value: Result) -> list[Result]:
-    """Returns the `value` of each rank, by rank, on rank zero; nothing on others."""
-    if world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.gather_object(value, values if is_rank_zero() else None)
-    return values if is_rank_zero() else []
-
-
 def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
-    """Computes on rank zero alone and shares the result.
+    """Compute on rank zero alone and share the result.
 
     Args:
         compute: called on rank zero; its result must be picklable when there are other ranks. They wait for it up to 12 hours,
             or where :func:`init_process_group` did not begin the group, up to its timeout.
         group: another process group of all ranks, so that a thread may call this where nothing else uses that group.
 
-    Returns:
-        The result of rank zero, on every rank.
-
     Raises:
         BaseException: what `compute` raised on rank zero is raised on every rank, so that none is left waiting. An
-            error that cannot be pickled becomes a RuntimeError with its type and text on the other ranks.
+            error that does not survive a pickle becomes a RuntimeError with its type and text on the other ranks.
     """
     if world_size() == 1:
         return compute()
-    outcome = _outcome(compute) if is_rank_zero() else None
-    envelope: list[Any] = [None if outcome is None else outcome.packed]
+    own = _outcome(compute) if is_rank_zero() else None
+    envelope: list[Any] = [own and own.packed]
     dist.broadcast_object_list(envelope, src=0, group=group or _patient_group)
-    result: Result = _unpacked(envelope[0]) if outcome is None else outcome.result()
+    result: Result = (own or _unpacked(envelope[0])).result()
     return result
 
 
 def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Result]:
-    """Computes on every rank and shares the results.
-
-    Args:
-        compute: as in :func:`from_rank_zero`, called on every rank.
-        group: as in :func:`from_rank_zero`.
-
-    Returns:
-        The results by rank, on every rank.
-
-    Raises:
-        BaseException: what `compute` raised on the first rank that failed is raised on every rank, as in :func:`from_rank_zero`.
-    """
+    """Compute on every rank and return the results by rank, on every rank; arguments and errors as in :func:`from_rank_zero`."""
     if world_size() == 1:
         return [compute()]
-    outcome = _outcome(compute)
+    own = _outcome(compute)
     envelopes: list[Any] = [None] * world_size()
-    dist.all_gather_object(envelopes, outcome.packed, group=group or _patient_group)
-    return [outcome.result() if of == rank() else _unpacked(envelope) for of, envelope in enumerate(envelopes)]
+    dist.all_gather_object(envelopes, own.packed, group=group or _patient_group)
+    return [(own if of == rank() else _unpacked(envelope)).result() for of, envelope in enumerate(envelopes)]
 
 
 def on_rank_zero(act: Callable[[], Result]) -> Result | None:
-    """Acts on rank zero alone, and returns there what came of it, which need not be picklable; None on other ranks.
-
-    Raises:
-        BaseException: as :func:`from_rank_zero`.
-    """
+    """Act on rank zero alone and return the result there, which need not be picklable; errors as in :func:`from_rank_zero`."""
     results: list[Result] = []
     from_rank_zero(lambda: results.append(act()))
     return results[0] if results else None
@@ -302,11 +260,11 @@ def on_rank_zero(act: Callable[[], Result]) -> Result | None:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a computation of this rank returned or raised, and the same packed for other ranks, as result and error."""
+    """What a computation returned or raised, and the pickle of both for other ranks."""
 
     value: Any
     error: BaseException | None
-    packed: tuple[bytes | None, bytes | None]
+    packed: bytes = b""
 
     def result(self) -> Any:
         if self.error is not None:
@@ -317,60 +275,22 @@ class _Outcome:
 def _outcome(compute: Callable[[], Any]) -> _Outcome:
     try:
         value = compute()
-        return _Outcome(value, None, (pickle.dumps(value), None))
+        return _Outcome(value, None, pickle.dumps((value, None)))
     except BaseException as error:
-        return _Outcome(None, error, (None, _packed_error(error)))
+        return _Outcome(None, error, pickle.dumps((None, _sendable(error))))
 
 
-def _unpacked(packed: tuple[bytes | None, bytes | None]) -> Any:
-    result, error = packed
-    if error is not None:
-        raise _unpacked_error(error)
-    assert result is not None
-    return pickle.loads(result)
+def _unpacked(packed: bytes) -> _Outcome:
+    return _Outcome(*pickle.loads(packed))
 
 
-def _packed_error(error: BaseException) -> bytes:
-    """Pickles an error in the first form that comes back with the same text.
-
-    Errors whose ``__init__`` takes other arguments than ``args``, as many do, pickle well and then fail to unpickle;
-    those are rebuilt without ``__init__``.
-    """
-    for form in (error, (type(error), error.args, vars(error))):
-        try:
-            packed = pickle.dumps(form)
-            if str(_unpacked_error(packed)) == str(error):
-                return packed
-        except Exception:
-            continue
-    return pickle.dumps(RuntimeError(f"rank {rank()} failed with {type(error).__name__}: {error}"))
-
-
-def _unpacked_error(packed: bytes) -> BaseException:
-    form = pickle.loads(packed)
-    if isinstance(form, BaseException):
-        return form
-    kind, args, attributes = form
-    error: BaseException = kind.__new__(kind, *args)
-    error.args = args
-    vars(error).update(attributes)
-    return error
+def _sendable(error: BaseException) -> BaseException:
+    """Return the error, or where a pickle would not bring it back, as where its ``__init__`` takes other arguments, its text."""
+    with contextlib.suppress(Exception):
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    return RuntimeError(f"rank {rank()} failed with {type(error).__name__}: {error}")
 
 
 def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _reduced(values: Sequence[int], operation: Any) -> list[int]:
-    reduced = torch.tensor(values, dtype=torch.int64, device=_collective_device())
-    dist.all_reduce(reduced, op=operation)
-    return [int(value) for value in reduced.tolist()]
-
-
-def _collective_device() -> torch.device:
-    """Returns the CPU wherever the group has a backend for it (gloo), otherwise this process's accelerator (NCCL)."""
-    if "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "a process group without a CPU backend needs an accelerator"
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())

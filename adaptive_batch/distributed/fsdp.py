@@ -1,8 +1,8 @@
-"""The one file that knows FSDP2 from inside: when gradients are reduced, and how a rank that failed lets the others go on.
+"""FSDP2 from inside: when gradients are reduced, and how a rank that failed lets the others continue.
 
 A rank that runs out of memory within a micro-batch leaves the others waiting in the next collective. Which collectives a
 micro-batch has does not depend on its rows, so the rank that failed runs the rest of them with buffers of zeros. The others
-compute nonsense to the end of the step and then learn, where all ranks count their label tokens, that it is to be replayed.
+compute nonsense to the end of the step, and learn where all ranks count their label tokens that it is to be retried.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,25 +18,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import collectives as distributed
-
-_EVALUATION = "evaluation"
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One collective of a micro-batch, as it can be run again with other buffers."""
-
-    run: Callable[..., Any]
-    group: Any
-    sizes: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-    options: tuple[tuple[str, Any], ...]
-
-    def with_zeros(self) -> None:
-        """Take part with zeros, and forget what comes."""
-        output, given = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in self.sizes)
-        self.run(output_tensor=output, input_tensor=given, group=self.group, **dict(self.options))
 
 
 class Sharding:
@@ -58,9 +39,9 @@ class Sharding:
         self._syncs_every = syncs_every_micro_batch
         self._finishes = finishes
         self.is_sharded = bool(self._modules) and distributed.world_size() > 1
-        self._known: dict[str, list[_Call]] = {}
+        self._known: dict[str, list[Callable[[], object]]] = {}
         self._kind = ""
-        self._calls: list[_Call] = []
+        self._calls: list[Callable[[], object]] = []
         self._is_running = False
         self._is_inside = False
         for group in self._param_groups() if self.is_sharded else ():
@@ -70,35 +51,30 @@ class Sharding:
     # --- micro-batches ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_batch(self, *, is_last: bool = True) -> Iterator[None]:
-        """Inside, one micro-batch runs forward and backward; the gradients of the last are reduced in any case."""
-        syncs = is_last or self._syncs_every
-        if self.is_sharded and not self._syncs_every:
+    def micro_batch(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
+        """Inside, one micro-batch runs forward and backward, or forward alone; the gradients of the last are reduced in any case."""
+        if self.is_sharded and not self._syncs_every and not evaluates:
             for module in self._modules:
-                module.set_requires_gradient_sync(syncs, recurse=False)
-        with self._pass(_training(syncs)):
-            yield
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Inside, one micro-batch runs forward alone."""
-        with self._pass(_EVALUATION):
-            yield
-        self.reset()  # there is no backward that would do it
-
-    @contextmanager
-    def _pass(self, kind: str) -> Iterator[None]:
-        self._kind, self._calls = kind, []
+                module.set_requires_gradient_sync(is_last, recurse=False)
+        self._kind, self._calls = self._kind_of(is_last, evaluates), []
         self._is_running, self._is_inside = True, False
         yield
         self._is_running = False
-        self._known.setdefault(kind, list(self._calls))
+        self._known.setdefault(self._kind, list(self._calls))
+        if evaluates:
+            self.reset()  # there is no backward that would do it
+
+    def _kind_of(self, is_last: bool, evaluates: bool) -> str:
+        """A kind of micro-batch, by its collectives."""
+        if evaluates:
+            return "evaluation"
+        return "training" if is_last or self._syncs_every else "training, gradients kept"
 
     # --- after a failure --------------------------------------------------------------------------------------------
 
     @property
     def can_finish(self) -> bool:
-        """Whether what has just failed was a micro-batch that can be brought to its end, so that the others go on.
+        """Whether what has just failed was a micro-batch that can be brought to its end, so that the others continue.
 
         One that failed within a collective cannot, nor the first ever of its kind.
         """
@@ -107,30 +83,20 @@ class Sharding:
         is_known = self._is_running and not self._is_inside and self._kind in self._known
         return self.is_sharded and self._finishes and is_known
 
-    def knows(self, *, is_last: bool) -> bool:
-        """Whether :meth:`stand_in` can: a micro-batch of that kind has been run."""
-        return not self.is_sharded or _training(is_last or self._syncs_every) in self._known
-
-    @property
-    def knows_evaluation(self) -> bool:
-        """Whether :meth:`stand_in_for_evaluation` can."""
-        return not self.is_sharded or _EVALUATION in self._known
+    def knows(self, *, is_last: bool = True, evaluates: bool = False) -> bool:
+        """Whether :meth:`run_dummy_collectives` can: a micro-batch of that kind has been run."""
+        return not self.is_sharded or self._kind_of(is_last, evaluates) in self._known
 
     def finish(self) -> None:
         """Run what is left of the collectives of a micro-batch that has failed, if any is; :meth:`reset` comes first."""
         if self._is_running and self.is_sharded:
             for call in self._known[self._kind][len(self._calls) :]:
-                call.with_zeros()
+                call()
         self._is_running = False
 
-    def stand_in(self, *, is_last: bool = True) -> None:
+    def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool = False) -> None:
         """Run the collectives of a whole micro-batch, and nothing else."""
-        with self.micro_batch(is_last=is_last):
-            self.finish()
-
-    def stand_in_for_evaluation(self) -> None:
-        """The same of one that is evaluated."""
-        with self.evaluation():
+        with self.micro_batch(is_last=is_last, evaluates=evaluates):
             self.finish()
 
     def reset(self) -> None:
@@ -146,15 +112,15 @@ class Sharding:
                 parameter._unsharded_param.grad = None
 
     def of_this_rank(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of a tensor that is divided over ranks; others as they are."""
+        """Return what this rank holds of a tensor that is divided over ranks; others as they are."""
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that is divided over ranks, put together on each of them; others as they are."""
+        """Return a tensor that is divided over ranks put together on each of them; others as they are."""
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
     def kept_gradients(self) -> Iterator[torch.Tensor]:
-        """The unsharded gradients that are there between two micro-batches."""
+        """Yield the unsharded gradients that are there between two micro-batches."""
         for parameter in self._fsdp_parameters():
             if parameter.unsharded_accumulated_grad is not None:
                 yield parameter.unsharded_accumulated_grad
@@ -176,13 +142,6 @@ class Sharding:
         for module in self._modules:
             yield from _groups(module._get_fsdp_state())
 
-    def _begin_call(self) -> None:
-        self._is_inside = True
-
-    def _end_call(self, call: _Call) -> None:
-        self._is_inside = False
-        self._calls.append(call)
-
 
 def reshard(model: nn.Module) -> None:
     """Give a model its shards back where a forward without a backward, as of a validation, has left whole parameters.
@@ -195,7 +154,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def shapes_worked_out_apart() -> Iterator[None]:
-    """Inside, DTensor works out shapes under no dispatch mode: it does so with whole tensors, which no rank has."""
+    """Context manager: inside, DTensor works out shapes under no dispatch mode: it does so with whole tensors, which no rank has."""
     if distributed.world_size() == 1:
         yield
         return
@@ -216,12 +175,7 @@ def shapes_worked_out_apart() -> Iterator[None]:
 
 
 class _Recorded:
-    """A collective of FSDP that notes each call once it has been made.
-
-    Args:
-        comm: FSDP's own.
-        sharding: notes the calls.
-    """
+    """A collective of FSDP whose calls a sharding notes once they have been made."""
 
     def __init__(self, comm: Any, sharding: Sharding) -> None:
         self._comm = comm
@@ -232,24 +186,20 @@ class _Recorded:
         return tensor
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
-        self._sharding._begin_call()
+        self._sharding._is_inside = True
         result = self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
-        self._sharding._end_call(
-            _Call(
-                self._comm,
-                group,
-                (output_tensor.numel(), input_tensor.numel()),
-                output_tensor.dtype,
-                output_tensor.device,
-                tuple(options.items()),
-            )
-        )
+        self._sharding._is_inside = False
+        sizes = output_tensor.numel(), input_tensor.numel()
+        zeros = partial(torch.zeros, dtype=output_tensor.dtype, device=output_tensor.device)
+        self._sharding._calls.append(partial(_run_with_zeros, self._comm, sizes, zeros, group=group, **options))
         return result
 
 
-def _training(syncs: bool) -> str:
-    """A kind of micro-batch, by whether its gradients are reduced."""
-    return "training" if syncs else "training, gradients kept"
+def _run_with_zeros(
+    comm: Callable[..., object], sizes: tuple[int, int], zeros: Callable[[int], torch.Tensor], **options: Any
+) -> None:
+    output, given = map(zeros, sizes)
+    comm(output_tensor=output, input_tensor=given, **options)
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 # Ended by a request, saved, and to be started again: "temporary failure; the user is invited to retry" (sysexits.h).
@@ -16,32 +16,24 @@ EXIT_STATUS = 75
 class Preemption:
     """Within its context, SIGTERM sets :attr:`requested` instead of ending the process.
 
-    A second SIGTERM acts as it would have without this. Outside of the main thread, which alone can be told of signals, nothing
-    is changed.
+    A second SIGTERM acts as it would have without this. Outside of the main thread, which alone handles signals, nothing changes.
 
     Args:
         same_within: seconds in which another SIGTERM is taken for the same: torchrun hands on what a scheduler may have sent to all
             processes already.
-
-    Attributes:
-        requested: the process was asked to end.
     """
 
     def __init__(self, *, same_within: float = 0.0) -> None:
         self.requested = False
         self._same_within, self._asked_at = same_within, 0.0
-        self._before: Any = None
-        self._is_set = False
+        self._before: Any = None  # while it is set
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
-            self._is_set = True
+            self._before = signal.signal(signal.SIGTERM, self._note) or signal.SIG_DFL
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._put_back()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -56,6 +48,6 @@ class Preemption:
             self._put_back()
 
     def _put_back(self) -> None:
-        if self._is_set:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
-            self._is_set = False
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None

@@ -1,8 +1,7 @@
 """A model of CUDA's kernel workspaces: memory that a step takes there and that counting tensors on a CPU does not show.
 
-The tracker sees the results of each operation, not what a CUDA kernel allocates while it runs, and a CPU has another kernel for
-attention. Everything here is modelled from the source of PyTorch 2.13 and not measured on a GPU; each formula names the file that
-it was read from, below aten/src/ATen.
+A CPU has another kernel for attention, and no tensor shows what a CUDA kernel allocates while it runs. Everything here is modelled
+from the source of PyTorch 2.13 and not measured on a GPU; each formula names the file that it was read from, below aten/src/ATen.
 """
 
 from __future__ import annotations
@@ -26,44 +25,32 @@ CONTEXT_BYTES = 7 * 1024**3 // 10
 
 
 def left_out(architectures: Collection[str], *, dtype: torch.dtype, world_size: int = 1) -> tuple[str, ...]:
-    """Return what no formula here counts, a sentence each.
-
-    Args:
-        architectures: of the devices; empty for one of which only a size is known.
-        dtype: of the weights.
-        world_size: ranks.
-    """
+    """Return what no formula here counts, a sentence each; an architecture is empty where only a size is known."""
     capabilities = [int(name.removeprefix("sm_")) for name in architectures if name.startswith("sm_")]
+    is_rocm = any(name.startswith("gfx") for name in architectures)
+    is_hopper_or_blackwell = any(90 <= number < 110 for number in capabilities)
+    lacks_bfloat16 = dtype == torch.bfloat16 and any(number < 80 for number in capabilities)
     sentences = {
         "CUDA's kernels are modelled from the source of PyTorch, not measured on a GPU": True,
         "fragmentation: the allocator reserves more than is allocated, in blocks of 2 MiB and more; estimate.headroom has to cover it": True,
         "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
-        "cuDNN's own workspace for attention on Hopper and Blackwell is not known; flash attention's stands in for it": any(
-            90 <= number < 110 for number in capabilities
-        ),
-        "bfloat16 before Ampere: CUDA keeps the weights of attention, a CPU does not, so the estimate is too low": (
-            dtype == torch.bfloat16 and any(number < 80 for number in capabilities)
-        ),
+        "cuDNN's own workspace for attention on Hopper and Blackwell is not known; flash attention's is counted": is_hopper_or_blackwell,
+        "bfloat16 before Ampere: CUDA keeps the weights of attention, a CPU does not, so the estimate is too low": lacks_bfloat16,
         "float32 weights: CUDA has one kernel for rms_norm, which keeps one activation less for each norm, so the estimate is too high": (
             dtype == torch.float32
         ),
         "the buffers of NCCL": world_size > 1,
-        "ROCm: attention is modelled as on CUDA, but is done by another library": any(
-            name.startswith("gfx") for name in architectures
-        ),
+        "ROCm: attention is modelled as on CUDA, but is done by another library": is_rocm,
     }
     return tuple(sentence for sentence, is_so in sentences.items() if is_so)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One call of ``scaled_dot_product_attention`` without dropout, as its shapes say.
+    """One call of ``scaled_dot_product_attention`` without dropout.
 
-    Attributes:
-        batch, heads, queries, head_dim: the query is ``[batch, heads, queries, head_dim]``.
-        keys, key_heads: key and value are ``[batch, key_heads, keys, head_dim]``.
-        dtype: of all three.
-        mask: the shape of the mask, or None. It is boolean, so that both devices turn it into one of `dtype`.
+    The query is ``[batch, heads, queries, head_dim]``, key and value are ``[batch, key_heads, keys, head_dim]``. `mask` is the
+    shape of a boolean mask, which both devices turn into one of `dtype`.
     """
 
     batch: int
@@ -79,16 +66,8 @@ class Attention:
     def of(cls, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> Attention:
         """Return the call with these tensors, of which only shapes and dtype are read."""
         batch, heads, queries, head_dim = query.shape
-        return cls(
-            batch=batch,
-            heads=heads,
-            queries=queries,
-            keys=key.shape[2],
-            head_dim=head_dim,
-            dtype=query.dtype,
-            key_heads=key.shape[1],
-            mask=None if mask is None else tuple(mask.shape),
-        )
+        mask_shape = None if mask is None else tuple(mask.shape)
+        return cls(batch, heads, queries, key.shape[2], head_dim, query.dtype, key.shape[1], mask_shape)
 
     @property
     def itemsize(self) -> int:
@@ -101,28 +80,18 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionDifference:
-    """Bytes that one call of attention takes on CUDA beyond what it takes on a CPU.
+    """Bytes that one call of attention takes on CUDA beyond what it takes on a CPU."""
 
-    Attributes:
-        saved_bytes: from the forward operation until the backward one.
-        forward_bytes: while the forward operation runs.
-        backward_bytes: while the backward operation runs, without those saved.
-    """
-
-    saved_bytes: int = 0
-    forward_bytes: int = 0
-    backward_bytes: int = 0
+    saved_bytes: int = 0  # from the forward operation until the backward one
+    forward_bytes: int = 0  # while the forward operation runs
+    backward_bytes: int = 0  # while the backward operation runs, without those saved
 
 
 def attention_backend(call: Attention, compute_capability: tuple[int, int] | None = None) -> Backend:
     """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: ``priority_order`` and the constraints of each).
 
     Flash, then memory-efficient, then math; cuDNN before these on Hopper and the first Blackwells, where its version is 9.15.1
-    or later, as it is in wheels for CUDA 13.
-
-    Args:
-        call: the call, which needs gradients.
-        compute_capability: None is taken as (8, 0).
+    or later, as it is in wheels for CUDA 13. A `compute_capability` of None is taken as (8, 0).
     """
     capability = compute_capability or (8, 0)
     if call.is_half and capability[0] in (9, 10) and call.head_dim <= 128 and call.head_dim % 8 == 0:
@@ -133,10 +102,7 @@ def attention_backend(call: Attention, compute_capability: tuple[int, int] | Non
             return "flash"
     if call.dtype == torch.float64 or (call.dtype == torch.bfloat16 and capability[0] < 8):
         return "math"
-    if call.is_half:
-        alignment = 8 if capability[0] >= 7 else 1
-    else:
-        alignment = 4 if capability[0] >= 8 else 1
+    alignment = (8 if capability[0] >= 7 else 1) if call.is_half else (4 if capability[0] >= 8 else 1)
     return "math" if call.head_dim % alignment else "efficient"
 
 
@@ -163,10 +129,8 @@ def attention_difference_bytes(call: Attention, backend: Backend) -> AttentionDi
         return _efficient_difference(call)
     rows = _up(call.queries, 128) * call.batch * call.heads
     accumulated = 4 * rows * (_up(call.head_dim, 32 if call.head_dim <= 128 else 64) + 1)
-    expanded = 0
-    if call.key_heads != call.heads:
-        expanded = 2 * call.batch * call.heads * call.keys * call.head_dim * call.itemsize
-    return AttentionDifference(backward_bytes=accumulated + expanded)
+    expanded = 2 * call.batch * call.heads * call.keys * call.head_dim * call.itemsize
+    return AttentionDifference(backward_bytes=accumulated + (expanded if call.key_heads != call.heads else 0))
 
 
 def _efficient_difference(call: Attention) -> AttentionDifference:
@@ -174,8 +138,9 @@ def _efficient_difference(call: Attention) -> AttentionDifference:
     padding = 4 * call.batch * call.heads * (_up(call.queries, 32) - call.queries)
     copied = 0
     if call.mask is not None and (beyond := call.mask[-1] % 8):
-        padding += _mask_bytes(call) // call.mask[-1] * (8 - beyond)
-        copied = _mask_bytes(call) // call.mask[-1] * (call.mask[-1] + 8 - beyond)
+        row_bytes = math.prod(call.mask[:-1]) * call.itemsize
+        padding += row_bytes * (8 - beyond)
+        copied = row_bytes * (call.mask[-1] + 8 - beyond)
     accumulator = 4 * rows * call.head_dim if call.is_half and call.head_dim > 128 else 0
     workspace = 4 * rows + _efficient_workspace_bytes(call)
     if not call.is_half:
@@ -219,15 +184,7 @@ def workspace_bytes(
     *,
     compute_capability: tuple[int, int] | None = None,
 ) -> int:
-    """Return what CUDA allocates while it runs an operation, without its result, for an operation that is counted on a CPU.
-
-    Args:
-        operation, args, kwargs: as PyTorch dispatches them; without `kwargs` attention is taken to have no mask.
-        compute_capability: of the estimated device; None is taken as (8, 0).
-
-    Returns:
-        Bytes for both operations of attention and for the backward of an embedding, 0 for all others.
-    """
+    """Return what CUDA allocates while it runs an operation that is counted on a CPU, without its result."""
     if operation is torch.ops.aten.embedding_dense_backward.default:
         gradient, tokens, vocabulary = args[:3]
         return embedding_backward_bytes(tokens=tokens.numel(), vocabulary=vocabulary, dim=gradient.shape[-1])
@@ -244,10 +201,8 @@ def library_workspace_bytes(architecture: str = "") -> int:
     """Return what cuBLAS keeps, from PyTorch's allocator: one workspace for the thread of forward, one for autograd's.
 
     32 MiB each on Hopper and Blackwell, 8 MiB and 128 KiB on what was before; on ROCm 128 MiB on gfx94 and gfx95, or else 32 MiB
-    (cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does not say otherwise).
-
-    Args:
-        architecture: ``sm_90`` and the like, ``gfx942`` and the like; empty is taken as the largest of CUDA.
+    (cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does not say otherwise). An empty
+    architecture is taken as the largest of CUDA.
     """
     if architecture.startswith("gfx"):
         return 2 * (128 if architecture.startswith(("gfx94", "gfx95")) else 32) * 1024**2
@@ -260,10 +215,6 @@ def fixed_overhead_bytes(architecture: str = "", *, context_bytes: int | None = 
     """Return what a process takes without its tensors: the workspaces of cuBLAS and the context, `CONTEXT_BYTES` by default."""
     context = CONTEXT_BYTES if context_bytes is None else context_bytes
     return context + library_workspace_bytes(architecture)
-
-
-def _mask_bytes(call: Attention) -> int:
-    return math.prod(call.mask) * call.itemsize if call.mask is not None else 0
 
 
 def _up(number: int, multiple: int) -> int:

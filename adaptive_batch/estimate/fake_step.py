@@ -22,13 +22,7 @@ from .tracker import AttributedTracker, ModuleNames, StepTrace
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that are resident before a forward begins.
-
-    Attributes:
-        parameters, buffers: of the model.
-        optimizer: its state.
-        gradients: of earlier micro-batches of the step.
-    """
+    """Bytes that are resident before a forward begins: of the model, the optimizer's state, earlier micro-batches' gradients."""
 
     parameters: int
     buffers: int
@@ -42,16 +36,9 @@ class Resident:
 
 
 class FakeDevice:
-    """A device whose tensors have no memory, so that any model fits on it.
+    """A device whose tensors have no memory, so that any model fits on it; `workspace` as in :class:`AttributedTracker`."""
 
-    Args:
-        workspace: as in :class:`AttributedTracker`.
-
-    Attributes:
-        mode: the dispatch mode in which tensors are fake.
-    """
-
-    def __init__(self, *, workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None) -> None:
+    def __init__(self, *, workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0) -> None:
         self.mode = FakeTensorMode()
         self._workspace = workspace
         self._counter: AttributedTracker | None = None
@@ -82,7 +69,7 @@ class FakeDevice:
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor, static_shapes=True)
         if self._counter:
-            self._counter.see(fake)
+            self._counter._see(fake.untyped_storage())
         return fake
 
     @contextmanager
@@ -116,13 +103,7 @@ class FakeStep:
 
     Args:
         model: on the device.
-        optimizer: of its parameters, or those in backward; made on the device.
-        forward_backward: runs this many rows through the code of training, ``backward`` included.
-        step: what training runs after backward: clipping and ``optimizer.step()``.
-        accumulates: whether gradients of earlier micro-batches exist when a forward begins.
-        device: where all of it is.
-        sharding: of the model; needed with several ranks.
-        keep_gradients: as in :class:`adaptive_batch.probe.DryRun`.
+        optimizer, forward_backward, step, accumulates, sharding, keep_gradients: as in :class:`adaptive_batch.probe.DryRun`.
 
     Attributes:
         optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in backward.
@@ -173,10 +154,9 @@ class FakeStep:
     def trace(
         self, rows: int, *, forward_backward: Callable[[int], object] | None = None, explain: Collection[int] = ()
     ) -> StepTrace:
-        """Return what forward and backward of that many rows hold.
+        """Return what forward and backward of one micro-batch of that many rows hold.
 
         Args:
-            rows: of one micro-batch.
             forward_backward: instead of the constructor's, for rows of another length.
             explain: operations at which all live bytes are attributed to modules.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from adaptive_batch._util import format_bytes
+from adaptive_batch._util import atomic_write, format_bytes
 from adaptive_batch.memory import GIB, Line, MemoryCurve
 
 from .fake_step import Resident
@@ -23,9 +22,6 @@ class Target:
     """A device, and how much of it a training step may use.
 
     Attributes:
-        name: as it is shown.
-        total_bytes: capacity.
-        budget_bytes: what a training step may hold.
         taken: what the rest is for, each with its bytes: headroom, the CUDA context.
         source: where `total_bytes` is from; empty where it was given as a size.
     """
@@ -42,7 +38,6 @@ class MemoryBreakdown:
     """One line of a memory curve, and what its bytes are.
 
     Attributes:
-        fixed_bytes, bytes_per_row: of the line.
         activations: made by forward and kept for backward: fixed bytes, and bytes per row.
         gradients: bytes of parameters' gradients that this step has made by then.
         site: the operation of the line and the largest transient allocations there; empty if they were not looked up.
@@ -77,14 +72,11 @@ class CurveCheck:
     expected_bytes: int
 
     def __str__(self) -> str:
-        off = abs(self.counted_bytes - self.expected_bytes)
-        if off > 1e-3 * self.counted_bytes:
-            return (
-                f"NOT a maximum of straight lines: {self.rows} rows hold {format_bytes(self.counted_bytes)}, and the curve gives "
-                f"{format_bytes(self.expected_bytes)}; do not rely on the maximum batch size"
-            )
-        exact = f"within {off / self.counted_bytes:.2%}" if off else "to the byte"
-        return f"checked: a third size, {self.rows} rows, lies on the curve {exact}"
+        off = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
+        if off > 1e-3:
+            counted, expected = format_bytes(self.counted_bytes), format_bytes(self.expected_bytes)
+            return f"do not rely on the maximum batch size: {self.rows} rows hold {counted}, and the curve gives {expected}"
+        return f"checked: a third size, {self.rows} rows, lies on the curve {f'within {off:.2%}' if off else 'to the byte'}"
 
 
 @dataclass(frozen=True)
@@ -92,12 +84,10 @@ class LengthEstimate:
     """What a training step holds with rows of one length, on any device.
 
     Attributes:
-        sequence_length: tokens of each row.
         resident: before a forward.
         breakdowns: one for each line of the curve of forward and backward.
         one_row_bytes: the peak of a single row, which often runs other operations.
         optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in backward.
-        check: of the curve; None where there was none.
     """
 
     sequence_length: int
@@ -110,8 +100,9 @@ class LengthEstimate:
     @property
     def curve(self) -> MemoryCurve:
         """The peak of forward and backward, by rows; its operations are the places of the breakdowns."""
-        lines = (Line(one.fixed_bytes, one.bytes_per_row, place) for place, one in enumerate(self.breakdowns))
-        return MemoryCurve(tuple(lines))
+        return MemoryCurve(
+            tuple(Line(one.fixed_bytes, one.bytes_per_row, place) for place, one in enumerate(self.breakdowns))
+        )
 
     def max_rows(self, budget_bytes: int) -> int | None:
         """Most rows that fit; 0 where not one does, None where any number does."""
@@ -127,20 +118,22 @@ class LengthEstimate:
 
     def first_too_large(self, budget_bytes: int) -> str | None:
         """The first thing that does not fit, in the order in which a run would need it; None where a row fits."""
-        needed = 0
+        resident, needed = self.resident, 0
         for name, size in (
-            ("the parameters", self.resident.parameters),
-            ("the buffers", self.resident.buffers),
-            ("the optimizer's state", self.resident.optimizer),
-            ("the gradients that stay", self.resident.gradients),
+            ("the parameters", resident.parameters),
+            ("the buffers", resident.buffers),
+            ("the optimizer's state", resident.optimizer),
+            ("the gradients that stay", resident.gradients),
         ):
             needed += size
             if needed > budget_bytes:
                 return f"{name} ({format_bytes(size)}, {format_bytes(needed)} with what comes before)"
-        if (self.optimizer_peak_bytes or 0) > budget_bytes:
-            return f"the optimizer's step ({format_bytes(self.optimizer_peak_bytes or 0)} at its peak)"
-        if self.one_row_bytes > budget_bytes:
-            return f"forward and backward of one row ({format_bytes(self.one_row_bytes)} at their peak)"
+        for name, peak in (
+            ("the optimizer's step", self.optimizer_peak_bytes or 0),
+            ("forward and backward of one row", self.one_row_bytes),
+        ):
+            if peak > budget_bytes:
+                return f"{name} ({format_bytes(peak)} at the peak)"
         return None
 
     def composition(self, rows: int) -> dict[str, float]:
@@ -159,33 +152,11 @@ class LengthEstimate:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """What fits on one device with rows of one length.
-
-    Attributes:
-        sequence_length: tokens of each row.
-        max_batch_size: most rows at once.
-        allocated_bytes: the peak of such a step; of one row where none fits.
-        bytes_per_row: what one row more adds there.
-        first_too_large: what does not fit where not one row does.
-        composition: bytes by kind at the peak of forward and backward.
-    """
-
-    sequence_length: int
-    max_batch_size: int
-    allocated_bytes: int
-    bytes_per_row: float
-    first_too_large: str | None
-    composition: dict[str, int]
-
-
-@dataclass(frozen=True)
 class Change:
     """One change of the configuration, estimated in the same way.
 
     Attributes:
         overrides: the exact ``key=value`` to type.
-        cost: what it costs.
         bounds: rows that fit under it on each device; None for any number.
         refused: why it could not be estimated; empty where it was.
     """
@@ -201,14 +172,11 @@ class MemoryEstimate:
     """For each device and length, the rows that fit.
 
     Attributes:
-        devices: that the estimate is for.
-        lengths: of rows, each with its memory curve.
         maximum: rows above which a real search would not look.
         world_size: ranks that share the model; all figures are of one of them.
         left_out: what is not counted as it would be on the device, a sentence each.
         changes: single changes and what they would bring, at the first of `lengths`.
         refused: those that could not be estimated.
-        seconds: that the estimate took.
     """
 
     devices: tuple[Target, ...]
@@ -225,17 +193,17 @@ class MemoryEstimate:
         rows = length.max_rows(device.budget_bytes)
         return self.maximum if rows is None else min(rows, self.maximum)
 
-    def fit(self, length: LengthEstimate, device: Target) -> Fit:
-        """What fits on a device."""
+    def fit(self, length: LengthEstimate, device: Target) -> dict[str, Any]:
+        """What fits on a device, as the file has it; peak and composition are of one row where none fits."""
         rows = self.bound(length, device)
-        return Fit(
-            sequence_length=length.sequence_length,
-            max_batch_size=rows,
-            allocated_bytes=length.peak_bytes(max(1, rows)),
-            bytes_per_row=float(length.curve.highest(max(2, rows)).bytes_per_row),
-            first_too_large=length.first_too_large(device.budget_bytes),
-            composition={name: round(size) for name, size in length.composition(max(1, rows)).items()},
-        )
+        return {
+            "sequence_length": length.sequence_length,
+            "max_batch_size": rows,
+            "allocated_bytes": length.peak_bytes(max(1, rows)),
+            "bytes_per_row": float(length.curve.highest(max(2, rows)).bytes_per_row),
+            "first_too_large": length.first_too_large(device.budget_bytes),
+            "composition": {name: round(size) for name, size in length.composition(max(1, rows)).items()},
+        }
 
     def format_rows(self, rows: int | None) -> str:
         """Rows that fit, as text: with a plus where more may fit."""
@@ -245,11 +213,12 @@ class MemoryEstimate:
         """Aligned text: a line for each device and length, what is resident, and what makes the peaks."""
         cells = [["device", "length", "max_batch_size", "tokens", "peak GiB", "GiB a row", "free GiB"]]
         for device in self.devices:
-            for fit in (self.fit(length, device) for length in self.lengths):
-                rows, peak = fit.max_batch_size, fit.allocated_bytes
+            for length in self.lengths:
+                rows = self.bound(length, device)
+                peak, line = length.peak_bytes(max(1, rows)), length.curve.highest(max(2, rows))
                 cells.append([
-                    device.name, str(fit.sequence_length), self.format_rows(rows), str(rows * fit.sequence_length),
-                    f"{peak / GIB:.2f}", f"{fit.bytes_per_row / GIB:.4f}",
+                    device.name, str(length.sequence_length), self.format_rows(rows), str(rows * length.sequence_length),
+                    f"{peak / GIB:.2f}", f"{float(line.bytes_per_row) / GIB:.4f}",
                     f"{(device.budget_bytes - peak) / GIB:.2f}" if rows else "-",
                 ])  # fmt: skip
         lines = _aligned(cells)
@@ -259,8 +228,7 @@ class MemoryEstimate:
             lines.append(f"{device.name}: {budget} may be used of {total}{taken}")
             for length in self.lengths:
                 if what := length.first_too_large(device.budget_bytes):
-                    verb = "does" if what.startswith("the optimizer") else "do"
-                    lines.append(f"  {length.sequence_length} tokens: {what} {verb} not fit")
+                    lines.append(f"  {length.sequence_length} tokens: too large: {what}")
         resident = self.lengths[0].resident
         on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         gradients = f", gradients that stay {resident.gradients / GIB:.2f}" if resident.gradients else ""
@@ -289,18 +257,13 @@ class MemoryEstimate:
 
     def as_json(self) -> dict[str, Any]:
         """All of it as dicts and lists, each device with its answers; sizes in bytes."""
-        devices = [
-            asdict(device) | {"lengths": [asdict(self.fit(length, device)) for length in self.lengths]}
-            for device in self.devices
-        ]
-        return asdict(self) | {"devices": devices}
+        answers = [{"lengths": [self.fit(length, device) for length in self.lengths]} for device in self.devices]
+        values = asdict(self)
+        return values | {"devices": [a | b for a, b in zip(values["devices"], answers, strict=True)]}
 
     def save(self, path: Path) -> None:
-        """Write it as JSON: to a temporary file, which is renamed."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.as_json(), indent=2, default=float))  # a fraction of the curve as a number
-        os.replace(temporary, path)
+        """Write it as JSON, whole or not at all."""
+        atomic_write(path, json.dumps(self.as_json(), indent=2, default=float))  # a fraction of the curve as a number
 
 
 def read_estimate(path: Path) -> MemoryEstimate | None:
@@ -335,26 +298,19 @@ def _from_json(kind: Any, value: Any) -> Any:
 
 def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
     """Changes that let more fit on some device, the one with the greatest gain first; what is least to type breaks ties."""
-
-    def gain(change: Change) -> float:
-        return sum(
-            (float("inf") if rows is None else rows) / max(0.5, before)
-            for rows, before in zip(change.bounds, now, strict=True)
-        )
-
-    better = [
-        c for c in changes if not c.refused and any(r is None or r > n for r, n in zip(c.bounds, now, strict=True))
-    ]
-    return tuple(sorted(better, key=lambda change: (-gain(change), len(change.overrides))))
+    gains: dict[Change, float] = {}
+    for change in changes:
+        pairs = [(math.inf if rows is None else rows, before) for rows, before in zip(change.bounds, now, strict=False)]
+        if any(rows > before for rows, before in pairs):
+            gains[change] = sum(rows / max(0.5, before) for rows, before in pairs)
+    return tuple(sorted(gains, key=lambda change: (-gains[change], len(change.overrides))))
 
 
 def _aligned(cells: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a table: the first column to the left, the others to the right."""
-    rows = list(cells)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        " ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
+    columns = list(zip(*cells, strict=True))
+    padded = [
+        [cell.rjust(max(map(len, column))) if number else cell.ljust(max(map(len, column))) for cell in column]
+        for number, column in enumerate(columns)
     ]
+    return [" ".join(row) for row in zip(*padded, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,17 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
-_NO_LIMIT = 1 << 62  # bytes; more than any device has
+_LABEL = "adaptive_batch.module"  # of an autograd node
 
 
 @dataclass(frozen=True)
 class OpSite:
-    """OpSite in a step an operation is.
+    """An operation of a step, and the innermost module that it belongs to, empty for none, such as the loss.
 
-    Attributes:
-        module: name of the innermost module that it belongs to; empty for none, such as the loss.
-        operation: as PyTorch calls it.
-        backward: whether it is in the backward pass, recomputing included.
+    Recomputing is part of the backward pass.
     """
 
     module: str
@@ -39,12 +37,7 @@ class OpSite:
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """What is alive at one operation, without what is resident.
-
-    Attributes:
-        site: the operation.
-        by_site: bytes by the operation that made them, largest first.
-    """
+    """What is alive at one operation, without what is resident: bytes by the operation that made them, largest first."""
 
     site: OpSite
     by_site: tuple[tuple[OpSite, int], ...]
@@ -64,8 +57,7 @@ class StepTrace:
     """What forward and backward held after each operation.
 
     Attributes:
-        trace: bytes alive after each operation.
-        forward_bytes: those of them that forward made: activations that wait for backward.
+        forward_bytes: of all live bytes those that forward made: activations that wait for backward.
         gradients: of parameters, without those of earlier micro-batches: the operation that made each, and its bytes.
         explained: what was alive, for the operations that were asked for.
     """
@@ -85,19 +77,18 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     Args:
         workspace: returns the bytes that an operation (given with its arguments and keyword arguments) takes on the estimated
-            device in addition to its result. None for nothing.
-        explain: numbers of operations at which all live bytes are attributed to modules.
-        names: of the module that runs; needed to explain.
+            device in addition to its result.
+        explain: numbers of operations at which all live bytes are attributed to modules, for which `names` is needed.
     """
 
     def __init__(
         self,
         *,
-        workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] | None = None,
+        workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
     ) -> None:
-        super().__init__(_NO_LIMIT)
+        super().__init__(sys.maxsize)
         self._workspace = workspace
         self._explain = frozenset(explain)
         self._names = names
@@ -168,17 +159,15 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def _record(self, func: Any, args: tuple[Any, ...]) -> None:
         if not self._is_counting:
             return
-        before = len(self._live_bytes_after_each)
-        live = self.live_bytes
-        if self._workspace is not None:
-            live += self._workspace(func, args, self._kwargs)
+        number = len(self._live_bytes_after_each)
         super()._record(func, args)
-        if len(self._live_bytes_after_each) == before:
+        if len(self._live_bytes_after_each) == number:
             return
-        self._live_bytes_after_each[-1] = live
+        workspace = self._workspace(func, args, self._kwargs)
+        self._live_bytes_after_each[-1] += workspace
         self._forward_bytes_after_each.append(self._forward_bytes)
-        if before in self._explain:
-            self._explained[before] = LiveMemory(self._last, self._by_site(live - self.live_bytes))
+        if number in self._explain:
+            self._explained[number] = LiveMemory(self._last, self._by_site(workspace))
 
     def _by_site(self, workspace: int) -> tuple[tuple[OpSite, int], ...]:
         held: Counter[OpSite] = Counter()
@@ -191,10 +180,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def _counts(self, tensor: torch.Tensor) -> bool:
         return True  # fake tensors stand for real ones
 
-    def see(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that no operation has made."""
-        self._see(tensor.untyped_storage())
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors, and no operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
@@ -206,13 +191,24 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class ModuleNames:
-    """The name of the module whose operation runs, in forward and in backward, inside :meth:`following`."""
+class ModuleNames(TorchFunctionMode):
+    """The name of the module whose operation runs, in forward and in backward, inside :meth:`following`.
+
+    As a mode it writes the name into the autograd nodes of what operations return, from which backward reads it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._model = model
         self._stack: list[str] = []
         self._last = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                cast(dict[str, Any], tensor.grad_fn.metadata).setdefault(_LABEL, self.current())
+        return result
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -223,10 +219,10 @@ class ModuleNames:
             readable = name.replace("_checkpoint_wrapped_module.", "").replace("._checkpoint_wrapped_module", "")
             handles += [
                 module.register_forward_pre_hook(lambda *_, name=readable: self._enter(name)),
-                module.register_forward_hook(lambda *_: self._leave(), always_call=True),
+                module.register_forward_hook(self._leave, always_call=True),
             ]
         try:
-            with _Labels(self):
+            with self:
                 yield
         finally:
             for handle in handles:
@@ -239,7 +235,7 @@ class ModuleNames:
             name = f"{inside}.{name.rpartition('.')[2]}"
         self._stack.append(name)
 
-    def _leave(self) -> None:
+    def _leave(self, *_: object) -> None:
         self._stack.pop()
 
     def current(self) -> str:
@@ -249,22 +245,6 @@ class ModuleNames:
         if torch._C._current_graph_task_id() == -1:
             return ""
         node = torch._C._current_autograd_node()
-        label = None if node is None else cast(dict[str, Any], node.metadata).get("adaptive_batch.module")
-        if label is not None:
-            self._last = label
+        if node is not None:
+            self._last = cast(dict[str, Any], node.metadata).get(_LABEL, self._last)
         return self._last
-
-
-class _Labels(TorchFunctionMode):
-    """Writes the name of the module into the autograd nodes of what its operations return."""
-
-    def __init__(self, names: ModuleNames) -> None:
-        super().__init__()
-        self._names = names
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                cast(dict[str, Any], tensor.grad_fn.metadata).setdefault("adaptive_batch.module", self._names.current())
-        return result

@@ -1,8 +1,7 @@
-"""The only file that asks a device about memory.
+"""Ask a device about memory.
 
-Two kinds of device stand behind one protocol, :class:`DeviceMemory`. An accelerator has an allocator that says what it
-used and refuses what it has not. A CPU never says no: there the bytes of live tensors are counted during a trial, and
-passing the budget raises the same ``torch.OutOfMemoryError`` that a GPU raises.
+An accelerator has an allocator that reports its use and refuses what it has not. A CPU allocation rarely fails: there the bytes of
+live tensors are counted during a trial, and passing the budget raises the ``torch.OutOfMemoryError`` that a GPU raises.
 """
 
 from __future__ import annotations
@@ -42,11 +41,10 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Say whether an error means that memory ran out, and nothing else.
+    """Return whether an error means that memory ran out, and nothing else.
 
-    PyTorch's own type and Python's ``MemoryError`` count; so does a ``RuntimeError`` whose text is an allocator's, a
-    driver's or a library's word for it; and any error raised *from* one of these. A ``ValueError`` that merely talks of
-    memory does not.
+    PyTorch's own type and Python's ``MemoryError`` count; so does a ``RuntimeError`` with an allocator's, a driver's or a library's
+    text for it, and any error raised *from* one of these. A ``ValueError`` that merely mentions memory does not.
     """
     seen: set[int] = set()  # an error can be its own cause
     while error is not None and id(error) not in seen:
@@ -60,15 +58,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def parse_size(value: int | float | str, *, total_bytes: int) -> int:
-    """Read an amount of memory.
-
-    Args:
-        value: ``"12GiB"`` (units B, KiB, MiB, GiB, TiB, KB, MB, GB), a whole number of bytes, or a float in (0, 1], a share of
-            the device.
-        total_bytes: what the device has, for shares.
+    """Read an amount of memory: ``"12GiB"``, a whole number of bytes, or a float in (0, 1], a share of `total_bytes`.
 
     Raises:
-        ValueError: the value is no size; the message says what would do.
+        ValueError: the value is no size.
     """
     if isinstance(value, float) and 0 < value <= 1:
         return int(value * total_bytes)
@@ -82,11 +75,7 @@ def parse_size(value: int | float | str, *, total_bytes: int) -> int:
 
 
 def check_device_memory(key: str, value: int | float | str | None) -> None:
-    """Refuse what is neither None nor a size.
-
-    Raises:
-        SettingError: naming `key`.
-    """
+    """Raise a SettingError naming `key` for what is neither None nor a size."""
     if value is None:
         return
     try:
@@ -108,8 +97,8 @@ def budget_bytes(
     Args:
         device_memory: a size as :func:`parse_size` reads it; None for what is available.
         headroom: share of it that is left free, in [0, 1).
-        total_bytes: what the device has.
-        available_bytes: what can be had of it now.
+        total_bytes: of the device.
+        available_bytes: of these now.
         key: the name that an error gives to `device_memory`.
 
     Raises:
@@ -119,20 +108,21 @@ def budget_bytes(
     if device_memory is not None:
         limit = parse_size(device_memory, total_bytes=total_bytes)
         if limit > total_bytes:
-            nothing = "null" if "." in key else "None"
-            has = f"the device has {total_bytes / GIB:.2f} GiB"
-            raise SettingError(key, device_memory, f"{has}; give that or less, or {nothing} for what is available")
+            remedy = (
+                f"the device has {total_bytes / GIB:.2f} GiB; give that or less, or null (None) for what is available"
+            )
+            raise SettingError(key, device_memory, remedy)
     return int(min(limit, available_bytes) * (1 - headroom))
 
 
 @dataclass
 class Usage:
-    """What was seen while :meth:`DeviceMemory.measure` was open; filled in when it closes.
+    """What :meth:`DeviceMemory.measure` measured; filled in when it closes.
 
     Attributes:
         resident_bytes: alive before anything was measured; part of every peak.
         peak_bytes: the highest sum alive, resident bytes included; None where the device cannot say.
-        retried: the allocator had to give back its cache and ask again: a size that does this is too large (thrashing).
+        retried: the allocator had to give back its cache and ask again: a size that does this is too large.
         trace: bytes alive after each operation; None where the device cannot say.
     """
 
@@ -143,12 +133,7 @@ class Usage:
 
 
 class DeviceMemory(Protocol):
-    """One device, asked about its memory. Sizes are in bytes.
-
-    Attributes:
-        device: the device.
-        granularity_bytes: peaks are known to this many bytes.
-    """
+    """One device, asked about its memory. Sizes are in bytes; peaks are known to `granularity_bytes`."""
 
     device: torch.device
     granularity_bytes: int
@@ -169,14 +154,10 @@ class DeviceMemory(Protocol):
         """Give back what nothing refers to any more."""
 
     def num_retries(self) -> int:
-        """How often an allocator has given back its cache and asked again, so far; 0 where there is none that says."""
+        """How often an allocator has given back its cache and asked again, so far; 0 where none reports it."""
 
     def check_it_can_be_measured(self) -> None:
-        """Refuse a device that does not tell what its memory peaks at.
-
-        Raises:
-            SettingError: naming the device, and what would do.
-        """
+        """Raise a SettingError for a device that does not report its peak."""
 
 
 def recover(memory: DeviceMemory) -> None:
@@ -190,19 +171,15 @@ def recover(memory: DeviceMemory) -> None:
 
 
 def device_memory(device: torch.device, *, shared_by: int = 1) -> DeviceMemory:
-    """The memory of a device: counted on a CPU, which `shared_by` processes share, the allocator's word elsewhere."""
+    """Return the memory of a device: counted on a CPU, which `shared_by` processes share, asked of the allocator elsewhere."""
     return CountedMemory(device, shared_by=shared_by) if device.type == "cpu" else AcceleratorMemory(device)
 
 
 class CountedMemory:
-    """A CPU's memory: the bytes of live tensors, counted operation by operation as PyTorch dispatches them.
+    """A CPU's memory: the bytes of live tensors, counted operation by operation; `shared_by` processes have a part each.
 
     Counting agrees with the profiler's allocator total within 0.03%, costs about 40 microseconds an operation, and sees the
     eager program, also where ``torch.compile`` would fuse it.
-
-    Args:
-        device: the CPU.
-        shared_by: processes that train on this machine together, each of which may have its part.
     """
 
     granularity_bytes = 1
@@ -216,7 +193,8 @@ class CountedMemory:
         return f"cpu ({os.cpu_count()} cores, {self.total_bytes() / GIB:.1f} GiB{share})"
 
     def total_bytes(self) -> int:
-        return _host_limit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // self._shared_by
+        limit = _cgroup_bytes("memory.max")
+        return (min(_physical_bytes(), limit) if limit else _physical_bytes()) // self._shared_by
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
         return min(self.total_bytes(), host_available_bytes() // self._shared_by + storage_bytes(resident))
@@ -245,13 +223,9 @@ class CountedMemory:
 
 
 class AcceleratorMemory:
-    """An accelerator's memory, as its caching allocator reports it through ``torch.accelerator`` or ``torch.cuda``.
+    """An accelerator's memory, as its caching allocator reports it; `backend` is ``torch.cuda`` or its like by default.
 
-    The peak is that of *reserved* memory, which is what the device has to give: fragmentation is part of the truth.
-
-    Args:
-        device: one that is not a CPU.
-        backend: what answers for it: by default ``torch.cuda`` or its like, or else ``torch.accelerator``.
+    The peak is that of *reserved* memory, which is what the device has to give, fragmentation included.
     """
 
     granularity_bytes = 20 * 1024**2  # the block that PyTorch's caching allocator takes for 1 to 10 MiB
@@ -263,10 +237,8 @@ class AcceleratorMemory:
 
     def check_it_can_be_measured(self) -> None:
         if not hasattr(self._backend, "memory_stats"):
-            remedy = (
-                f"torch {torch.__version__} does not tell what its memory peaks at, so no batch can be probed there"
-            )
-            raise SettingError("device", str(self.device), f"{remedy}; train with a batch_size of your own")
+            why = f"torch {torch.__version__} does not report its peak memory, so no batch can be probed there"
+            raise SettingError("device", str(self.device), f"{why}; train with a configured batch_size")
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -301,18 +273,17 @@ class AcceleratorMemory:
     def release(self) -> None:
         gc.collect()
         self._backend.synchronize(self.device)
-        if hasattr(self._backend, "empty_cache"):  # torch.accelerator has it since 2.9
-            self._backend.empty_cache()
+        self._backend.empty_cache()
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
-        """Let the allocator itself refuse what passes the budget, where it can be told to."""
+        """Let the allocator itself refuse what passes the budget, where it has a limit."""
         limit: Callable[[float, torch.device], None] | None
         limit = getattr(self._backend, "set_per_process_memory_fraction", None)
+        before = getattr(self._backend, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)
         if limit is None:
             yield
             return
-        before = getattr(self._backend, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)
         limit(min(before, budget_bytes / self.total_bytes()), self.device)
         try:
             yield
@@ -334,35 +305,30 @@ class AcceleratorMemory:
 
 
 def host_available_bytes() -> int:
-    """Host memory that can be taken now without swapping: MemAvailable, and the limit of a control group of version 2."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = Path("/sys/fs/cgroup")
-    limit, used = _read_int(group / "memory.max"), _read_int(group / "memory.current")
+    """Return the host memory that can be taken now without swapping: MemAvailable, and the limit of a control group of version 2."""
+    available = _kernel_fields("/proc/meminfo").get("MemAvailable:", _physical_bytes() // 1024) * 1024
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     if limit is None or used is None:
         return available
-    return min(available, max(0, limit - used + _page_cache_bytes(group / "memory.stat")))
+    cache = _kernel_fields("/sys/fs/cgroup/memory.stat")  # of files: given back when it is needed
+    return min(available, max(0, limit - used + cache.get("active_file", 0) + cache.get("inactive_file", 0)))
 
 
-def _page_cache_bytes(path: Path) -> int:
-    """Bytes that a control group holds of files and gives back when they are needed."""
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _kernel_fields(path: str) -> dict[str, int]:
+    """Read a file of names and numbers; empty where there is none."""
     try:
-        fields = dict(line.split() for line in path.read_text().splitlines())
-        return int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return 0
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(number) for name, number, *_ in map(str.split, lines)}
 
 
-def _host_limit(physical_bytes: int) -> int:
-    limit = _read_int(Path("/sys/fs/cgroup/memory.max"))
-    return min(physical_bytes, limit) if limit else physical_bytes
-
-
-def _read_int(path: Path) -> int | None:
+def _cgroup_bytes(name: str) -> int | None:
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # "max", or no control group of version 2
+        return int(Path("/sys/fs/cgroup", name).read_text())
+    except (OSError, ValueError):  # no control group of version 2, or "max"
         return None

@@ -1,17 +1,18 @@
-"""What training has, copied to the host and put back bit for bit, so that a rehearsal leaves no trace."""
+"""Copy what training has to the host and put it back bit for bit, so that a trial leaves no trace."""
 
 from __future__ import annotations
 
 import copy
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from adaptive_batch import distributed
 from adaptive_batch._util import format_bytes
@@ -50,14 +51,12 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        self._values = TensorSnapshot(_tensors_in(self._state.values()))
-        self._others = {
-            p: {k: copy.deepcopy(v) for k, v in s.items() if not _holds_tensor(v)} for p, s in self._state.items()
-        }
         self._groups = [dict(group) for group in optimizer.param_groups]
-        self._group_values = TensorSnapshot(
-            v for group in optimizer.param_groups for v in group.values() if isinstance(v, torch.Tensor)
-        )
+        of_groups = ({**group, "params": None} for group in self._groups)
+        self._tensors = TensorSnapshot(_tensors_in([*self._state.values(), *of_groups]))
+        self._others = {
+            p: {k: copy.deepcopy(v) for k, v in s.items() if not list(_tensors_in(v))} for p, s in self._state.items()
+        }
         self._counters = {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN)}
 
     def restore(self) -> None:
@@ -66,79 +65,58 @@ class OptimizerSnapshot:
             if parameter not in self._state and not _emptied(optimizer.state[parameter]):
                 del optimizer.state[parameter]
         for parameter, state in self._state.items():
-            current = optimizer.state[parameter]
-            current.clear()
-            current.update(state)
-            current.update(copy.deepcopy(self._others[parameter]))
-        self._values.restore()
+            optimizer.state[parameter].clear()
+            optimizer.state[parameter].update(state | copy.deepcopy(self._others[parameter]))
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(saved)
-        self._group_values.restore()
+        self._tensors.restore()
         for name in [k for k, v in vars(optimizer).items() if isinstance(v, _PLAIN) and k not in self._counters]:
             delattr(optimizer, name)
         vars(optimizer).update(self._counters)
 
 
 class RandomState:
-    """The state of every random number generator that training may draw from: torch on the host and on the device,
-    Python's, NumPy's where it is loaded."""
+    """The state of every random number generator that training may draw from, as it was when this was made.
+
+    These are torch's on the host and on the device, Python's, and NumPy's where it is loaded.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._which = () if device.type == "mps" else (device,)  # there is one MPS, and it takes no device
-        self._torch = torch.get_rng_state()
-        self._on_device = None if device.type == "cpu" else getattr(torch, device.type).get_rng_state(*self._which)
-        self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state(legacy=False) if numpy else None
+        self._state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if device.type != "cpu":
+            self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
+        if numpy := _numpy():
+            name, words, *rest = numpy.random.get_state()
+            self._state["numpy"] = (name, words.tolist(), *rest)
 
     def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        if self._on_device is not None:
-            getattr(torch, self._device.type).set_rng_state(self._on_device, *self._which)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        self.load_state_dict(self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """As ints, lists and tensors, which ``torch.load(weights_only=True)`` reads."""
-        version, words, gauss = self._python
-        state: dict[str, Any] = {"torch": self._torch, "python": [version, list(words), gauss]}
-        if self._on_device is not None:
-            state[self._device.type] = self._on_device
-        if self._numpy is not None:
-            numpy_state = self._numpy["state"]
-            state["numpy"] = {
-                "key": [int(word) for word in numpy_state["key"]],
-                "pos": int(numpy_state["pos"]),
-                "has_gauss": int(self._numpy["has_gauss"]),
-                "gauss": float(self._numpy["gauss"]),
-            }
-        return state
+        """Return plain values and tensors, which ``torch.load(weights_only=True)`` reads."""
+        return dict(self._state)
 
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> RandomState:
-        """The state that :meth:`state_dict` wrote; generators that it does not name keep their current state."""
-        result = cls(device)
-        result._torch = state["torch"]
-        result._on_device = state.get(device.type, result._on_device)
-        version, words, gauss = state["python"]
-        result._python = (version, tuple(words), gauss)
-        if (saved := state.get("numpy")) and (numpy := sys.modules.get("numpy")):
-            result._numpy = {
-                "bit_generator": "MT19937",
-                "state": {"key": numpy.array(saved["key"], dtype=numpy.uint32), "pos": saved["pos"]},
-                "has_gauss": saved["has_gauss"],
-                "gauss": saved["gauss"],
-            }
-        return result
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, in another process too; generators that it does not name stay as they are."""
+        torch.set_rng_state(state["torch"])
+        if self._device.type in state:
+            getattr(torch, self._device.type).set_rng_state(state[self._device.type], *self._which)
+        random.setstate(state["python"])
+        if "numpy" in state and (numpy := _numpy()):
+            numpy.random.set_state(state["numpy"])
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy")
 
 
 class TrainingSnapshot:
     """A model in training with its optimizers and every random number generator.
 
-    Gradients are set aside, not copied: :meth:`restore` hangs the same tensors back.
+    Gradients are set aside, not copied: :meth:`restore` puts the same tensors back.
 
     Args:
         model: its parameters and buffers are copied to the host.
@@ -157,11 +135,11 @@ class TrainingSnapshot:
         reshard(model)
         optimizers = list(optimizers)
         saved = [*model.buffers(), *(model.parameters() if parameters_change else ())]
-        needed = storage_bytes([*saved, *(t for o in optimizers for t in _tensors_in(o.state.values()))])
+        needed = storage_bytes([*saved, *optimizer_state_tensors(optimizers)])
         if needed > (available := host_available_bytes() // distributed.local_world_size()):
             raise DoesNotFitError(
-                f"the probe copies {format_bytes(needed)} of weights and optimizer state to the host so that it leaves no trace, "
-                f"and the host has {format_bytes(available)} available; free host memory, or set batch_size without a probe"
+                f"the probe copies {format_bytes(needed)} of weights and optimizer state to the host, which has "
+                f"{format_bytes(available)} available; free host memory, or set batch_size without a probe"
             )
         self._tensors = TensorSnapshot(saved)
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
@@ -204,21 +182,10 @@ def _emptied(state: dict[str, Any]) -> bool:
     return True
 
 
-def _holds_tensor(value: Any) -> bool:
-    return next(iter(_tensors_in([value])), None) is not None
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors_in(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def optimizer_state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """The tensors in the state of some optimizers."""
-    for optimizer in optimizers:
-        yield from _tensors_in(optimizer.state.values())
+    """Return the tensors in the state of some optimizers."""
+    return _tensors_in([dict(state) for optimizer in optimizers for state in optimizer.state.values()])

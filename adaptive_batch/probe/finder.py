@@ -29,13 +29,12 @@ class ProbeResult:
     Attributes:
         max_batch_size: the largest size that was tried and fits; 0 when none did.
         batch_size: the size to train with: `max_batch_size`, or the power of two below it, which was tried too.
-        trials: every trial, in the order in which they were run.
-        seconds: how long each took.
-        sequence_length: tokens in the longest row of each trial; 0 where the caller did not say.
+        seconds: how long each trial took.
+        sequence_length: tokens in the longest row of each trial; 0 where it is not known.
         resident_bytes: alive before any trial.
         budget_bytes: what a trial was allowed; with several ranks, on the one that was allowed least.
         from_cache: the bound was known, and was tried once more.
-        budgets_of_ranks: what each rank was allowed, in bytes; empty for one.
+        budgets_of_ranks: what each of several ranks was allowed, in bytes.
     """
 
     max_batch_size: int
@@ -55,14 +54,14 @@ class ProbeResult:
 
     def peak_bytes(self) -> int | None:
         """Peak of the bound's own trial, the optimizer's phase included."""
-        peaks = [p for t in self.trials if t.fits and t.batch_size == self.max_batch_size for p in _peaks(t)]
-        return max(peaks, default=None)
+        own = [trial for trial in self.trials if trial.fits and trial.batch_size == self.max_batch_size]
+        peaks = [peak for trial in own for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)]
+        return max((peak for peak in peaks if peak is not None), default=None)
 
     def bytes_per_row(self) -> float | None:
         """Slope of the peak between the two largest sizes that fit; None where fewer than two were measured."""
-        measured = sorted(
-            {t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None}.items()
-        )
+        peaks = {t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None}
+        measured = sorted(peaks.items())
         if len(measured) < 2:
             return None
         (smaller, below), (larger, above) = measured[-2:]
@@ -81,11 +80,9 @@ class ProbeResult:
         lines.append(
             f"fixed: {self.resident_bytes / GIB:.3f} GiB (weights, buffers, optimizer state, gradients that stay)"
         )
-        optimizer_peak = max(
-            (t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None), default=None
-        )
-        if optimizer_peak is not None:
-            lines.append(f"optimizer's step: {optimizer_peak / GIB:.3f} GiB at its peak, whatever the batch")
+        optimizer_peaks = [t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None]
+        if optimizer_peaks:
+            lines.append(f"optimizer's step: {max(optimizer_peaks) / GIB:.3f} GiB at its peak, whatever the batch")
         if (slope := self.bytes_per_row()) is not None:
             lines.append(f"each row: {slope / GIB:.4f} GiB more, between the two largest sizes that fit")
         if (bound_peak := self.peak_bytes()) is not None:
@@ -96,16 +93,12 @@ class ProbeResult:
             of_ranks = f"{len(budgets)} ranks, which all must have room"
             if most > 1.01 * least:
                 which = ", ".join(str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least)
-                of_ranks += (
-                    f": rank {which} may use least, {least / GIB:.3f} GiB, and others up to {most / GIB:.3f} GiB"
-                )
+                of_ranks += f": rank {which} may use least, {least / GIB:.3f} GiB, others up to {most / GIB:.3f} GiB"
             lines.append(of_ranks)
         cached = ", known from before and tried again" if self.from_cache else ""
-        rounded = (
-            "" if self.batch_size == self.max_batch_size else f"; rounded down to a power of two: {self.batch_size}"
-        )
-        lines.append(f"max_batch_size: {self.max_batch_size}{cached}{rounded}")
-        return "\n".join(lines)
+        is_rounded = self.batch_size != self.max_batch_size
+        rounded = f"; rounded down to a power of two: {self.batch_size}" if is_rounded else ""
+        return "\n".join([*lines, f"max_batch_size: {self.max_batch_size}{cached}{rounded}"])
 
 
 def run_search(
@@ -117,7 +110,7 @@ def run_search(
     resident_bytes: int = 0,
     budget_bytes: int = 0,
 ) -> ProbeResult:
-    """Find the largest batch whose whole training step fits.
+    """Find the largest batch whose whole training step fits; `max_batch_size` is 0 when none does.
 
     Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the largest.
 
@@ -125,10 +118,7 @@ def run_search(
         run_trial: runs one trial of that many rows; see :class:`.DryRun`.
         search: decides which size is tried next.
         round_to_power_of_two: also find the size to train with by rounding the bound down; it is tried if it was not.
-        sequence_length, resident_bytes, budget_bytes: what the result should say of the trials.
-
-    Returns:
-        The result; `max_batch_size` is 0 when no size fits. Only sizes that were tried and fit are ever in it.
+        sequence_length, resident_bytes, budget_bytes: for the result.
     """
     trials: list[Trial] = []
     seconds: list[float] = []
@@ -151,16 +141,8 @@ def run_search(
         while power and power not in fitting and not run(power).fits:
             power //= 2
         batch_size = power or bound
-    return ProbeResult(
-        bound,
-        batch_size,
-        tuple(trials),
-        tuple(seconds),
-        sequence_length,
-        resident_bytes,
-        budget_bytes,
-        from_cache=False,
-    )
+    found = tuple(trials), tuple(seconds)
+    return ProbeResult(bound, batch_size, *found, sequence_length, resident_bytes, budget_bytes)
 
 
 def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:
@@ -175,31 +157,21 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
 
 
 def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: str = "") -> None:
-    """Write a result as JSON, with the fingerprint of everything it depends on, and that of settings alone.
-
-    Results of other fingerprints that the file holds, such as those of other lengths, are kept under ``earlier``.
-    """
-    earlier = [record for record in _read_records(path, say=False) if record["fingerprint"] != fingerprint]
+    """Write a result as JSON, with the fingerprint of all it depends on, and of settings alone; earlier ones of others are kept."""
+    earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
     result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
-    record = {
-        "format": _FORMAT,
-        "fingerprint": fingerprint,
-        "settings": settings,
-        **asdict(result),
-        "bytes_per_row": result.bytes_per_row(),
-    }
-    atomic_write(path, json.dumps({**record, "earlier": earlier[-_KEPT:]}, indent=2), sync=True)
+    record = {"format": _FORMAT, "fingerprint": fingerprint, "settings": settings, **asdict(result)}
+    record |= {"bytes_per_row": result.bytes_per_row(), "earlier": earlier[-_KEPT:]}
+    atomic_write(path, json.dumps(record, indent=2), sync=True)
 
 
 def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
     """Read a result that :func:`save_result` wrote; None where there is none, it is torn, or it depends on something else."""
     records = _read_records(path)
     record = next((record for record in records if record["fingerprint"] == fingerprint), None)
-    if record is None:
-        if records:
-            log.info("%s is of other settings, other rows or another device; probing again", path)
-        return None
-    return _result(record, path)
+    if record is None and records:
+        log.info("%s is of other settings, other rows or another device; probing again", path)
+    return _result(record, path) if record else None
 
 
 def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
@@ -210,20 +182,19 @@ def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
 
 def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
     try:
-        lists = ("trials", "seconds", "budgets_of_ranks")
-        values: dict[str, Any] = {n: record[n] for n in ProbeResult.__dataclass_fields__ if n not in lists}
-        trials = tuple(Trial(**trial) for trial in record["trials"])
-        seconds, budgets = tuple(record["seconds"]), tuple(record.get("budgets_of_ranks", ()))
-        result = ProbeResult(trials=trials, seconds=seconds, budgets_of_ranks=budgets, **values)
+        values = {name: record[name] for name in ProbeResult.__dataclass_fields__}
+        trials = tuple(Trial(**trial) for trial in values.pop("trials"))
+        values |= {name: tuple(values[name]) for name in ("seconds", "budgets_of_ranks")}
+        result = ProbeResult(trials=trials, **values)
         if not {trial.batch_size for trial in trials if trial.fits} >= {result.max_batch_size, result.batch_size}:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
         return result
     except (ValueError, KeyError, TypeError) as error:
-        log.warning("%s cannot be believed (%r); probing again", path, error)
+        log.warning("%s cannot be used (%r); probing again", path, error)
         return None
 
 
-def _read_records(path: Path, *, say: bool = True) -> list[dict[str, Any]]:
+def _read_records(path: Path) -> list[dict[str, Any]]:
     """The results in a file, oldest first; none where it is not there, torn, or of another format."""
     try:
         latest = json.loads(path.read_text())
@@ -242,14 +213,8 @@ def _agree(trial: Trial) -> Trial:
     """One trial for all ranks: fits where it fits everywhere, the largest peaks, and the trace of rank zero, whose shards are largest."""
     if distributed.world_size() == 1:
         return trial
-    fails, peak, optimizer_peak = distributed.all_reduce_max(
-        [not trial.fits, *(-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))]
-    )
+    mine = (-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))
+    fails, *most = distributed.all_reduce_max([not trial.fits, *mine])
+    peak, optimizer_peak = (None if one < 0 else one for one in most)
     trace = distributed.from_rank_zero(lambda: trial.trace) if not fails else None
-    return Trial(
-        trial.batch_size, not fails, None if peak < 0 else peak, None if optimizer_peak < 0 else optimizer_peak, trace
-    )
-
-
-def _peaks(trial: Trial) -> list[int]:
-    return [peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes) if peak is not None]
+    return Trial(trial.batch_size, not fails, peak, optimizer_peak, trace)

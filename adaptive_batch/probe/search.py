@@ -1,7 +1,7 @@
-"""Which batch size to try next, told only what the trials before it said.
+"""Which batch size to try next, decided by the trials so far alone.
 
 Three searches for the largest number of rows that fits. Each is a state machine without a device: it names a candidate,
-is told how the trial of it went, and names the next one until the search is over. Its state is the list of trials.
+records how the trial of it went, and names the next one until the search is over. Its state is the list of trials.
 
     Halving        start, start/2, ... until one fits       an OOM for each halving
     BinarySearch   bisection of 1..maximum                  exact; log2(maximum) trials, many of them OOMs
@@ -14,16 +14,15 @@ smallest that did not. So no size is tried twice, each search ends, and only a s
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from adaptive_batch.memory import MemoryCurve, Trace
 
 from .extrapolation import UNCERTAIN, Point, next_rows
 
-SURE = (
-    0.95  # share of the budget that an expected curve is trusted to at first, where peaks are not counted to the byte
-)
+SURE = 0.95  # share of the budget to which an expected curve is trusted at first, where bytes are not counted
 ALIKE = 0.1  # by what part of its rise a peak may differ from the expected one before the curve is no longer believed
 EQUAL = 1e-6  # the same where bytes are counted: another peak is of another step
 CLOSE = 0.012  # after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
@@ -33,13 +32,10 @@ CLOSE = 0.012  # after an OOM, a gap of this part of the rows is not worth a tri
 class Trial:
     """How one trial went.
 
-    Args:
-        batch_size: rows that were tried.
+    Attributes:
         fits: whether the whole training step fitted in memory.
-        peak_bytes: most bytes held in forward and backward, what was resident before included; None where the device
-            could not say. Of a trial that does not fit it is not read.
-        optimizer_peak_bytes: the same for the optimizer's step, which does not grow with the batch. For the record: a
-            step that passes the budget by this alone is reported with ``fits=False``.
+        peak_bytes: most bytes held in forward and backward, what was resident included; None where not known or not fitting.
+        optimizer_peak_bytes: the same for the optimizer's step, which does not grow with the batch.
         trace: bytes alive after each operation of forward and backward, where the device counts them.
     """
 
@@ -50,27 +46,16 @@ class Trial:
     trace: Trace | None = field(default=None, repr=False, compare=False)
 
 
-class Search(Protocol):
-    """A search that is told what happened: while there is a candidate, try it and record the trial."""
-
-    @property
-    def candidate(self) -> int | None:
-        """Rows to try next; None when the search is over."""
-
-    @property
-    def best(self) -> int:
-        """Largest number of rows that was tried and fits; 0 when none did."""
-
-    def record(self, trial: Trial) -> None:
-        """Take in how the trial of the candidate went.
-
-        Raises:
-            ValueError: the trial is not of the candidate, or the search is over.
-        """
+def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
+    """Return the curve through the two largest sizes that fit, where they ran the same operations and their bytes were counted."""
+    traced = sorted({t.batch_size: t.trace for t in trials if t.fits and t.trace is not None}.items())
+    if len(traced) < 2 or traced[-2][1].program != traced[-1][1].program:
+        return None
+    return MemoryCurve.from_traces(*traced[-2:])
 
 
-class _Recorded:
-    """What the three searches share: the trials so far, and the open interval in which the answer lies."""
+class Search(ABC):
+    """A search: while there is a candidate, try it and record the trial. The answer lies in an open interval."""
 
     def __init__(self, name: str, limit: int) -> None:
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
@@ -79,11 +64,13 @@ class _Recorded:
         self._trials: list[Trial] = []
 
     @property
+    @abstractmethod
     def candidate(self) -> int | None:
-        raise NotImplementedError
+        """Rows to try next; None when the search is over."""
 
     @property
     def best(self) -> int:
+        """Largest number of rows that was tried and fits; 0 when none did."""
         return max((trial.batch_size for trial in self._trials if trial.fits), default=0)
 
     @property
@@ -92,6 +79,7 @@ class _Recorded:
         return min((trial.batch_size for trial in self._trials if not trial.fits), default=self._limit + 1)
 
     def record(self, trial: Trial) -> None:
+        """Take in how the trial of the candidate went; a ValueError refuses one of another size, or after the end."""
         candidate = self.candidate
         if candidate is None:
             raise ValueError(f"batch_size={trial.batch_size}: the search is over, its best is {self.best}")
@@ -100,15 +88,8 @@ class _Recorded:
         self._trials.append(trial)
 
 
-class Halving(_Recorded):
-    """`start`, then half of it, until one fits; never looks above `start`.
-
-    Args:
-        start: rows to try first.
-
-    Raises:
-        ValueError: `start` is not a whole number of rows, at least 1.
-    """
+class Halving(Search):
+    """`start` rows, then half of it, until one fits; never looks above `start`."""
 
     def __init__(self, *, start: int) -> None:
         super().__init__("start", start)
@@ -120,15 +101,8 @@ class Halving(_Recorded):
         return (self._too_many // 2 or None) if self._trials else self._limit
 
 
-class BinarySearch(_Recorded):
-    """Plain bisection of ``1..maximum``, as in torchtune's RFC (pull request 2199): exact, and blind to peaks.
-
-    Args:
-        maximum: most rows that are of use.
-
-    Raises:
-        ValueError: `maximum` is not a whole number of rows, at least 1.
-    """
+class BinarySearch(Search):
+    """Plain bisection of ``1..maximum``, as in torchtune's RFC (pull request 2199): exact, and blind to peaks."""
 
     def __init__(self, *, maximum: int) -> None:
         super().__init__("maximum", maximum)
@@ -139,26 +113,20 @@ class BinarySearch(_Recorded):
         return middle if middle > self.best else None
 
 
-class Predictive(_Recorded):
+class Predictive(Search):
     """Chooses each next size so that it fits by what the peaks have shown, and stops where the next row would not.
 
-    Starts from one row, so that it is known at once when nothing fits. Ends on the exact maximum while nothing runs out
-    of memory, and within 1.2% below it otherwise. Without peaks it doubles, then bisects. Where trials tell the bytes
-    alive at each operation, two of them tell the maximum, and a third tries it. Where a curve is expected, the first trial is
-    at what it allows, the next at what it allows once it is scaled to the peak that was measured; where peaks are not
-    counted to the byte, it then ends within 3% below the maximum.
+    Starts from one row. Ends on the exact maximum while nothing runs out of memory, and within 1.2% below it otherwise. Without
+    peaks it doubles, then bisects. Where trials tell the bytes alive at each operation, two of them tell the maximum, and a third
+    tries it. Where a curve is expected, the first trial is at what it allows, the next at what it allows once it is scaled to the
+    peak that was measured; where peaks are not counted to the byte, it then ends within 3% below the maximum.
 
     Args:
         budget_bytes: most bytes that a trial may hold.
         maximum: most rows that are of use.
-        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not
-            grow, so the search is shorter, and more rarely mistaken, when it knows them.
+        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not grow.
         granularity_bytes: peaks are known to this many bytes; an accelerator's allocator reserves memory in blocks.
-        expected: what peaks should be, from a plan or from earlier trials. It shortens the way, and is believed only as far as
-            trials bear it out.
-
-    Raises:
-        ValueError: `budget_bytes`, `maximum` or `granularity_bytes` is below 1, or `resident_bytes` below 0.
+        expected: what peaks should be, from an estimate or earlier trials; believed only as far as trials bear it out.
     """
 
     def __init__(
@@ -171,12 +139,9 @@ class Predictive(_Recorded):
         expected: MemoryCurve | None = None,
     ) -> None:
         super().__init__("maximum", maximum)
-        if budget_bytes < 1:
-            raise ValueError(f"budget_bytes={budget_bytes!r}: give a number of bytes, at least 1")
-        if resident_bytes < 0:
-            raise ValueError(f"resident_bytes={resident_bytes!r}: give a number of bytes, 0 or more")
-        if granularity_bytes < 1:
-            raise ValueError(f"granularity_bytes={granularity_bytes!r}: give a number of bytes, at least 1")
+        if budget_bytes < 1 or resident_bytes < 0 or granularity_bytes < 1:
+            given = f"{budget_bytes=}, {resident_bytes=}, {granularity_bytes=}"
+            raise ValueError(f"{given}: give at least 1 byte, of resident_bytes at least 0")
         self._budget_bytes = budget_bytes
         self._resident_bytes = resident_bytes
         self._free_bytes = max(1, budget_bytes - resident_bytes)
@@ -245,13 +210,9 @@ class Predictive(_Recorded):
         return self._limit if rows is None else min(rows, self._limit)
 
     def _rows_by_trace(self) -> int | None:
-        """Most rows that fit, where two sizes that ran the same program have told the bytes at each operation."""
-        traced = [(trial.batch_size, trial.trace) for trial in self._trials if trial.fits and trial.trace is not None]
-        traced.sort(key=lambda pair: pair[0])
-        if len(traced) < 2 or traced[-2][1].program != traced[-1][1].program:
-            return None
-        known = MemoryCurve.from_traces(traced[-2], traced[-1]).max_rows(self._budget_bytes)
-        return self._limit if known is None else min(known, self._limit)
+        """Most rows that fit, where the curve has been measured."""
+        curve = measured_curve(self._trials)
+        return self._allowed(curve, self._budget_bytes) if curve else None
 
     def _points(self) -> list[Point]:
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]

@@ -39,20 +39,18 @@ class DryRun:
     Args:
         model: weights loaded; put into training mode unless it is in it, where modules that are frozen in evaluation mode stay so.
         optimizer: the optimizer, or the optimizers in backward.
-        forward_backward: run this many of the longest rows through the code that training runs, ``backward`` included.
-        step: what training does once gradients are there: clipping and ``optimizer.step()``; unused with the optimizer in
-            backward.
+        forward_backward: runs this many of the longest rows through the code that training runs, ``backward`` included.
+        step: what training does once gradients are there: clipping and ``optimizer.step()``.
         accumulates: some step may have two micro-batches or more, so gradients are already there when a forward begins.
         memory: the device.
         budget_bytes: what a trial may use, all that is resident included.
         row: how an error calls a single row, its length included.
         sharding: of the model; needed where there are several ranks.
-        keep_gradients: run a micro-batch of one row that leaves its gradients unsharded, where training does so between the
-            micro-batches of a step; they are there during a trial. None where it does not.
-        remedies: the end of the sentence that says that one row does not fit.
+        keep_gradients: runs a micro-batch of one row that leaves its gradients unsharded, as in the middle of a step.
+        remedies: the end of the error that one row does not fit.
 
     Attributes:
-        resident_bytes: alive before a trial; known after entering.
+        resident_bytes: alive before a trial; known after entering, as is the rest.
         optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in backward.
 
     Raises:
@@ -117,44 +115,35 @@ class DryRun:
 
         Raises:
             RuntimeError: the trial failed for another reason than memory; that size is not "too large", it is broken.
-            RankLostError: out of memory where the other ranks cannot be told; whether it fits is not known. Its facts have the
-                ``trial_rows``.
+            RankLostError: out of memory where the other ranks cannot be told; whether the ``trial_rows`` in its facts fit is not known.
         """
+        what = f"a trial of {batch_size} rows"
         try:
-            usage = self._measure(
-                lambda: self._forward_backward(batch_size),
-                f"a trial of {batch_size} rows",
-                budget_bytes=self.budget_bytes,
-            )
+            usage = self._measure(lambda: self._forward_backward(batch_size), what, self.budget_bytes)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
-        if usage is None:
-            return Trial(batch_size, False, None, self.optimizer_peak_bytes)
-        return Trial(batch_size, True, usage.peak_bytes, self.optimizer_peak_bytes, usage.trace)
+        found = (
+            (usage.peak_bytes, self.optimizer_peak_bytes, usage.trace) if usage else (None, self.optimizer_peak_bytes)
+        )
+        return Trial(batch_size, usage is not None, *found)
 
     def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
-        """Try to evaluate `batch_size` rows: in evaluation mode, beside what training has between two of its steps."""
+        """Try to evaluate `batch_size` rows: in evaluation mode, with what training has between two of its steps resident."""
         self._drop_gradients()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            usage = self._measure(
-                lambda: evaluate(batch_size),
-                f"a trial of evaluating {batch_size} rows",
-                budget_bytes=self.budget_bytes,
-                prepare=False,
-            )
+            what = f"a trial of evaluating {batch_size} rows"
+            usage = self._measure(lambda: evaluate(batch_size), what, self.budget_bytes, prepare=False)
         finally:
             self._model.train()  # a module may do more in it than note its mode
             for module, training in modes:
                 module.training = training
-        if usage is None:
-            return Trial(batch_size, False)
-        return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
+        return Trial(batch_size, True, usage.peak_bytes, None, usage.trace) if usage else Trial(batch_size, False)
 
     def _rehearse_one_step(self, snapshot: TrainingSnapshot) -> None:
-        """One row, so that the optimizer's state is there; an error with numbers if it does not fit."""
+        """Run one row, so that the optimizer's state is there; raise an error with numbers if it does not fit."""
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:
             self._prepare_gradients()
@@ -165,9 +154,7 @@ class DryRun:
         needs = f"more than {format_bytes(self.budget_bytes)}"
         snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
         available = self._memory.available_bytes(self._resident())
-        if not distributed.any_of_ranks(
-            available <= self.budget_bytes
-        ):  # where the device has more than the budget allows, it can be measured
+        if not distributed.any_of_ranks(available <= self.budget_bytes):  # beyond the budget it can be measured
             again, peaks = self._whole_step(available)
             if again is None and peaks:
                 needs = format_bytes(max(peaks))
@@ -175,28 +162,22 @@ class DryRun:
 
     def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
         where = f"rank {distributed.rank()}" if distributed.world_size() > 1 else str(self._memory.device)
-        return DoesNotFitError(
-            f"{what} needs {needs}, {where} allows {format_bytes(self.budget_bytes)}; {self._remedies}"
-        )
+        allowed = format_bytes(self.budget_bytes)
+        return DoesNotFitError(f"{what} needs {needs}, {where} allows {allowed}; {self._remedies}")
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
-        """Forward and backward of one row, the optimizer's step, and the former again beside the state that the latter made.
-
-        Returns:
-            What did not fit, or None; and the peaks of what did.
-        """
-        phases = [(self._row, self._one_row), ("the optimizer's step", self._step), (self._row, self._one_row)]
+        """Run forward and backward of one row, the optimizer's step, and the former again; return what did not fit, and the peaks."""
+        phases: list[tuple[str, Callable[[], object]]] = [(self._row, self._one_row)] * 2
+        if not self._in_backward:
+            phases.insert(1, ("the optimizer's step", self._step))
         peaks: list[int] = []
         for what, run in phases:
-            is_step = run is self._step
-            if is_step and self._in_backward:
-                continue
-            usage = self._measure(run, what, budget_bytes=budget_bytes, prepare=not is_step)
+            usage = self._measure(run, what, budget_bytes, prepare=run != self._step)
             if usage is None:
                 return what, peaks
             if usage.peak_bytes is not None:
                 peaks.append(usage.peak_bytes)
-            if is_step:
+            if run == self._step:
                 self.optimizer_peak_bytes = usage.peak_bytes
         return None, peaks
 
@@ -204,12 +185,12 @@ class DryRun:
         self._forward_backward(1)
 
     def _measure(
-        self, run: Callable[[], object], what: str, *, budget_bytes: int, prepare: bool = True
+        self, run: Callable[[], object], what: str, budget_bytes: int, *, prepare: bool = True
     ) -> Usage | None:
-        """Run, and say what it used; None where it does not fit. Memory is released after the except block has been left."""
+        """Run, and return what it used; None where it does not fit. Memory is released after the except block has been left."""
         fits = has_run = False
         is_prepared = distributed.world_size() == 1
-        said = ""
+        message = ""
         try:
             if prepare:
                 self._prepare_gradients()
@@ -223,11 +204,11 @@ class DryRun:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
-            said = str(error) or type(error).__name__
+            message = str(error) or type(error).__name__
         if not (has_run or (is_prepared and self._sharding.can_finish)):
             if run == self._one_row:  # the first of all, before which there was none to learn from
                 raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
-            raise self._lost(what, said, budget_bytes)
+            raise self._lost(what, message, budget_bytes)
         try:
             if not fits:
                 self._drop_gradients()
@@ -238,18 +219,16 @@ class DryRun:
             if distributed.world_size() == 1 or not is_out_of_memory(error):
                 raise
             raise self._lost(f"what came after {what}", str(error), budget_bytes) from error
-        if fits_everywhere:
-            return usage
-        if fits:  # on another rank it does not
+        if fits and not fits_everywhere:
             self._drop_gradients()
             self._memory.release()
-        return None
+        return usage if fits_everywhere else None
 
-    def _lost(self, what: str, said: str, budget_bytes: int) -> RankLostError:
+    def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
         return RankLostError(
             f"{what} ran out of memory on {self._memory.device} within {format_bytes(budget_bytes)}, where the other ranks wait and "
-            f"cannot be told: {(said.splitlines() or ['no word'])[0]}",
-            {"doing": what, "error": said},
+            f"cannot be told: {message.partition(chr(10))[0]}",
+            {"doing": what, "error": message},
         )
 
     def _resident(self) -> Iterator[torch.Tensor]:

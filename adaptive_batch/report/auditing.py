@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,14 @@ from .run_history import Entry, Record, RunHistory, as_number, steps_at, whole
 from .run_log import iterate_records
 
 RECORD = Path("adaptive_batch") / "run.jsonl"
-_MOST_PROBLEMS = 50  # that are kept; all are counted
-_MOST_SHOWN = 20  # lines of one heading
+_MOST = 20  # problems that are kept, and notes; all are counted
+_MARKS = {1: "used", 2: "listed as dropped"}  # of a row, in an epoch's bytes
+_COMPARED = ("rows", "loss", "lr")  # what a repeated step must have again
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run log proves.
-
-    Attributes:
-        lines: the whole of it as aligned text, the verdict last.
-        problems: why it does not hold, one sentence each; the first fifty.
-    """
+    """What a run log proves: aligned text, the verdict last, and why it does not hold, one sentence each, the first twenty."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
@@ -39,47 +36,37 @@ class Audit:
 
 
 def audit(output_dir: str | Path) -> Audit:
-    """Audit a run log, reading it line by line.
-
-    Args:
-        output_dir: of the run; its log is ``adaptive_batch/run.jsonl`` in it.
+    """Audit the run log ``adaptive_batch/run.jsonl`` of an output_dir, reading it line by line.
 
     Raises:
         SettingError: there is no such folder, or no log that can be read in it.
     """
-    folder, path = Path(output_dir), Path(output_dir) / RECORD
-    if not folder.is_dir():
-        raise SettingError("OUTPUT_DIR", str(output_dir), "there is no such folder; give the output_dir of a run")
+    path = Path(output_dir) / RECORD
     try:
         path.open("rb").close()
     except OSError as error:
-        remedy = f"{path} cannot be read ({error.strerror}); give the output_dir of a run"
-        raise SettingError("OUTPUT_DIR", str(output_dir), remedy) from None
-    history = RunHistory(iterate_records(path))
-    return _judge(history, history.entries(iterate_records(path)))
+        is_there = Path(output_dir).is_dir()
+        what = f"{path} cannot be read ({error.strerror})" if is_there else "there is no such folder"
+        raise SettingError("OUTPUT_DIR", str(output_dir), f"{what}; give the output_dir of a run") from None
+    return audit_records(iterate_records(path), iterate_records(path))
 
 
-def audit_records(records: Sequence[Record | None]) -> Audit:
-    """Audit records of one file, in order; None for a torn line."""
+def audit_records(records: Iterable[Record | None], again: Iterable[Record | None]) -> Audit:
+    """Audit the records of one file, in order, which are read twice; None stands for a torn line."""
     history = RunHistory(records)
-    return _judge(history, history.entries(records))
-
-
-def _judge(history: RunHistory, entries: Iterable[Entry]) -> Audit:
     auditor = _Auditor(has_beginning=history.has_beginning)
-    for entry in entries:
+    for entry in history.entries(again):
         auditor.add(entry)
     auditor.finish()
     pairs = [("run log", f"{history.num_records:,} lines, {auditor.num_torn:,} of them torn"), *auditor.report()]
     if history.num_other_runs:
         pairs.insert(1, ("", f"the last run is audited; other runs in the file: {history.num_other_runs}"))
-    headings = [heading for heading, _ in pairs]
-    width = max(map(len, headings))
-    lines = [
-        f"{'' if heading == before else heading:<{width}}  {line}"
-        for before, (heading, line) in zip(["", *headings], pairs, strict=False)
+    width = max(len(heading) for heading, _ in pairs)
+    shown = [
+        heading if place == 0 or heading != pairs[place - 1][0] else "" for place, (heading, _) in enumerate(pairs)
     ]
-    return Audit(tuple(lines), tuple(auditor.problems))
+    lines = tuple(f"{heading:<{width}}  {line}" for heading, (_, line) in zip(shown, pairs, strict=True))
+    return Audit(lines, tuple(auditor.problems))
 
 
 class _Auditor:
@@ -89,7 +76,6 @@ class _Auditor:
         self.problems: list[str] = []
         self.num_problems = self.num_torn = 0
         self._has_beginning = has_beginning
-        self._starts: list[int] = []  # steps that were done at each
         self._steps = self._samples = self._tokens = self._num_rows = 0
         self._position = 0  # rows of the epoch so far
         self._is_over = False
@@ -98,7 +84,6 @@ class _Auditor:
         self._dropped: dict[int, list[list[Any]]] = {}  # by epoch, before its first step
         self._repeats = _Repeats()
         self._changes = _Changes()
-        self._notes: list[str] = []
         if not has_beginning:
             self._wrong("the beginning of the run is not in the log")
 
@@ -107,27 +92,18 @@ class _Auditor:
         record, steps = entry.record, entry.steps
         if record is None:
             self.num_torn += 1
+        if record is None or not entry.in_run:
             return
-        if not entry.in_run:
-            return
-        kind = str(record.get("kind"))
-        if kind == "start":
-            self._starts.append(steps_at(record))
-            self._repeats.start(steps_at(record))
-            rows = whole(record, "rows")
-            self._num_rows = self._num_rows if rows is None else max(0, rows)
-        if kind == "capacity" and record.get("before") != record.get("after"):
-            # It is lowered in the middle of the next step.
-            self._changes.limit(record, steps, counts=entry.counts and not entry.is_fork)
+        kind, epoch = str(record.get("kind")), whole(record, "epoch")
         if kind != "step":
             self._repeats.event(record, steps)
         elif not entry.counts:
             self._repeats.roll_back(steps, record)
-        if entry.counts:
-            self._count(kind, record)
-
-    def _count(self, kind: str, record: Record) -> None:
-        epoch = whole(record, "epoch")
+        self._changes.event(record, steps, counts=entry.counts)
+        if kind == "start":
+            self._num_rows = max(0, whole(record, "rows") or 0)
+        if not entry.counts:
+            return
         if kind == "start":
             self._start(record)
         elif kind == "step":
@@ -137,20 +113,15 @@ class _Auditor:
         elif kind == "dropped":
             self._drop(record.get("rows"), epoch)
         elif kind == "epoch_restarted":
-            self._notes.append(
-                f"epoch {epoch} began again after step {self._steps}, as its data was changed: "
-                f"{self._repeats.forget()} earlier steps do not count"
-            )
+            self._repeats.forget(f"epoch {epoch} began again after step {self._steps}, as its data was changed")
             self._dropped.clear()
         elif kind == "plan":
-            self._changes.is_by_tokens = whole(record, "batch_tokens") is not None
+            self._changes.unit = "rows" if whole(record, "batch_tokens") is None else "tokens"
         elif kind in ("resume_point", "checkpoint"):
             saved = whole(record, "step" if kind == "resume_point" else "steps") or 0
             self._expect_steps(f"{kind} at step {saved}", saved)
         elif kind == "end":
             self._is_over = True
-        elif kind.startswith("lr") or kind == "reference_batch_size":
-            self._changes.rate_event(str(record.get("message") or kind), self._steps)
 
     def _start(self, record: Record) -> None:
         """Check that training resumes where the steps before end."""
@@ -168,10 +139,10 @@ class _Auditor:
                 self._wrong(f"resumed at step {steps} with {there:,} {name}, the steps up to it have {counted:,}")
         place = progress.get("epoch"), progress.get("epoch_rows")
         epoch = self._epochs[-1] if self._epochs else None
-        here, ended = (epoch.number, self._position) if epoch else (0, 0), (epoch.number + 1, 0) if epoch else (0, 0)
+        here = (epoch.number, self._position) if epoch else (0, 0)
         if epoch and place[0] == epoch.number:
             epoch.ending = None  # it continues, or ends again
-        if place not in (here, ended):
+        if place != here and not (epoch and place == (epoch.number + 1, 0)):
             self._wrong(
                 f"resumed at step {steps}, {place[1]} rows into epoch {place[0]}; "
                 f"the steps up to it end {here[1]} rows into epoch {here[0]}"
@@ -200,8 +171,7 @@ class _Auditor:
         if not isinstance(rows, list):
             self._wrong(f"step {step}: which rows it used is not recorded")
         else:
-            for problem in epoch.use(rows):
-                self._wrong(f"epoch {number}, step {step}: {problem}")
+            self._wrong(*epoch.mark(1, rows), of=f"epoch {number}, step {step}: ")
             if size != len(rows):
                 self._wrong(f"step {step}: batch_size {size}, and {len(rows)} rows are listed")
         position, samples = whole(record, "position"), whole(record, "samples_seen")
@@ -242,8 +212,7 @@ class _Auditor:
         if number is None or not isinstance(rows, list):
             self._wrong(f"after step {self._steps}: dropped rows without their numbers or their epoch")
         elif self._epochs and self._epochs[-1].number == number:
-            for problem in self._epochs[-1].drop(rows):
-                self._wrong(f"epoch {number}: {problem}")
+            self._wrong(*self._epochs[-1].mark(2, rows), of=f"epoch {number}: ")
         else:
             self._dropped.setdefault(number, []).append(rows)
 
@@ -258,17 +227,12 @@ class _Auditor:
     def _close(self, *, is_done: bool) -> None:
         """Judge the current epoch."""
         if self._epochs:
-            epoch = self._epochs[-1]
-            epoch.is_done = is_done or epoch.ending is not None or epoch.left_out == epoch.num_dropped
-            for problem in epoch.problems_of_end() if epoch.is_done else ():
-                self._wrong(f"epoch {epoch.number}: {problem}")
-            epoch.close()
+            self._wrong(*self._epochs[-1].close(is_done=is_done), of=f"epoch {self._epochs[-1].number}: ")
 
     def finish(self) -> None:
         """Judge what only the end of the log shows."""
         self._close(is_done=self._is_over)
-        for difference in self._repeats.different:
-            self._wrong(difference)
+        self._wrong(*self._repeats.different)
 
     def _expect_steps(self, seen: str, up_to: int) -> None:
         """Name the steps that something recorded needs and that are not in the log."""
@@ -277,28 +241,23 @@ class _Auditor:
             self._wrong(f"{seen}: not in the log: {_span('step', self._steps + 1, up_to)}{torn}")
             self._steps, self._trusts = up_to, True
 
-    def _wrong(self, problem: str) -> None:
-        self.num_problems += 1
-        if len(self.problems) < _MOST_PROBLEMS:
-            self.problems.append(problem)
+    def _wrong(self, *problems: str, of: str = "") -> None:
+        self.num_problems += len(problems)
+        self.problems += [of + problem for problem in problems[: _MOST - len(self.problems)]]
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yield everything as pairs of a heading and one line, the verdict last."""
-        resumed = (
-            f", resumed at step {', '.join(f'{steps:,}' for steps in self._starts[1:11])}" if self._starts[1:] else ""
-        )
-        yield "starts", f"{len(self._starts)}{resumed}{', ...' if self._starts[11:] else ''}"
+        starts = [start.steps for start in self._repeats.starts]
+        yield "starts", f"{len(starts)}" + (f", resumed at step {_first_ten(starts[1:])}" if starts[1:] else "")
         for epoch in self._epochs:
             yield f"epoch {epoch.number}", epoch.describe()
         yield from self._changes.lines()
         yield from (("repeats", line) for line in self._repeats.lines())
-        for heading, lines, num in (
-            ("note", [*self._notes, *self._repeats.explained], len(self._notes) + len(self._repeats.explained)),
-            ("problem", self.problems, self.num_problems),
-        ):
-            yield from ((heading, line) for line in lines[:_MOST_SHOWN])
-            if num > _MOST_SHOWN:
-                yield heading, f"and {num - _MOST_SHOWN:,} more"
+        notes = self._repeats.explained
+        for heading, lines, num in (("note", notes, len(notes)), ("problem", self.problems, self.num_problems)):
+            yield from ((heading, line) for line in lines[:_MOST])
+            if num > _MOST:
+                yield heading, f"and {num - _MOST:,} more"
         yield "verdict", self._verdict()
 
     def _verdict(self) -> str:
@@ -320,43 +279,37 @@ class _Epoch:
         self.used = self.num_dropped = 0  # rows
         self.is_done = False
         self.ending: Record | None = None
-        self._marks = bytearray(num_rows)  # 0: not used, 1: used, 2: listed as dropped
+        self._marks = bytearray(num_rows)
 
     @property
     def left_out(self) -> int:
         """Rows that were not used."""
         return self.num_rows - self.used
 
-    def use(self, rows: Sequence[Any]) -> list[str]:
-        """Mark the rows of a step as used; return what is wrong with them."""
-        return self._put(1, rows, {1: "rows used twice", 2: "rows used, and listed as dropped"})
-
-    def drop(self, rows: Sequence[Any]) -> list[str]:
-        """Mark rows as dropped, once or more often; return what is wrong with them."""
-        return self._put(2, rows, {1: "rows listed as dropped, and used"})
-
-    def _put(self, mark: int, rows: Sequence[Any], wrong: Mapping[int, str]) -> list[str]:
+    def mark(self, mark: int, rows: Sequence[Any]) -> list[str]:
+        """Mark rows as used or as dropped; return what is wrong with them. Dropped rows may be listed again."""
         found: dict[str, list[Any]] = {}
         for row in rows:
             if type(row) is not int or not 0 <= row < self.num_rows:
                 found.setdefault(f"rows that the dataset of {self.num_rows:,} rows does not have", []).append(row)
-            elif (there := self._marks[row]) in wrong:
-                found.setdefault(wrong[there], []).append(row)
-            elif there == 0:
+            elif (there := self._marks[row]) == 0:
                 self._marks[row] = mark
                 self.used += mark == 1
                 self.num_dropped += mark == 2
-        return [f"{what}: {_some(those)}" for what, those in found.items()]
+            elif there == mark == 1:
+                found.setdefault("rows used twice", []).append(row)
+            elif there != mark:
+                found.setdefault(f"rows {_MARKS[mark]}, and {_MARKS[there]}", []).append(row)
+        return [f"{what}: {_first_ten(those)}" for what, those in found.items()]
 
-    def close(self) -> None:
-        """Let go of the marks; what was counted stays."""
+    def close(self, *, is_done: bool) -> list[str]:
+        """Return what does not add up at the end of the epoch; what was counted stays."""
+        self.is_done = is_done or self.ending is not None or self.left_out == self.num_dropped
+        missing = [row for row, mark in enumerate(self._marks) if not mark]
         self._marks = bytearray()
-
-    def problems_of_end(self) -> list[str]:
-        """Return what does not add up at the end of the epoch."""
         if self.ending is None:
-            missing = [row for row, mark in enumerate(self._marks) if not mark]
-            return [f"rows never used, and not recorded as left out: {_some(missing)}"] if missing else []
+            what = f"rows never used, and not recorded as left out: {_first_ten(missing)}"
+            return [what] if missing and self.is_done else []
         problems = [
             f"its end records {self.ending.get(name)} rows as {name}, its steps give {counted}"
             for name, counted in (("used", self.used), ("left_out", self.left_out))
@@ -392,14 +345,11 @@ class _Epoch:
         return f"{self.used:,} of {self.num_rows:,} rows", rest
 
 
-# What a repeated step must have again: the rows it took, what came of them, and the rate that it was applied with.
-_COMPARED = ("rows", "loss", "lr")
-
-
 @dataclass
 class _Start:
     steps: int
     changed: list[str] = field(default_factory=list)
+    has_step: bool = False
 
 
 class _Repeats:
@@ -412,57 +362,58 @@ class _Repeats:
     """
 
     def __init__(self) -> None:
+        self.starts: list[_Start] = []
         self.different: list[str] = []
         self.explained: list[str] = []
-        self._num_alike = 0
-        self._rolled_back: dict[int, list[tuple[tuple[str, ...], int]]] = {}  # by step: values, starts before it
-        self._starts: list[_Start] = []
+        self._num_compared = self._num_alike = 0
+        self._rolled_back: dict[int, list[tuple[dict[str, str], int]]] = {}  # by step: values, starts before it
         self._lowered_at: list[int] = []  # steps after which the limit was lowered
-        self._is_starting = False
-
-    def start(self, steps: int) -> None:
-        """Training resumes after so many steps."""
-        self._starts.append(_Start(steps))
-        self._is_starting = True
 
     def event(self, record: Record, steps: int) -> None:
         """Take in a record that is no step."""
-        if "before" not in record or record["before"] == record.get("after"):
+        kind, before, after = record.get("kind"), record.get("before"), record.get("after")
+        if kind == "start":
+            self.starts.append(_Start(steps))
+        elif "before" not in record or before == after:
             return
-        if record.get("kind") == "capacity":
+        elif kind == "capacity":
             self._lowered_at.append(steps)
-        elif self._is_starting and "requested" not in record:
-            self._starts[-1].changed.append(f"{record.get('kind')} {record['before']} -> {record.get('after')}")
+        elif self.starts and not self.starts[-1].has_step and "requested" not in record:
+            self.starts[-1].changed.append(f"{kind} {before} -> {after}")
 
     def roll_back(self, step: int, record: Record) -> None:
         """Keep a step that does not count."""
-        self._is_starting = False
-        self._rolled_back.setdefault(step, []).append((_compared(record), len(self._starts)))
+        self._rolled_back.setdefault(step, []).append((_compared(record), len(self.starts)))
+        self._has_stepped()
 
-    def forget(self) -> int:
-        """Drop what was rolled back, as the data is another now; return how many steps that is."""
-        forgotten = len(self._rolled_back)
+    def forget(self, why: str) -> None:
+        """Drop what was rolled back, as the data is another now."""
+        self.explained.append(f"{why}: {len(self._rolled_back)} earlier steps do not count")
         self._rolled_back.clear()
-        return forgotten
 
     def count(self, step: int, record: Record) -> None:
         """Compare a step that counts with those that were rolled back."""
-        self._is_starting = False
-        now, before = _compared(record), self._rolled_back.pop(step, [])
-        unlike = [(values, num_starts) for values, num_starts in before if values != now]
-        self._num_alike += bool(before) and not unlike
-        for values, num_starts in unlike[:1]:
-            names = [name for name, one, other in zip(_COMPARED, values, now, strict=True) if one != other]
+        self._has_stepped()
+        if step not in self._rolled_back:
+            return
+        now = _compared(record)
+        unlike = [one for one in self._rolled_back.pop(step) if one[0] != now]
+        self._num_compared += 1
+        self._num_alike += not unlike
+        for before, num_starts in unlike[:1]:
+            names = [name for name in _COMPARED if before[name] != now[name]]
             what = ", ".join(
-                name if name == "rows" else f"{name} ({values[place]}, then {now[place]})"
-                for place, name in enumerate(_COMPARED)
-                if name in names
+                "rows" if name == "rows" else f"{name} ({before[name]}, then {now[name]})" for name in names
             )
             sentence, reason = f"step {step} was repeated with another {what}", self._reason(names, num_starts)
             (self.explained if reason else self.different).append(f"{sentence}: {reason}" if reason else sentence)
 
+    def _has_stepped(self) -> None:
+        if self.starts:
+            self.starts[-1].has_step = True
+
     def _reason(self, names: list[str], num_starts: int) -> str:
-        starts = self._starts[num_starts:]
+        starts = self.starts[num_starts:]
         if changed := [change for start in starts for change in start.changed]:
             return f"changed on resume: {', '.join(dict.fromkeys(changed))}"
         back_to = min((start.steps for start in starts), default=0)
@@ -472,66 +423,57 @@ class _Repeats:
 
     def lines(self) -> Iterator[str]:
         """Yield how many steps were repeated, and how many came out alike."""
-        num = self._num_alike + len(self.different) + len(self.explained)
+        num = self._num_compared
         yield f"repeated steps: {num:,}" + (f", alike: {self._num_alike:,}" if num else "")
         if self._rolled_back:
             yield f"steps rolled back and not repeated so far: {len(self._rolled_back):,}"
 
 
-def _compared(record: Record) -> tuple[str, ...]:
-    """Return what is compared, as text; the rows as a digest, as there may be many."""
+def _compared(record: Record) -> dict[str, str]:
+    """Return what a repeated step must have again, as text; rows as a hash, for they are many."""
     rows = hashlib.blake2b(json.dumps(record.get("rows")).encode(), digest_size=16).hexdigest()
-    return rows, *(str(record.get(name)) for name in _COMPARED[1:])
+    return {name: str(record.get(name)) for name in _COMPARED} | {"rows": rows}
 
 
 class _Changes:
     """Lists every change of the batch, of the learning rate and of the limit of a micro-batch."""
 
     def __init__(self) -> None:
-        self.is_by_tokens = False
-        self._batches: list[str] = []
-        self._limits: list[str] = []
-        self._asked = ""
-        self._rates: dict[str, tuple[int, float]] = {}
-        self._messages: dict[str, tuple[int, int]] = {}  # step of the first time, and how often
+        self.unit = "rows"  # of what a step is asked for
+        self._asked = 0
+        self._rates: list[tuple[float, int]] = []  # the lowest and the highest, each with its step
+        self._lines: dict[str, list[str]] = {"batch size": [], "lr": [], "capacity": []}
 
     def step(self, step: int, record: Record, rows: int) -> None:
         """Add a step. The short last step of an epoch was asked for as many rows as the others, so it is no change."""
-        rate = as_number(record.get("lr"))
-        asked = f"{whole(record, 'asked') or rows:,} {'tokens' if self.is_by_tokens else 'rows'}"
+        rate, asked = as_number(record.get("lr")), whole(record, "asked") or rows
         if asked != self._asked:
-            before = f"{self._asked.removesuffix(' rows')} -> " if self._asked else ""
-            in_rows = f" ({rows:,} rows)" if self.is_by_tokens else ""
-            rate_before = f"{self._rates['last'][1]:g} -> " if self._rates else ""
-            self._batches.append(f"step {step:,}: {before}{asked}{in_rows}, lr {rate_before}{rate:g}")
+            in_rows = f" ({rows:,} rows)" if self.unit == "tokens" else ""
+            self._lines["batch size"].append(f"step {step:,}: {asked:,} {self.unit}{in_rows}, lr {rate:g}")
             self._asked = asked
-        named, here = self._rates, (step, rate)
-        named.setdefault("first", here)
-        named["last"] = here
-        if rate < named.setdefault("least", here)[1]:
-            named["least"] = here
-        if rate > named.setdefault("most", here)[1]:
-            named["most"] = here
+        low, high = self._rates or [(rate, step)] * 2
+        self._rates = [min(low, (rate, step), key=itemgetter(0)), max(high, (rate, step), key=itemgetter(0))]
 
-    def rate_event(self, message: str, steps: int) -> None:
-        """Add what was logged about the learning rate; what is logged again at a restart is counted."""
-        first, times = self._messages.get(message, (steps, 0))
-        self._messages[message] = first, times + 1
-
-    def limit(self, record: Record, steps: int, *, counts: bool) -> None:
-        """Add a change of what a micro-batch may hold."""
-        change = f"after step {steps:,}: {record.get('before')} -> {record.get('after')} {record.get('unit', 'rows')}"
-        why = " (out of memory)" if record.get("out_of_memory") else ""
-        self._limits.append(change + why + ("" if counts else "; rolled back with the next step"))
+    def event(self, record: Record, steps: int, *, counts: bool) -> None:
+        """Add what was logged about the rate, once, or a change of what a micro-batch may hold."""
+        kind, before, after = str(record.get("kind")), record.get("before"), record.get("after")
+        if kind == "capacity" and before != after:
+            why = " (out of memory)" if record.get("out_of_memory") else ""
+            back = "" if counts else "; rolled back with the next step"
+            change = f"{before} -> {after} {record.get('unit', 'rows')}{why}{back}"
+            self._lines["capacity"].append(f"after step {steps:,}: {change}")
+        elif counts and (kind.startswith("lr") or kind == "reference_batch_size"):
+            message = str(record.get("message") or kind)
+            if not any(line.endswith(f": {message}") for line in self._lines["lr"]):
+                self._lines["lr"].append(f"after step {steps:,}: {message}")
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield headings with one line each."""
-        yield from (("batch size", line) for line in self._batches)
         if self._rates:
-            yield "lr", ", ".join(f"{name} {rate:g} (step {step:,})" for name, (step, rate) in self._rates.items())
-        for message, (steps, times) in self._messages.items():
-            yield "lr", f"after step {steps:,}: {message}" + (f" (logged {times} times)" if times > 1 else "")
-        yield from (("capacity", line) for line in self._limits or ["unchanged"])
+            (least, at_least), (most, at_most) = self._rates
+            self._lines["lr"].insert(0, f"least {least:g} (step {at_least:,}), most {most:g} (step {at_most:,})")
+        for heading, lines in self._lines.items():
+            yield from ((heading, line) for line in lines or ["unchanged"])
 
 
 def _span(name: str, first: int, last: int) -> str:
@@ -539,7 +481,5 @@ def _span(name: str, first: int, last: int) -> str:
     return f"{name} {first}" if first == last else f"{name}s {first} to {last}"
 
 
-def _some(rows: Collection[Any]) -> str:
-    """Return row numbers as text, the first ten of them."""
-    shown = ", ".join(repr(row) for row in list(rows)[:10])
-    return shown + (f" and {len(rows) - 10:,} more" if len(rows) > 10 else "")
+def _first_ten(rows: Sequence[Any]) -> str:
+    return ", ".join(map(repr, rows[:10])) + (f" and {len(rows) - 10:,} more" if len(rows) > 10 else "")

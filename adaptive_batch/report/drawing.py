@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptive_batch.errors import AdaptiveBatchError
 
-from .run_history import EVENTS, Timeline
+from .run_history import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,20 +40,14 @@ DARK: Mapping[str, str] = {
 }
 GROUNDS = {"light": ("#ffffff", "#f6f8fa"), "dark": ("#0d1117", "#161b22")}  # of the page, of a figure
 # matplotlib's marker of each kind of event, the same as a character, and its colour; the shapes alone tell them apart.
-MARKS: Mapping[str, tuple[str, str, str]] = dict(
-    zip(
-        EVENTS,
-        (
-            ("^", "▲", "blue"),
-            ("X", "✖", "vermilion"),
-            ("v", "▼", "purple"),
-            ("o", "●", "muted"),
-            (">", "▶", "green"),
-            ("s", "■", "vermilion"),
-        ),
-        strict=True,
-    )
-)
+MARKS: Mapping[str, tuple[str, str, str]] = {
+    "batch size changed": ("^", "▲", "blue"),
+    "out of memory": ("X", "✖", "vermilion"),
+    "capacity changed": ("v", "▼", "purple"),
+    "saved": ("o", "●", "muted"),
+    "restarted": (">", "▶", "green"),
+    "preempted": ("s", "■", "vermilion"),
+}
 # In points, which are CSS pixels on a page. A figure is as wide as a phone, so its text is read as it is.
 _WIDTH, _HEIGHT, _FONT = 380, 280, 11
 _MOST_MARKS, _MOST_RULES = 40, 12  # of one kind in one figure: marks above it, lines across it
@@ -76,14 +70,7 @@ _STYLE: Any = {  # for matplotlib.rc_context, whose type is another in each rele
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, not drawn yet.
-
-    Attributes:
-        name: for anchors and ids.
-        title: what it shows.
-        description: its main numbers in words, for those who do not see it.
-        draw: draws it on axes.
-    """
+    """One figure, not drawn yet; `description` has its main numbers in words, for those who do not see it."""
 
     name: str
     title: str
@@ -112,10 +99,8 @@ class Points:
         """Return the mean of a point and the `window` - 1 before it, at up to 300 points; what is not finite is left out."""
         last = len(self.x) - 1
         places = sorted({round(part * last / (_POINTS - 1)) for part in range(_POINTS)}) if self.x else []
-        means = []
-        for place in places:
-            values = [value for value in self.y[max(0, place + 1 - window) : place + 1] if math.isfinite(value)]
-            means.append(math.fsum(values) / len(values) if values else math.nan)
+        windows = [Points((), self.y[max(0, place + 1 - window) : place + 1]).finite for place in places]
+        means = [math.fsum(values) / len(values) if values else math.nan for values in windows]
         return Points([self.x[place] for place in places], means)
 
     def in_words(self) -> str:
@@ -151,10 +136,7 @@ def from_zero(axes: Axes) -> None:
 def mark_events(axes: Axes, timeline: Timeline, *, seconds: float | None = None) -> None:
     """Draw the events of a run above its axes, a row for each kind; few of them with a line across the axes.
 
-    Args:
-        axes: along samples, or along time.
-        timeline: of the run.
-        seconds: of a unit of the x axis; None along samples.
+    The x axis is samples, or time in a unit of so many `seconds`.
     """
     axes.set_xlim(left=0)
     for lane, event in enumerate(marks_of(timeline)):
@@ -187,22 +169,17 @@ def _above(axes: Axes, transform: Any, points: float, *, left: float = 0) -> Any
 def marks_of(timeline: Timeline) -> list[str]:
     """Return the kinds of events that a run has, in their order."""
     present = {mark for mark, _ in timeline.marked}
-    return [event for event in EVENTS if event in present]
+    return [event for event in MARKS if event in present]
 
 
 def require_libraries() -> None:
-    """Raise where a library of the extra is not installed, before anything is read.
-
-    Raises:
-        AdaptiveBatchError: the message names what installs it.
-    """
+    """Raise an AdaptiveBatchError, before anything is read, where a library of the extra ``report`` is not installed."""
     try:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise AdaptiveBatchError(
-            f"the report is drawn with matplotlib and jinja2 ({error}): pip install 'adaptive-batch[report]'"
-        ) from None
+        why = f"the report is drawn with matplotlib and jinja2 ({error})"
+        raise AdaptiveBatchError(f"{why}: pip install 'adaptive-batch[report]'") from None
 
 
 def to_svg(figure: Figure) -> str:
@@ -224,15 +201,7 @@ def to_svg(figure: Figure) -> str:
 def to_png(
     figures: Sequence[Figure], *, heading: str, lines: Sequence[str], events: Sequence[str] = (), columns: int = 2
 ) -> bytes:
-    """Return all figures on one sheet, for people without a browser.
-
-    Args:
-        figures: in their order.
-        heading: the first line.
-        lines: of text below it.
-        events: kinds of events that are explained.
-        columns: figures side by side.
-    """
+    """Return all figures on one sheet, with lines of text below the heading and the kinds of events explained."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
     from matplotlib.lines import Line2D
@@ -249,10 +218,10 @@ def to_png(
         for figure, place in zip(figures, places, strict=False):
             place.suptitle(figure.title, x=0.02, ha="left", fontsize=12, fontweight="bold")
             figure.draw(place.subplots())
-        handles = []
-        for event in events:
-            marker, _, colour = MARKS[event]
-            handles.append(Line2D([], [], linestyle="none", marker=marker, color=LIGHT[colour], label=event))
+        handles = [
+            Line2D([], [], linestyle="none", marker=MARKS[event][0], color=LIGHT[MARKS[event][2]], label=event)
+            for event in events
+        ]
         if handles:
             head.legend(handles=handles, loc="lower left", ncols=len(handles), handletextpad=0.2, columnspacing=1.2)
         drawn = io.BytesIO()

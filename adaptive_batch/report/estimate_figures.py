@@ -32,9 +32,9 @@ def summary_lines(estimate: MemoryEstimate) -> list[str]:
     """Return a line for each device."""
     lines = []
     for target in estimate.devices:
-        fits = [
+        fits = (
             f"{_rows_that_fit(estimate, one, target)} of {one.sequence_length:,} tokens" for one in estimate.lengths
-        ]
+        )
         lines.append(f"{target.name}: {'; '.join(fits)}. {target.budget_bytes / GIB:.2f} GiB may be used.")
     return lines
 
@@ -80,9 +80,8 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
         bound, fits = estimate.bound(length, target), _rows_that_fit(estimate, length, target)
         needs = f"{length.peak_bytes(max(1, bound)) / GIB:.2f} GiB."
         words.append(f"{target.name}: {fits}, {needs}" if bound else f"{target.name}: {fits} fits; one needs {needs}")
-    shares = {kind: size / GIB for kind, size in _composition(length, max(1, most)).items() if size > 0}
-    listed = ", ".join(f"{kind} {size:.2f}" for kind, size in shares.items())
-    words.append(f"Forward and backward of {max(1, most)} row{'s' if most > 1 else ''}: {listed}.")
+    shares = [f"{kind} {size / GIB:.2f}" for kind, size in _composition(length, max(1, most)).items() if size > 0]
+    words.append(f"Forward and backward, {max(1, most)} at once: {', '.join(shares)}.")
     title = f"Estimated memory, rows of {length.sequence_length:,} tokens"
     return Figure(f"estimate-{number}", title, " ".join(words), draw)
 
@@ -93,17 +92,12 @@ def _step_bytes(length: LengthEstimate, rows: int) -> int:
 
 
 def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
-    """Return bytes by kind, whose sum is the peak of forward and backward.
-
-    Of a single row, which often runs other operations, only the sum is known: what comes and goes is divided as the curve says.
-    """
+    """Return bytes by kind, whose sum is the peak of forward and backward; those of a single row are divided as the curve says."""
     kinds, resident = length.composition(rows), length.resident
-    stays = dict(
-        zip(kinds, (resident.parameters, resident.buffers, resident.optimizer, resident.gradients), strict=False)
-    )
+    stays = [resident.parameters, resident.buffers, resident.optimizer, resident.gradients, 0, 0]
     passing = sum(kinds.values()) - resident.total
     factor = (_step_bytes(length, rows) - resident.total) / passing if passing else 1.0
-    return {kind: stays.get(kind, 0) + factor * (size - stays.get(kind, 0)) for kind, size in kinds.items()}
+    return {kind: kept + factor * (size - kept) for (kind, size), kept in zip(kinds.items(), stays, strict=True)}
 
 
 def _corners(length: LengthEstimate, last: int) -> Sequence[int]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .drawing import LIGHT, Figure, Points, add_legend, from_zero, mark_events, plot
-from .run_history import Event, Step, Timeline, as_number
+from .run_history import Step, Timeline, as_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,31 +24,62 @@ _MOST_STRETCHES = 20  # of steps that restarts rolled back
 
 
 def figures_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> tuple[list[Figure], list[str]]:
-    """Return every figure that has data, and the titles of those that have none.
+    """Return every figure that has data, of a run and of its ``probe.json``, and the titles of those that have none."""
 
-    Args:
-        timeline: of the run.
-        probe: the result of its probe, as in ``probe.json``.
-    """
-
-    def metric(key: str, title: str, label: str, colour: str, **options: Any) -> tuple[str, Figure | None]:
-        return title, _metric(timeline, key, title, label, colour, **options)
+    def metric(
+        key: str, title: str, label: str, colour: str, drawstyle: str = "", *, name: str = "", factor: float = 1.0
+    ) -> tuple[str, Figure | None]:
+        points = _points(timeline.steps, key, factor=factor)
+        if points is None:
+            return title, None
+        curve = _Curve(points, label, colour, {"drawstyle": drawstyle})
+        return title, _over_the_run(
+            timeline, name or key, title, label, [curve] if drawstyle else _with_mean(points, "value", colour)
+        )
 
     possible = [
         ("Peak memory of trials", _probe(probe)),
-        metric("batch_size", "Rows per step", "rows", "blue", drawstyle="steps-pre"),
-        metric("micro_batches", "Micro-batches per step", "micro-batches", "green", drawstyle="steps-pre"),
-        metric("lr", "Learning rate", "lr", "purple", drawstyle="default"),
-        ("Loss over samples", _loss(timeline, "loss-over-samples", over_time=False)),
-        ("Loss over time", _loss(timeline, "loss-over-time", over_time=True)),
+        metric("batch_size", "Rows per step", "rows", "blue", "steps-pre"),
+        metric("micro_batches", "Micro-batches per step", "micro-batches", "green", "steps-pre"),
+        metric("lr", "Learning rate", "lr", "purple", "default"),
+        ("Loss over samples", _loss(timeline, over_time=False)),
+        ("Loss over time", _loss(timeline, over_time=True)),
         metric("padding_fraction", "Padding", "padding (% of tokens)", "green", name="padding", factor=100),
-        metric(
-            "tokens_per_second_per_gpu", "Tokens per second", "label tokens/s, one device", "purple", name="tokens-per-second"
-        ),
+        metric("tokens_per_second_per_gpu", "Tokens per second", "label tokens/s, one device", "purple", name="tokens-per-second"),
         ("Peak memory of steps", _peak_memory(timeline)),
         ("Gradient noise scale", _noise_scale(timeline)),
     ]  # fmt: skip
     return [figure for _, figure in possible if figure], [title for title, figure in possible if figure is None]
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A line of a figure over the run; `words` come before its main numbers in the description, None leaves these out."""
+
+    points: Points
+    label: str
+    colour: str
+    style: Mapping[str, Any] = field(default_factory=dict)
+    words: str | None = ""
+
+
+def _over_the_run(
+    timeline: Timeline, name: str, title: str, y_label: str, curves: Sequence[_Curve], *,
+    x_label: str = "samples", seconds: float | None = None, is_logarithmic: bool = False, begins_at_zero: bool = True,
+) -> Figure:  # fmt: skip
+    def draw(axes: Axes) -> None:
+        for curve in curves:
+            plot(axes, curve.points, curve.label, curve.colour, **curve.style)
+        if is_logarithmic:
+            axes.set_yscale("log")
+        elif begins_at_zero:
+            from_zero(axes)
+        mark_events(axes, timeline, seconds=seconds)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label + " (log)" * is_logarithmic)
+
+    words = [curve.words + curve.points.in_words() for curve in curves if curve.words is not None]
+    return Figure(name, title, " ".join(words), draw)
 
 
 def _points(steps: Sequence[Step], key: str, *, seconds: float | None = None, factor: float = 1.0) -> Points | None:
@@ -59,128 +91,81 @@ def _points(steps: Sequence[Step], key: str, *, seconds: float | None = None, fa
     return Points.of(xs, [step.value(key) * factor for step in having])
 
 
-def _label(axes: Axes, x_label: str, y_label: str) -> None:
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-
-
-def _plot_with_mean(axes: Axes, points: Points, label: str, colour: str) -> None:
-    """Draw the values behind, their running mean in front; few values alone."""
+def _with_mean(points: Points, label: str, colour: str) -> list[_Curve]:
+    """Return the values, and their running mean in front; few values alone."""
     if len(points.x) < _FEW:
-        plot(axes, points, label, colour)
-        return
+        return [_Curve(points, label, colour)]
     window = max(5, len(points.x) // 40)
-    plot(axes, points, f"{label} of a step", colour, linewidth=0.8, alpha=0.55)
-    plot(axes, points.running_mean(window), f"mean of {window} steps", colour, linewidth=1.6, zorder=3)
+    mean, style = points.running_mean(window), {"linewidth": 1.6, "zorder": 3}
+    values = _Curve(points, f"{label} of a step", colour, {"linewidth": 0.8, "alpha": 0.55})
+    return [values, _Curve(mean, f"mean of {window} steps", colour, style, words=None)]
 
 
-def _metric(
-    timeline: Timeline, key: str, title: str, label: str, colour: str, *, name: str = "", factor: float = 1.0,
-    drawstyle: str | None = None,
-) -> Figure | None:  # fmt: skip
-    """Return one metric over samples; with its running mean where no style of drawing is given."""
-    points = _points(timeline.steps, key, factor=factor)
-    if points is None:
-        return None
-
-    def draw(axes: Axes) -> None:
-        if drawstyle:
-            plot(axes, points, label, colour, drawstyle=drawstyle)
-        else:
-            _plot_with_mean(axes, points, "value", colour)
-        from_zero(axes)
-        mark_events(axes, timeline)
-        _label(axes, "samples", label)
-
-    return Figure(name or key, title, points.in_words(), draw)
-
-
-def _loss(timeline: Timeline, name: str, *, over_time: bool) -> Figure | None:
+def _loss(timeline: Timeline, *, over_time: bool) -> Figure | None:
     unit = "hours" if timeline.seconds > _MOST_MINUTES * 60 else "minutes"
     seconds = {"hours": 3600, "minutes": 60}[unit] if over_time else None
     loss, full = (_points(timeline.steps, key, seconds=seconds) for key in ("loss", "loss_per_full_batch"))
-    validations = [event for event in timeline.events if _is_validation(event)]
+    validations = [
+        event
+        for event in timeline.events
+        if event.values["kind"] == "validation" and "val_loss" in event.values and not event.rolled_back
+    ]
     if loss is None and not validations:
         return None
     stretches = [points for steps in timeline.rolled_back if (points := _points(steps, "loss", seconds=seconds))]
-    validated = Points.of(
-        [event.seconds / seconds if seconds else event.samples for event in validations],
-        [as_number(event.values["val_loss"]) for event in validations],
-    )
-    shown = [loss, full, validated, *stretches[-_MOST_STRETCHES:]]
-    drawn = [value for points in shown if points for value in points.finite]
-    is_logarithmic = bool(drawn) and min(drawn) > 0 and max(drawn) > 50 * median(drawn)
-
-    def draw(axes: Axes) -> None:
-        for number, points in enumerate(stretches[-_MOST_STRETCHES:]):
-            plot(axes, points, "" if number else "rolled back", "muted", linewidth=1, linestyle=":")
-        if loss:
-            _plot_with_mean(axes, loss, "loss", "blue")
-        if full:
-            plot(axes, full, "mean of a full batch", "purple", drawstyle="steps-pre")
-        if validations:
-            every = len(validations) // 80 + 1
-            plot(axes, validated, "val_loss", "vermilion", linestyle="none", marker="o", markersize=5, markevery=every)
-        if is_logarithmic:
-            axes.set_yscale("log")
-        mark_events(axes, timeline, seconds=seconds)
-        _label(
-            axes, f"{unit} in which it ran" if over_time else "samples", "loss per token" + " (log)" * is_logarithmic
+    curves = [
+        _Curve(points, "" if number else "rolled back", "muted", {"linewidth": 1, "linestyle": ":"}, words=None)
+        for number, points in enumerate(stretches[-_MOST_STRETCHES:])
+    ]
+    if loss:
+        curves += _with_mean(loss, "loss", "blue")
+    if full:
+        curves.append(_Curve(full, "mean of a full batch", "purple", {"drawstyle": "steps-pre"}, "Over full batches: "))
+    if validations:
+        validated = Points.of(
+            [event.seconds / seconds if seconds else event.samples for event in validations],
+            [as_number(event.values["val_loss"]) for event in validations],
         )
-
-    words = [loss.in_words()] if loss else []
-    words += [f"Over full batches: {full.in_words()}"] if full else []
-    words += [f"On validation rows: {validated.in_words()}"] if validations else []
-    return Figure(name, "Loss over time" if over_time else "Loss over samples", " ".join(words), draw)
-
-
-def _is_validation(event: Event) -> bool:
-    return event.values["kind"] == "validation" and "val_loss" in event.values and not event.rolled_back
+        style = {"linestyle": "none", "marker": "o", "markersize": 5, "markevery": len(validations) // 80 + 1}
+        curves.append(_Curve(validated, "val_loss", "vermilion", style, "On validation rows: "))
+    drawn = [value for curve in curves for value in curve.points.finite]
+    return _over_the_run(
+        timeline,
+        "loss-over-time" if over_time else "loss-over-samples",
+        "Loss over time" if over_time else "Loss over samples",
+        "loss per token",
+        curves,
+        x_label=f"{unit} in which it ran" if over_time else "samples",
+        seconds=seconds,
+        is_logarithmic=bool(drawn) and min(drawn) > 0 and max(drawn) > 50 * median(drawn),
+        begins_at_zero=False,
+    )
 
 
 def _peak_memory(timeline: Timeline) -> Figure | None:
-    known = [
-        (label, colour, linestyle, points)
-        for label, colour, linestyle in (
-            ("reserved", "muted", "--"),
-            ("alloc", "blue", "-"),
-            ("active", "vermilion", ":"),
+    curves = [
+        _Curve(points, label, colour, {"linestyle": linestyle}, f"{label}: ")
+        for key, label, colour, linestyle in (
+            ("reserved", "reserved", "muted", "--"),
+            ("alloc", "allocated", "blue", "-"),
+            ("active", "active", "vermilion", ":"),
         )
-        if (points := _points(timeline.steps, f"peak_memory_{label}"))
+        if (points := _points(timeline.steps, f"peak_memory_{key}"))
     ]
-    if not known:
-        return None
-
-    def draw(axes: Axes) -> None:
-        for label, colour, linestyle, points in known:
-            plot(axes, points, "allocated" if label == "alloc" else label, colour, linestyle=linestyle)
-        from_zero(axes)
-        mark_events(axes, timeline)
-        _label(axes, "samples", "peak memory (GiB)")
-
-    words = " ".join(f"{label}: {points.in_words()}" for label, _, _, points in known)
-    return Figure("peak-memory", "Peak memory of steps", words.replace("alloc:", "allocated:"), draw)
+    title = "Peak memory of steps"
+    return _over_the_run(timeline, "peak-memory", title, "peak memory (GiB)", curves) if curves else None
 
 
 def _noise_scale(timeline: Timeline) -> Figure | None:
     noise, batch = (_points(timeline.steps, key) for key in ("gradient_noise_scale", "batch_size"))
     if noise is None or not noise.finite:
         return None
+    curves = [_Curve(batch, "rows per step", "blue", {"drawstyle": "steps-pre"}, words=None)] if batch else []
+    curves.append(_Curve(noise, "gradient noise scale", "vermilion"))
     drawn = noise.finite + (batch.finite if batch else [])
     is_logarithmic = min(drawn) > 0 and max(drawn) > 30 * min(drawn)
-
-    def draw(axes: Axes) -> None:
-        if batch:
-            plot(axes, batch, "rows per step", "blue", drawstyle="steps-pre")
-        plot(axes, noise, "gradient noise scale", "vermilion")
-        if is_logarithmic:
-            axes.set_yscale("log")
-        else:
-            from_zero(axes)
-        mark_events(axes, timeline)
-        _label(axes, "samples", "rows" + " (log)" * is_logarithmic)
-
-    return Figure("noise-scale", "Gradient noise scale", noise.in_words(), draw)
+    title = "Gradient noise scale"
+    return _over_the_run(timeline, "noise-scale", title, "rows", curves, is_logarithmic=is_logarithmic)
 
 
 def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
@@ -202,21 +187,15 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
     if not fits and not too_large:
         return None
     of_tokens = f" of {length:.0f} tokens" if 0 < length < math.inf else ""
-    is_known = 0 < bound < math.inf
+    at_bound = [point for point in fits if point[0] == bound][-1:]
 
     def draw(axes: Axes) -> None:
         if budget > 0:
             axes.axhline(budget, color=LIGHT["muted"], linewidth=1.2, linestyle="--", label=f"budget {budget:.3g} GiB")
-        at_bound = [point for point in fits if point[0] == bound]
         for points, label, colour, style in (
             (fits, "fits", "blue", {"marker": "o", "markersize": 5}),
             (too_large, "does not fit", "vermilion", {"marker": "X", "markersize": 7}),
-            (
-                at_bound[-1:],
-                f"bound: {bound:.0f} rows",
-                "green",
-                {"marker": "o", "markersize": 12, "fillstyle": "none"},
-            ),
+            (at_bound, f"bound: {bound:.0f} rows", "green", {"marker": "o", "markersize": 12, "fillstyle": "none"}),
         ):
             if points:
                 xs, ys = zip(*sorted(set(points)), strict=True)
@@ -224,9 +203,11 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
         from_zero(axes)
         axes.set_xlim(left=0)
         add_legend(axes)
-        _label(axes, f"rows{of_tokens} at once", "peak memory (GiB)")
+        axes.set_xlabel(f"rows{of_tokens} at once")
+        axes.set_ylabel("peak memory (GiB)")
 
     words = f"Trials that fit: {len(fits)}; that do not: {len(too_large)}. "
+    is_known = 0 < bound < math.inf
     words += f"The largest that fits has {bound:.0f} rows{of_tokens}. " if is_known else "None is known to fit. "
     words += f"Allowed are {budget:.3g} GiB." if budget > 0 else ""
     return Figure("probe", "Peak memory of trials", words.strip(), draw)

@@ -17,55 +17,46 @@ from typing import Any
 
 Record = Mapping[str, Any]
 
-# Kinds of events that figures mark, in the order in which they are listed.
-EVENTS = ("batch size changed", "out of memory", "capacity changed", "saved", "restarted", "preempted")
 _NEVER_ROLLED_BACK = {"out of memory", "restarted", "preempted"}  # they happened, whatever a restart rolled back
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    name: object = None
+    has_beginning: bool = False
 
 
 @dataclass
 class _Attempt:
-    run: int
+    run: _Run
     parent: int | None = None
-    fork: int = 0  # the last step of the parent that counts
-    first: int = 0  # steps that were done before its own first one
+    first: int = 0  # steps that were done before its own first one; those of the parent that count
     last: int = 0
     last_of_epoch: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A record in its place.
+    """A record in its place: None for a torn line.
 
     Attributes:
-        record: what was written; None for a torn line.
         steps: optimizer steps that were done up to it, itself included.
         counts: whether it is part of the history of the last run.
         in_run: whether it belongs to the last run, rolled back or not.
-        is_fork: whether a later attempt resumed at these very steps, so that the step that follows here is rolled back.
     """
 
     record: Record | None
     steps: int
     counts: bool
     in_run: bool
-    is_fork: bool
 
 
 class RunHistory:
-    """The history of the last run in a file, found in one pass over its records.
-
-    Args:
-        records: of one file, in order; None for a torn line.
-
-    Attributes:
-        num_records: lines read, torn ones included.
-    """
+    """The history of the last run in a file, found in one pass over its records; None stands for a torn line."""
 
     def __init__(self, records: Iterable[Record | None]) -> None:
-        self.num_records = 0
-        self._attempts = [_Attempt(0)]  # what comes before any start
-        self._names: list[object] = [None]  # of the runs
-        self._begun: set[int] = set()  # runs whose beginning is recorded
+        self.num_records = 0  # torn ones included
+        self._attempts = [_Attempt(_Run())]  # what comes before any start
         for record in records:
             self.num_records += 1
             kind = record.get("kind") if record else None
@@ -79,18 +70,11 @@ class RunHistory:
                 attempt = self._attempts[-1]
                 attempt.last = max(attempt.last, step)
                 attempt.last_of_epoch[whole(record, "epoch") or 0] = step
-        self._kept = dict(self._chain())
+        self._kept: dict[int, float] = dict(self._chain())
+        self._kept[len(self._attempts) - 1] = math.inf
         self._run = self._attempts[-1].run
-
-    @property
-    def has_beginning(self) -> bool:
-        """Whether the beginning of the last run is recorded."""
-        return self._run in self._begun
-
-    @property
-    def num_other_runs(self) -> int:
-        """Runs in the file that are not the last one."""
-        return len({attempt.run for attempt in self._attempts} - {0, self._run})
+        self.has_beginning = self._run.has_beginning
+        self.num_other_runs = len({attempt.run for attempt in self._attempts} - {self._attempts[0].run, self._run})
 
     def entries(self, records: Iterable[Record | None]) -> Iterator[Entry]:
         """Read the same records again, each with its place. What was appended meanwhile is left out."""
@@ -104,30 +88,22 @@ class RunHistory:
                 steps = self._attempts[place].first
             elif kind == "step" and record is not None:
                 steps = whole(record, "step") or 0
-            kept = self._kept.get(place)
-            is_fork = kept == steps and place + 1 < len(self._attempts)
-            in_run = self._attempts[place].run == self._run
-            yield Entry(record, steps, kept is not None and steps <= kept, in_run, is_fork)
+            within = steps + (kind == "capacity")  # which is lowered in the middle of the next step
+            counts = within <= self._kept.get(place, -1)
+            yield Entry(record, steps, counts, self._attempts[place].run is self._run)
 
     def _started(self, start: Record) -> _Attempt:
-        name = start.get("run")
+        name, run = start.get("run"), self._attempts[-1].run
         if not start.get("resumed"):
-            self._names.append(name)
-            self._begun.add(len(self._names) - 1)
-            return _Attempt(len(self._names) - 1)
-        run = self._attempts[-1].run
-        if name is not None and name != self._names[run]:
-            if name not in self._names:
-                self._names.append(name)
-            run = len(self._names) - 1 - self._names[::-1].index(name)
+            return _Attempt(_Run(name, has_beginning=True))
+        if name not in (None, run.name):
+            run = next((one.run for one in reversed(self._attempts) if one.run.name == name), _Run(name))
         steps = steps_at(start)
-        mine = [place for place, attempt in enumerate(self._attempts) if attempt.run == run]
-        if not mine:
-            return _Attempt(run, first=steps, last=steps)
+        mine = [place for place, attempt in enumerate(self._attempts) if attempt.run is run]
         # An attempt without a step of its own counts too: an epoch may have ended in it.
         reached = [place for place in mine if self._attempts[place].first <= steps <= self._attempts[place].last]
-        parent = (reached or mine)[-1]
-        return _Attempt(run, parent, min(steps, self._attempts[parent].last), steps, steps)
+        parents: list[int | None] = [None, *mine, *reached]
+        return _Attempt(run, parents[-1], steps, steps)
 
     def _restarted(self, epoch: int) -> _Attempt:
         """Return an attempt that resumes where an epoch of the newest history began."""
@@ -135,7 +111,7 @@ class RunHistory:
             attempt = self._attempts[place]
             before = [min(step, kept) for number, step in attempt.last_of_epoch.items() if number < epoch]
             if before and (begin := max(before)) > attempt.first:
-                return _Attempt(attempt.run, place, begin, begin, begin)
+                return _Attempt(attempt.run, place, begin, begin)
         return _Attempt(self._attempts[-1].run)
 
     def _chain(self) -> Iterator[tuple[int, int]]:
@@ -143,20 +119,17 @@ class RunHistory:
         place: int | None = len(self._attempts) - 1
         kept = self._attempts[-1].last
         while place is not None:
-            yield place, kept
             attempt = self._attempts[place]
-            place, kept = attempt.parent, min(kept, attempt.fork)
+            kept = min(kept, attempt.last)
+            yield place, kept
+            place, kept = attempt.parent, min(kept, attempt.first)
 
 
 @dataclass(frozen=True)
 class Step:
     """One optimizer step, as recorded.
 
-    Attributes:
-        number: counted from 1 over all restarts.
-        samples: rows that training has consumed after it.
-        seconds: since the run began, without the time between a stop and its restart.
-        values: the whole record.
+    `samples` were consumed after it, `seconds` have passed since the run began, without those between a stop and its restart.
     """
 
     number: int
@@ -171,14 +144,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Event:
-    """A record that is no step.
-
-    Attributes:
-        mark: one of :data:`EVENTS`, or None where figures do not mark it.
-        step, samples, seconds: when it happened, as of a step.
-        values: the whole record.
-        rolled_back: whether a restart went back to before it.
-    """
+    """A record that is no step: when it happened, as of a step, and its mark in figures, or None."""
 
     mark: str | None
     step: int
@@ -190,26 +156,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The last run of a file, in memory.
+    """The last run of a file, in memory: the steps that count, stretches that were rolled back, events, seconds in which it ran."""
 
-    Attributes:
-        steps: that count, in order.
-        rolled_back: stretches of steps that a restart went back to before.
-        events: in order.
-        seconds: in which the run ran.
-        other_runs: how many more runs the file holds.
-    """
-
-    steps: tuple[Step, ...]
-    rolled_back: tuple[tuple[Step, ...], ...]
-    events: tuple[Event, ...]
+    steps: Sequence[Step]
+    rolled_back: Sequence[Sequence[Step]]
+    events: Sequence[Event]
     seconds: float
     other_runs: int
-
-    @property
-    def restarts(self) -> int:
-        """How often the run was resumed."""
-        return sum(event.mark == "restarted" for event in self.events)
 
     @cached_property
     def marked(self) -> list[tuple[str, Event]]:
@@ -236,12 +189,9 @@ class Timeline:
             if kind == "step":
                 samples = as_number(record.get("samples_seen"))
                 newest = Step(entry.steps, samples if math.isfinite(samples) else entry.steps, seconds, record)
-                if entry.counts:
-                    steps.append(newest)
-                elif in_stretch:
-                    rolled_back[-1].append(newest)
-                else:
-                    rolled_back.append([newest])
+                if not entry.counts and not in_stretch:
+                    rolled_back.append([])
+                (steps if entry.counts else rolled_back[-1]).append(newest)
                 in_stretch = not entry.counts
                 continue
             if kind in ("start", "epoch_restarted"):
@@ -250,7 +200,7 @@ class Timeline:
             mark = _mark(record)
             back = not entry.counts and mark not in _NEVER_ROLLED_BACK
             events.append(Event(mark, entry.steps, newest.samples, seconds, record, back))
-        return cls(tuple(steps), tuple(map(tuple, rolled_back)), tuple(events), seconds, history.num_other_runs)
+        return cls(steps, rolled_back, events, seconds, history.num_other_runs)
 
 
 def steps_at(start: Record) -> int:
@@ -267,25 +217,23 @@ def whole(record: Record, name: str) -> int | None:
 
 def as_number(value: object) -> float:
     """Return a recorded value as a number: text such as "nan" and "inf" too; nan where it is none."""
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (ValueError, OverflowError):
-            return math.nan
-    return math.nan
+    try:
+        return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _mark(record: Record) -> str | None:
-    kind = record["kind"]
-    if kind == "start":
-        return "restarted" if record.get("resumed") else None
-    if kind == "preempted":
-        return "preempted"
-    if kind in ("checkpoint", "resume_point"):
-        return "saved"
     if record.get("out_of_memory") is True:
         return "out of memory"
     changed = record.get("before") != record.get("after")
-    if kind == "batch_size" and changed:
-        return "batch size changed"
-    return "capacity changed" if kind in ("capacity", "validation_capacity") and changed else None
+    marks = {
+        "start": record.get("resumed") and "restarted",
+        "preempted": "preempted",
+        "checkpoint": "saved",
+        "resume_point": "saved",
+        "batch_size": changed and "batch size changed",
+        "capacity": changed and "capacity changed",
+        "validation_capacity": changed and "capacity changed",
+    }
+    return marks.get(record["kind"]) or None

@@ -22,14 +22,11 @@ log = logging.getLogger("adaptive_batch")
 class RunLog:
     """Appends one JSON object a line: ``kind`` is ``step``, or the name of the event. Any thread may write; nothing is buffered.
 
-    JSON has no nan and no infinities: they are written as text, which ``float`` reads.
-
-    Args:
-        path: the file; appended to, also by the restarts of a run. A line torn by a kill is ended, not continued.
-        enabled: False writes nothing (ranks other than zero).
+    JSON has no nan and no infinities: they are written as text, which ``float`` reads. Restarts of a run append; a line torn by a
+    kill is ended. With `enabled` False, as on ranks other than zero, nothing is written.
 
     Raises:
-        SettingError: another process is writing it.
+        SettingError: another process is writing the file.
     """
 
     def __init__(self, path: Path, *, enabled: bool = True) -> None:

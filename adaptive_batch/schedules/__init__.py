@@ -12,7 +12,7 @@ from .batch_rules import (
 )
 from .batch_schedules import at_epochs, by_noise_scale, geometric, linear_ramp, ramp_by_doubling, steps
 from .clock import UNITS, Clock, TrainingClock
-from .epoch_plan import EpochPlan, rows_of_next_step, walk
+from .epoch_plan import EpochPlan, rows_of_next_step
 from .learning_rate import (
     RULES,
     LearningRate,
@@ -62,6 +62,5 @@ __all__ = [
     "stages_of",
     "steps",
     "table",
-    "walk",
     "write_rate",
 ]

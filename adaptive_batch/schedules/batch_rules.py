@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,89 +27,60 @@ MOST_ROWS = 10**9
 
 @dataclass(frozen=True)
 class ClampedBatch:
-    """The batch that a rule requested, and what the bound left of it.
-
-    Attributes:
-        requested: what the rule asked for, on one device.
-        after: the batch from now on.
-        maximum: the bound; None without one.
-    """
+    """The batch on one device that a rule requested, and what the bound (`maximum`; None for none) left of it."""
 
     requested: int
     after: int
     maximum: int | None
 
-    @property
-    def was_cut(self) -> bool:
-        """Whether the bound left less than was requested."""
-        return self.after < self.requested
-
     def describe(self, before: int) -> str:
         """Return one line, such as ``batch_size 16 -> 24 (asked for 32, cut to the bound 24)``."""
         line = f"batch_size {before} -> {self.after}" if self.after != before else f"batch_size {before} unchanged"
-        if not self.was_cut:
+        if self.after == self.requested:
             return line
         reason = "cut to" if self.after == self.maximum else "already above"
         return f"{line} (asked for {self.requested}, {reason} the bound {self.maximum})"
 
 
 def request_batch(rule: Callable[[Progress], object], progress: Progress, *, maximum: int | None) -> ClampedBatch:
-    """Call a schedule before a step, and clamp its answer to the bound.
-
-    Args:
-        rule: ``rule(progress)``; whole numbers of numpy and torch are accepted.
-        progress: at the beginning of the step.
-        maximum: the bound; None for none.
+    """Call a schedule before a step, and clamp its answer to `maximum`; None for no bound.
 
     Raises:
         GrowthFunctionError: the rule raised (its error is the cause), or returned no whole number, 1 to 10**9.
     """
-    requested = _call(
-        lambda: rule(progress),
-        f"{KEY} {name_of(rule)}({progress})",
-        least=1,
-        remedy="it must return what a step on one device holds",
-    )
+    call = f"{KEY} {_name_of(rule)}({progress})"
+    requested = _call(rule, progress, call=call, least=1, remedy="what a step on one device holds")
     return ClampedBatch(requested, requested if maximum is None else min(requested, maximum), maximum)
 
 
 def next_batch_size(
     increment: Callable[[int, int], object], *, epoch: int, batch_size: int, maximum: int | None
 ) -> ClampedBatch:
-    """Call an increment at the start of an epoch, and clamp the batch size to the bound.
+    """Call an increment at the start of an epoch, and clamp the batch size to `maximum`; None for no bound.
 
     A batch size already above the bound, as after resuming on a smaller device, is kept: no row is added or taken away.
-
-    Args:
-        increment: ``f(epoch, batch_size) -> rows to add``; whole numbers of numpy and torch are accepted.
-        epoch: the epoch that starts, from 0.
-        batch_size: rows so far.
-        maximum: the bound in rows; None for none.
 
     Raises:
         GrowthFunctionError: the function raised (its error is the cause), or returned no whole number, 0 to 10**9.
     """
-    rows = _call(
-        lambda: increment(epoch, batch_size),
-        f"{INCREMENT_KEY} {name_of(increment)}(epoch={epoch}, batch_size={batch_size})",
-        least=0,
-        remedy="it must return how many rows to add to batch_size",
-    )
+    call = f"{INCREMENT_KEY} {_name_of(increment)}(epoch={epoch}, batch_size={batch_size})"
+    rows = _call(increment, epoch, batch_size, call=call, least=0, remedy="how many rows to add to batch_size")
     requested = batch_size + rows
     return ClampedBatch(requested, requested if maximum is None else min(requested, max(maximum, batch_size)), maximum)
 
 
-def _call(function: Callable[[], object], call: str, *, least: int, remedy: str) -> int:
+def _call(function: Callable[..., object], /, *arguments: object, call: str, least: int, remedy: str) -> int:
     """Call a function of the user's and check its answer; `call` and `remedy` are for the message."""
     try:
-        answer = function()
+        answer = function(*arguments)
     except Exception as error:
         raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
     number = whole_number(answer)
     if number is None or not least <= number <= MOST_ROWS:
-        shown = _shortened(answer)
+        bits = (number or 0).bit_length()  # Python refuses to print thousands of digits
+        shown = f"a number of {bits} bits" if bits > 64 else reprlib.repr(answer)
         raise GrowthFunctionError(
-            f"{call} returned {shown}: {remedy}: a whole number, {least} or more, at most {MOST_ROWS}"
+            f"{call} returned {shown}: it must return {remedy}: a whole number, {least} to {MOST_ROWS}"
         )
     return number
 
@@ -119,11 +91,7 @@ def check_schedule(rule: object, *, key: str = KEY) -> None:
     Raises:
         SettingError: it cannot be called, or not with one positional argument.
     """
-    what, call = (
-        "a function rule(progress) -> rows of a step on one device",
-        "rule(progress) with one positional argument",
-    )
-    _check_call(rule, Progress(), key=key, what=what, call=call)
+    _check_call(rule, Progress(), key=key, form="rule(progress) -> rows of a step on one device")
 
 
 def check_increment(function: object, *, key: str = INCREMENT_KEY) -> None:
@@ -132,14 +100,13 @@ def check_increment(function: object, *, key: str = INCREMENT_KEY) -> None:
     Raises:
         SettingError: it cannot be called, or not with two positional arguments.
     """
-    what, call = "a function f(epoch, batch_size) -> rows to add", "f(epoch, batch_size) with two positional arguments"
-    _check_call(function, 0, 1, key=key, what=what, call=call)
+    _check_call(function, 0, 1, key=key, form="f(epoch, batch_size) -> rows to add")
 
 
-def _check_call(function: object, /, *arguments: object, key: str, what: str, call: str) -> None:
-    """Check what can be known of a user's function without calling it; `what` and `call` are for the message."""
+def _check_call(function: object, /, *arguments: object, key: str, form: str) -> None:
+    """Check what can be known of a user's function without calling it."""
     if not callable(function):
-        raise SettingError(key, function, f"it is a {type(function).__name__}; give {what}")
+        raise SettingError(key, function, f"it is a {type(function).__name__}; give a function {form}")
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some builtins have none
@@ -147,7 +114,8 @@ def _check_call(function: object, /, *arguments: object, key: str, what: str, ca
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        raise SettingError(key, name_of(function), f"it takes {signature} ({error}); it is called as {call}") from error
+        remedy = f"it takes {signature} ({error}); give a function {form}, of positional arguments"
+        raise SettingError(key, _name_of(function), remedy) from error
 
 
 def needs_noise_scale(rule: object) -> bool:
@@ -165,15 +133,7 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def name_of(function: object) -> str:
+def _name_of(function: object) -> str:
     """Return how a message names a function: its path, or the object's own `repr`."""
     qualified = getattr(function, "__qualname__", None)
     return repr(function) if qualified is None else f"{getattr(function, '__module__', '?')}.{qualified}"
-
-
-def _shortened(value: object) -> str:
-    """Return a value for a message: a huge number would fill the screen, or refuse to be printed at all."""
-    if isinstance(value, int) and abs(value) > 10**18:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."

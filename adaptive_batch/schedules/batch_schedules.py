@@ -1,47 +1,15 @@
-"""Ready-made schedules and increments.
-
-A *schedule* is ``rule(progress) -> rows of one optimizer step on one device``; tokens of it where ``batch_tokens`` is set.
-It is called before each step::
-
-    batch_size_schedule:
-      _component_: adaptive_batch.schedules.steps
-      batch_sizes: [16, 32, 64]
-      thresholds: [1ep, 2ep]
-
-    batch_size_schedule:
-      _component_: adaptive_batch.schedules.linear_ramp
-      start: 16
-      end: 64
-      over: 1.5e6tok
-
-    batch_size_schedule:
-      _component_: adaptive_batch.schedules.ramp_by_doubling
-      end: 64
-      over: 0.5ep
-
-An *increment* is ``f(epoch, batch_size) -> rows to add to batch_size``, called at the start of each epoch, 0 included::
-
-    batch_increase_function:
-      _component_: adaptive_batch.schedules.at_epochs
-      additions: {1: 8, 2: 16}
-
-    batch_increase_function:
-      _component_: adaptive_batch.schedules.geometric
-      factor: 2
-      every: 1
-
-All are pure: the same arguments, the same answer. Nothing is kept between steps, so a resumed run continues unchanged.
-Durations are read by :func:`~adaptive_batch.schedules.progress.parse_duration`.
-"""
+"""Ready-made schedules and increments, as YAML names them (docs/configuration.md): pure, so a resumed run continues unchanged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from typing import ClassVar
 
+from adaptive_batch._util import check_bool
 from adaptive_batch.errors import SettingError
 
 from .batch_rules import INCREMENT_KEY, KEY, MOST_ROWS, Increment, Schedule, whole_number
@@ -49,25 +17,33 @@ from .progress import Duration, Progress, parse_duration
 
 
 @dataclass(frozen=True, repr=False)
-class _Steps:
+class _Rule:
+    made_by: str  # the call that makes it
+
+    def __repr__(self) -> str:
+        return self.made_by
+
+
+@dataclass(frozen=True, repr=False)
+class Stages(_Rule):
+    """A schedule of stages of one batch each."""
+
     batches: tuple[int, ...]
-    thresholds: tuple[Duration, ...]
+    ends: tuple[tuple[Fraction, Duration], ...]  # each stage but the last ends at this part of a duration
 
     def __call__(self, progress: Progress) -> int:
         return self.batches[self.stage(progress)]
 
     def stage(self, progress: Progress) -> int:
         """Return the number of the stage of a step at this progress, from 0."""
-        return sum(threshold.reached(progress) for threshold in self.thresholds)
+        return sum(duration.share(progress) >= part for part, duration in self.ends)
 
     def begins(self, stage: int) -> str:
         """Return where a stage begins, as text."""
-        return str(self.thresholds[stage - 1]) if stage else "the start"
-
-    def __repr__(self) -> str:
-        return (
-            f"steps(batch_sizes={list(self.batches)}, thresholds={[str(threshold) for threshold in self.thresholds]})"
-        )
+        if stage == 0:
+            return "the start"
+        part, duration = self.ends[stage - 1]
+        return str(duration) if part == 1 else f"{part} of {duration}"
 
 
 def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
@@ -78,64 +54,44 @@ def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
         thresholds: where each stage but the last ends, counted from the start of training, as in ``["1ep", "2ep"]``:
             rising, and all of one unit, as it is not known before training which of ``1ep`` and ``200ba`` comes first.
 
-    Returns:
-        ``rule(progress) -> batch``.
-
     Raises:
         SettingError: a size is not whole or below 1; a threshold cannot be read, is 0, not above the one before, or of
             another unit; there is not one threshold fewer than sizes.
     """
     key = f"{KEY}.thresholds"
-    sizes = [_batch("batch_sizes", size) for size in _listed("batch_sizes", batch_sizes, "[16, 32, 64]")]
-    if not sizes:
-        raise SettingError(f"{KEY}.batch_sizes", batch_sizes, "give one batch size or more, such as [16, 32, 64]")
-    ends = [parse_duration(value, key=key) for value in _listed("thresholds", thresholds, "[1ep, 2ep]")]
+    for name, values in (("batch_sizes", batch_sizes), ("thresholds", thresholds)):
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise SettingError(
+                f"{KEY}.{name}", values, "give a list, such as [16, 32] of batch_sizes and [1ep] of thresholds"
+            )
+    sizes = [_whole(f"{KEY}.batch_sizes", size) for size in batch_sizes]
+    ends = [parse_duration(value, key=key) for value in thresholds]
     shown = [str(end) for end in ends]
     if len(ends) != len(sizes) - 1:
         raise SettingError(
-            key, shown, f"{len(sizes)} batch_sizes need {len(sizes) - 1} thresholds, where each but the last ends"
+            key, shown, f"{len(sizes)} batch_sizes: give one threshold fewer, where each but the last ends"
         )
-    if len({type(end) for end in ends}) > 1:
+    if len({end.unit for end in ends}) > 1:
         raise SettingError(key, shown, "give all in one unit: which of two units comes first is not known beforehand")
-    if ends and ends[0].amount == 0:
-        raise SettingError(key, shown, "the first must be above 0, or its stage has no step")
     for before, after in pairwise(ends):
-        if before.amount == after.amount:
-            raise SettingError(key, shown, f"{after} is given twice")
-        if before.amount > after.amount:
+        if before.amount >= after.amount:
             raise SettingError(key, shown, f"they must rise, and {after} comes after {before}")
-    return _Steps(tuple(sizes), tuple(ends))
+    made_by = f"steps(batch_sizes={sizes}, thresholds={shown})"
+    return Stages(made_by, tuple(sizes), tuple((Fraction(1), end) for end in ends))
 
 
 @dataclass(frozen=True, repr=False)
-class _LinearRamp:
+class _LinearRamp(Stages):
     start: int
-    end: int
-    over: Duration
     multiple_of: int
 
     def __call__(self, progress: Progress) -> int:
-        share = self.over.share(progress)
+        (_, over), end = self.ends[0], self.batches[-1]
+        share = over.share(progress)
         if share >= 1:
-            return self.end
-        exact = math.floor(self.start + share * (self.end - self.start))
+            return end
+        exact = math.floor(self.start + share * (end - self.start))
         return max(self.multiple_of, exact - exact % self.multiple_of)
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """The first and the last."""
-        return self(Progress()), self.end
-
-    def stage(self, progress: Progress) -> int:
-        """Return 0 on the way, 1 from the end of the ramp on."""
-        return int(self.over.reached(progress))
-
-    def begins(self, stage: int) -> str:
-        """Return where a stage begins, as text."""
-        return str(self.over) if stage else "the start"
-
-    def __repr__(self) -> str:
-        return f"linear_ramp(start={self.start}, end={self.end}, over='{self.over}', multiple_of={self.multiple_of})"
 
 
 def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Schedule:
@@ -150,48 +106,18 @@ def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Sch
         over: how long the way is, from the start of training, such as ``0.5ep`` or ``1.5e6tok``.
         multiple_of: such as the rows of a micro-batch, so that each step divides into whole ones.
 
-    Returns:
-        ``rule(progress) -> batch``.
-
     Raises:
         SettingError: a number is not whole or below 1; `multiple_of` is above both ends; `over` cannot be read or is 0.
     """
-    first, last, multiple = _batch("start", start), _batch("end", end), _batch("multiple_of", multiple_of)
+    first, last, multiple = (
+        _whole(f"{KEY}.{name}", value) for name, value in (("start", start), ("end", end), ("multiple_of", multiple_of))
+    )
     if multiple > max(first, last):
         raise SettingError(f"{KEY}.multiple_of", multiple_of, f"must not be above start={first} and end={last}")
-    return _LinearRamp(first, last, _length(over), multiple)
-
-
-@dataclass(frozen=True, repr=False)
-class _RampByDoubling:
-    start: int
-    end: int
-    over: Duration
-
-    def __call__(self, progress: Progress) -> int:
-        return self.start << self.stage(progress)
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """What a step holds in each stage."""
-        return tuple(self.start << stage for stage in range(self._doublings + 1))
-
-    def stage(self, progress: Progress) -> int:
-        """Return the number of the stage of a step at this progress, from 0."""
-        return min(self._doublings, math.floor(self.over.share(progress) * self._doublings))
-
-    def begins(self, stage: int) -> str:
-        """Return where a stage begins, as text."""
-        if stage in (0, self._doublings):
-            return str(self.over) if stage else "the start"
-        return f"{stage}/{self._doublings} of {self.over}"
-
-    @property
-    def _doublings(self) -> int:
-        return (self.end // self.start).bit_length() - 1
-
-    def __repr__(self) -> str:
-        return f"ramp_by_doubling(end={self.end}, over='{self.over}', start={self.start})"
+    duration = parse_duration(over, key=f"{KEY}.over")
+    made_by = f"linear_ramp(start={first}, end={last}, over='{duration}', multiple_of={multiple})"
+    batches = (max(multiple, first - first % multiple), last)
+    return _LinearRamp(made_by, batches, ((Fraction(1), duration),), first, multiple)
 
 
 def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedule:
@@ -206,29 +132,27 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
         start: what it holds at first: `end` halved once or more. None starts from the smallest batch there is: `end`
             halved for as long as it is even.
 
-    Returns:
-        ``rule(progress) -> batch``.
-
     Raises:
         SettingError: `end` is odd or not whole; `start` is none of its halves; `over` cannot be read or is 0.
     """
-    last = _batch("end", end)
+    last = _whole(f"{KEY}.end", end)
     halves = [last]
     while halves[0] % 2 == 0:
         halves.insert(0, halves[0] // 2)
-    choices = ", ".join(map(str, halves[:-1]))
-    if not choices:
+    if len(halves) == 1:
         raise SettingError(f"{KEY}.end", end, "it is odd, so no smaller batch doubles up to it; give an even number")
-    first = halves[0] if start is None else _batch("start", start)
-    if first == last:
-        raise SettingError(f"{KEY}.start", start, f"it is end already, which makes no ramp; give one of {choices}")
-    if first not in halves:
+    first = halves[0] if start is None else _whole(f"{KEY}.start", start)
+    if first not in halves[:-1]:
+        choices = ", ".join(map(str, halves[:-1]))
         raise SettingError(f"{KEY}.start", start, f"doubling it never gives end={end}; give one of {choices}")
-    return _RampByDoubling(first, last, _length(over))
+    duration = parse_duration(over, key=f"{KEY}.over")
+    batches = tuple(halves[halves.index(first) :])
+    ends = tuple((Fraction(stage, len(batches) - 1), duration) for stage in range(1, len(batches)))
+    return Stages(f"ramp_by_doubling(end={last}, over='{duration}', start={first})", batches, ends)
 
 
 @dataclass(frozen=True, repr=False)
-class _ByNoiseScale:
+class _ByNoiseScale(_Rule):
     start: int
     maximum: int | None
     factor: float
@@ -248,15 +172,7 @@ class _ByNoiseScale:
         shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
         # the second is implied but for rounding: what is given up must not be requested again at once
         is_below = noise < now / ((1 + self.margin) * self.factor) and noise <= shrunk * (1 + self.margin)
-        if not self.monotone and is_below:
-            return shrunk
-        return now
-
-    def __repr__(self) -> str:
-        return (
-            f"by_noise_scale(start={self.start}, maximum={self.maximum}, factor={self.factor}, margin={self.margin}, "
-            f"every={self.every}, monotone={self.monotone})"
-        )
+        return shrunk if is_below and not self.monotone else now
 
 
 def by_noise_scale(
@@ -292,33 +208,26 @@ def by_noise_scale(
     Raises:
         SettingError: a number is out of range, or `start` above `maximum`.
     """
-    first = _batch("start", start)
-    most = None if maximum is None else _batch("maximum", maximum)
+    first, gap = _whole(f"{KEY}.start", start), _whole(f"{KEY}.every", every)
+    most = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
     if most is not None and first > most:
         raise SettingError(f"{KEY}.maximum", maximum, f"must be start={first} or more")
-    for name, value, least in (("factor", factor, 1), ("margin", margin, 0)):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value < math.inf or (name == "factor" and value == 1):
-            what = "above 1, such as 2.0" if name == "factor" else "0 or more, such as 0.5"
-            raise SettingError(f"{KEY}.{name}", value, f"must be a number {what}")
-    steps_between = _every(f"{KEY}.every", every, "optimizer steps")
-    if not isinstance(monotone, bool):
-        raise SettingError(f"{KEY}.monotone", monotone, "give True or False")
-    return _ByNoiseScale(first, most, float(factor), float(margin), steps_between, monotone)
-
-
-# --- increments ----------------------------------------------------------------------------------------------------
+    if not _is_finite(factor) or factor <= 1:
+        raise SettingError(f"{KEY}.factor", factor, "must be a number above 1, such as 2.0")
+    if not _is_finite(margin) or margin < 0:
+        raise SettingError(f"{KEY}.margin", margin, "must be a number 0 or more, such as 0.5")
+    check_bool(f"{KEY}.monotone", monotone)
+    factor, margin = float(factor), float(margin)
+    made_by = f"by_noise_scale({first}, {most}, {factor=}, {margin=}, every={gap}, {monotone=})"
+    return _ByNoiseScale(made_by, first, most, factor, margin, gap, monotone)
 
 
 @dataclass(frozen=True, repr=False)
-class _AtEpochs:
+class _AtEpochs(_Rule):
     additions: Mapping[int, int]
 
     def __call__(self, epoch: int, batch_size: int) -> int:
         return self.additions.get(epoch, 0)
-
-    def __repr__(self) -> str:
-        return f"at_epochs({self.additions})"
 
 
 def at_epochs(additions: Mapping[int | str, int]) -> Increment:
@@ -326,9 +235,6 @@ def at_epochs(additions: Mapping[int | str, int]) -> Increment:
 
     Args:
         additions: epoch, counted from 0, to the rows to add at its start, as in ``{1: 8, 2: 16}``.
-
-    Returns:
-        ``f(epoch, batch_size) -> rows to add``.
 
     Raises:
         SettingError: no epoch is given, one is given twice, or a number is not whole or below 0.
@@ -340,22 +246,19 @@ def at_epochs(additions: Mapping[int | str, int]) -> Increment:
     for given_epoch, given_rows in additions.items():
         # Digits as text: keys of a mapping that came through JSON or the command line.
         is_text = isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit()
-        epoch = int(given_epoch) if is_text else whole_number(given_epoch)
-        rows = whole_number(given_rows)
-        if epoch is None or epoch < 0:
-            raise SettingError(key, additions, f"the epoch {given_epoch!r} must be a whole number, 0 or more")
-        if rows is None or not 0 <= rows <= MOST_ROWS:
-            raise SettingError(
-                key, additions, f"the {given_rows!r} rows of epoch {epoch} must be a whole number, 0 to {MOST_ROWS}"
-            )
+        epoch, rows = int(given_epoch) if is_text else whole_number(given_epoch), whole_number(given_rows)
+        if epoch is None or epoch < 0 or rows is None or not 0 <= rows <= MOST_ROWS:
+            remedy = f"epoch {given_epoch!r} and rows {given_rows!r} must be whole numbers, 0 or more, rows at most {MOST_ROWS}"
+            raise SettingError(key, additions, remedy)
         if epoch in by_epoch:
             raise SettingError(key, additions, f"epoch {epoch} is given twice")
         by_epoch[epoch] = rows
-    return _AtEpochs(dict(sorted(by_epoch.items())))
+    by_epoch = dict(sorted(by_epoch.items()))
+    return _AtEpochs(f"at_epochs({by_epoch})", by_epoch)
 
 
 @dataclass(frozen=True, repr=False)
-class _Geometric:
+class _Geometric(_Rule):
     factor: float
     every: int
 
@@ -363,9 +266,6 @@ class _Geometric:
         if epoch == 0 or epoch % self.every != 0:
             return 0
         return max(1, math.floor(batch_size * self.factor + 0.5) - batch_size)
-
-    def __repr__(self) -> str:
-        return f"geometric(factor={self.factor}, every={self.every})"
 
 
 def geometric(factor: float, *, every: int = 1) -> Increment:
@@ -378,42 +278,21 @@ def geometric(factor: float, *, every: int = 1) -> Increment:
         factor: above 1.
         every: epochs from one multiplication to the next, 1 or more.
 
-    Returns:
-        ``f(epoch, batch_size) -> rows to add``.
-
     Raises:
         SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or more.
     """
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor < math.inf:
+    if not _is_finite(factor) or factor <= 1:
         raise SettingError(f"{INCREMENT_KEY}.factor", factor, "must be a number above 1, such as 2.0")
-    return _Geometric(factor=float(factor), every=_every(f"{INCREMENT_KEY}.every", every, "epochs"))
+    every, factor = _whole(f"{INCREMENT_KEY}.every", every), float(factor)
+    return _Geometric(f"geometric({factor=}, {every=})", factor, every)
 
 
-# --- checks of arguments --------------------------------------------------------------------------------------------
-
-
-def _listed(name: str, values: object, example: str) -> list[object]:
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise SettingError(f"{KEY}.{name}", values, f"give a list, such as {example}")
-    return list(values)
-
-
-def _batch(name: str, value: object) -> int:
+def _whole(key: str, value: object) -> int:
     number = whole_number(value)
     if number is None or not 1 <= number <= MOST_ROWS:
-        raise SettingError(f"{KEY}.{name}", value, f"must be a whole number, 1 to {MOST_ROWS}")
+        raise SettingError(key, value, f"must be a whole number, 1 to {MOST_ROWS}")
     return number
 
 
-def _length(over: object) -> Duration:
-    duration = parse_duration(over, key=f"{KEY}.over")
-    if duration.amount == 0:
-        raise SettingError(f"{KEY}.over", over, "it must be above 0")
-    return duration
-
-
-def _every(key: str, value: object, unit: str) -> int:
-    number = whole_number(value)
-    if number is None or number < 1:
-        raise SettingError(key, value, f"must be a whole number of {unit}, 1 or more")
-    return number
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

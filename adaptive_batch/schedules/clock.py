@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from adaptive_batch.errors import SettingError
 
@@ -11,42 +12,25 @@ from .epoch_plan import EpochPlan
 from .progress import Progress
 
 UNITS = ("samples", "tokens", "steps")
-_REMEDY = f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay: tokens}}"
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The units of a schedule's clock.
-
-    Attributes:
-        warmup: until the scheduler's `num_warmup_steps` are over.
-        decay: afterwards.
-    """
+    """The units of a schedule's clock: until the scheduler's `num_warmup_steps` are over, and afterwards."""
 
     warmup: str = "samples"
     decay: str = "samples"
 
     @classmethod
     def from_config(cls, value: object) -> Clock:
-        """Read the key `lr_clock`.
-
-        Raises:
-            SettingError: neither a unit nor a block of two.
-        """
+        """Read the key `lr_clock`; raise SettingError for what is neither a unit nor a block of two."""
         if value is None:
             return cls()
-        if isinstance(value, Mapping):
-            for key in value:
-                if key not in ("warmup", "decay"):
-                    raise SettingError(
-                        f"lr_clock.{key}", value[key], "there is no such key; there are warmup and decay"
-                    )
-            units = {key: value.get(key) or "samples" for key in ("warmup", "decay")}
-        else:
-            units = {"warmup": value, "decay": value}
-        for unit in units.values():
-            if unit not in UNITS:
-                raise SettingError("lr_clock", value, _REMEDY)
+        units: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"warmup": value, "decay": value}
+        units = {key: "samples" if unit is None else unit for key, unit in units.items()}
+        if not units.keys() <= {"warmup", "decay"} or not all(unit in UNITS for unit in units.values()):
+            remedy = f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay: tokens}}"
+            raise SettingError("lr_clock", value, remedy)
         return cls(**units)
 
     def __str__(self) -> str:
@@ -83,29 +67,8 @@ def schedule_clock(progress: Progress, *, plan: EpochPlan, reference: EpochPlan,
     return begin + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
 
 
-def after_warmup(clock: float, *, ended_at: float, warmup: int, total: float) -> float:
-    """Return the clock after a warm-up that was counted in another unit: the rest of the decay is spread over the rest of training.
-
-    Args:
-        clock: in the unit of the decay.
-        ended_at: its value when the warm-up was over.
-        warmup: steps of warm-up, of the scheduler.
-        total: where the schedule ends.
-    """
-    if ended_at >= total:
-        return clock
-    return warmup + (clock - ended_at) * (total - warmup) / (total - ended_at)
-
-
 class TrainingClock:
-    """The clock of the learning rate's schedule during training.
-
-    Args:
-        clock: what it counts.
-        reference: an epoch, divided by the batch that training began with.
-        warmup_steps: of the scheduler.
-        total_steps: where the schedule ends.
-    """
+    """The clock of the learning rate's schedule, with the steps of its warm-up and in all; `reference` as :func:`schedule_clock`'s."""
 
     def __init__(
         self, clock: Clock | None = None, *, reference: EpochPlan, warmup_steps: int = 0, total_steps: int = 0
@@ -120,12 +83,7 @@ class TrainingClock:
         return schedule_clock(progress, plan=plan, reference=self._reference, unit=self._clock.decay)
 
     def at(self, progress: Progress, plan: EpochPlan) -> float:
-        """Return the clock of the warm-up until that is over, then :func:`after_warmup` of the decay's.
-
-        Args:
-            progress: before the step.
-            plan: of the epoch.
-        """
+        """Return the time before a step: the warm-up's until that is over, then the rest of the decay spread over the rest of training."""
         decay = self.decay(progress, plan)
         if self._clock.warmup == self._clock.decay:
             return decay
@@ -134,7 +92,12 @@ class TrainingClock:
             return warmup
         if self._warmup_ended_at is None:
             self._warmup_ended_at = decay
-        return after_warmup(decay, ended_at=self._warmup_ended_at, warmup=self._warmup, total=self._total)
+        ended_at, total = self._warmup_ended_at, self._total
+        return (
+            decay
+            if ended_at >= total
+            else self._warmup + (decay - ended_at) * (total - self._warmup) / (total - ended_at)
+        )
 
     def state_dict(self) -> dict[str, float | None]:
         """Return when the warm-up ended, by the unit of the decay."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .progress import Progress
 
@@ -65,49 +65,11 @@ class EpochPlan:
 def rows_of_next_step(
     progress: Progress, *, step_rows: int, rows: int, drop_last: bool, max_steps: int | None = None
 ) -> int:
-    """Return the rows of the step that comes next in this epoch, over all ranks; 0 where the epoch is over.
+    """Return the rows of the step that comes next in this epoch, of `rows`, over all ranks; 0 where the epoch is over.
 
-    Args:
-        progress: where training is.
-        step_rows: requested rows, over all ranks.
-        rows: rows that the epoch has.
-        drop_last: a step that would be short is dropped.
-        max_steps: optimizer steps after which the epoch ends; None for no limit.
+    `drop_last` drops a step of fewer than `step_rows`; `max_steps` ends the epoch after so many; None for no limit.
     """
     if max_steps is not None and progress.epoch_steps >= max_steps:
         return 0
     left = rows - progress.epoch_rows
     return 0 if drop_last and left < step_rows else min(step_rows, left)
-
-
-def walk(
-    progress: Progress,
-    *,
-    batch: Callable[[Progress], int],
-    ranks: int,
-    rows: int,
-    drop_last: bool,
-    max_steps: int | None = None,
-    tokens_before: Sequence[int] | None = None,
-) -> Iterator[tuple[Progress, int]]:
-    """Walk through the rest of an epoch without training: for each step, progress before it and its rows over all ranks.
-
-    Args:
-        progress: where to begin.
-        batch: requested rows per step on one device, as a function of progress.
-        ranks: devices.
-        rows, drop_last, max_steps: see :func:`rows_of_next_step`.
-        tokens_before: for 0 to `rows`, the real tokens of so many first rows of the epoch; None where they are not needed.
-    """
-    while True:
-        requested = batch(progress)
-        progress = replace(progress, batch=requested)
-        size = rows_of_next_step(
-            progress, step_rows=requested * ranks, rows=rows, drop_last=drop_last, max_steps=max_steps
-        )
-        if not size:
-            return
-        yield progress, size
-        begin = progress.epoch_rows
-        tokens = tokens_before[begin + size] - tokens_before[begin] if tokens_before is not None else 0
-        progress = progress.after_step(rows=size, tokens=tokens)

@@ -26,12 +26,7 @@ RULES = ("none", "linear", "sqrt")
 
 @dataclass(frozen=True)
 class Reference:
-    """The global batch that a learning rate was chosen for.
-
-    Attributes:
-        amount: above 0.
-        unit: what it counts.
-    """
+    """The global batch that a learning rate was chosen for; `amount` is above 0."""
 
     amount: float
     unit: Literal["rows", "tokens"]
@@ -42,11 +37,7 @@ class Reference:
 
 
 def parse_reference(value: object) -> Reference:
-    """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens.
-
-    Raises:
-        ValueError: neither of these, or not above 0.
-    """
+    """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens; raise ValueError for all else."""
     if type(value) is int and value >= 1:
         return Reference(float(value), "rows")
     if isinstance(value, str) and value.endswith("tok"):
@@ -90,6 +81,18 @@ def describe_unscaled(learning_rate: float, *, batch: int, reference: int) -> st
     )
 
 
+class _Scheduled(NamedTuple):
+    """The scheduled rate of one parameter group; no factor where it is a rate whatever the base."""
+
+    base: float
+    factor: float | None
+    rate: float
+
+    def of(self, base: float) -> float:
+        """Return the rate of a group of another optimizer, with another base."""
+        return self.rate if self.factor is None or base == self.base else base * self.factor
+
+
 class LearningRate:
     """Set the rate of optimizers: base x schedule(clock) x rule(batch / reference), recomputed each time.
 
@@ -103,9 +106,12 @@ class LearningRate:
             keeps its base rate in its ``initial_lr``. Schedulers that bring rates of their own (``OneCycleLR``,
             ``CyclicLR``) give those of the first optimizer to all.
         scheduler: None for a rate that only the batch changes.
-        rule: ``none``, ``linear`` or ``sqrt``, as in `scale`.
+        rule: ``none``, ``linear`` or ``sqrt``, see :func:`scale_learning_rate`.
         reference: the global batch that the base rates were chosen for; rows where it is a number.
         batch_can_change: warn where the scheduler cannot follow.
+
+    Attributes:
+        follows_clock: the scheduler is a function of the clock, and keeps no count.
 
     Raises:
         SettingError: a scheduler that waits for a metric.
@@ -126,20 +132,27 @@ class LearningRate:
         if rule != "none" and reference is None:
             raise ValueError(f"rule={rule!r}: give the reference too, the global batch that the rate was chosen for")
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        self._scheduler = scheduler
-        self._rule = rule
+        self._first, self._scheduler, self._rule = self._optimizers[0], scheduler, rule
         self._reference = reference if isinstance(reference, Reference | None) else parse_reference(reference)
-        self._schedule = _ScheduledRates(scheduler, self._optimizers[0])
+        self.follows_clock = scheduler is None or _is_function_of_clock(scheduler)
         # a scheduler that is built to resume meets followers whose lr is what the schedule had made of their base
         self._resumes = getattr(scheduler, "last_epoch", 0) > 0
-        if scheduler is not None:
-            self._check(scheduler, batch_can_change=batch_can_change)
+        self._last_clock: float | None = None
+        self._rates: list[float] | None = None  # of a scheduler that is stepped: its last ones
+        self._named_left_out = False
+        name = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, can follow"
+            raise SettingError("lr_scheduler", name, remedy)
+        if getattr(scheduler, "optimizer", self._first) is not self._first:
+            raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
+        if batch_can_change and not self.follows_clock:
+            log.warning(
+                "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late when the batch grows; "
+                "a LambdaLR, such as torchtune's cosine schedule, can",
+                name,
+            )
         self._remember_bases()
-
-    @property
-    def follows_clock(self) -> bool:
-        """Whether the scheduler is a function of the clock, and keeps no count."""
-        return self._schedule.follows_clock
 
     def set(self, clock: float, *, batch: float | None = None) -> float:
         """Apply the rate that belongs to a point of training and to the batch that is stepped there.
@@ -160,124 +173,45 @@ class LearningRate:
             if batch is None:
                 raise ValueError(f"batch=None: rule {self._rule} needs the {self._reference.unit} of the step")
             factor = scale_learning_rate(1.0, batch, self._reference.amount, self._rule)
-        first = self._optimizers[0]
         if self._scheduler is not None or self._rule != "none":
             self._remember_bases()
-            scheduled = self._schedule.at(clock)
+            scheduled = self._scheduled(clock)
+            self._last_clock = clock
             for optimizer in self._optimizers:
                 groups = optimizer.param_groups
                 for group, of_group in zip(groups, _one_each(scheduled, groups), strict=True):
-                    rate = of_group.rate if optimizer is first else of_group.of(float(group["initial_lr"]))
+                    rate = of_group.rate if optimizer is self._first else of_group.of(float(group["initial_lr"]))
                     write_rate(group, rate * factor)
-        self._schedule.applied()
-        return float(first.param_groups[0]["lr"])
+        if self._scheduler is not None:
+            self._scheduler._last_lr = [*_read_rates(self._first)]  # for its get_last_lr()
+        return float(self._first.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold besides the optimizers' own state, as numbers, strings, lists and dicts.
 
         Nothing where the rate is a function of the clock; else the scheduler's count and its last rate before the rule.
         """
-        return self._schedule.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state, with a scheduler that was built as the saved one was; before or after the optimizers'."""
-        self._schedule.load_state_dict(state)
-
-    def _check(self, scheduler: LRScheduler, *, batch_can_change: bool) -> None:
-        name = type(scheduler).__name__
-        if isinstance(scheduler, ReduceLROnPlateau):
-            remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, can follow"
-            raise SettingError("lr_scheduler", name, remedy)
-        if getattr(scheduler, "optimizer", self._optimizers[0]) is not self._optimizers[0]:
-            raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
-        if batch_can_change and not self._schedule.follows_clock:
-            log.warning(
-                "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late when the batch grows; "
-                "a LambdaLR, such as torchtune's cosine schedule, can",
-                name,
-            )
-
-    def _remember_bases(self) -> None:
-        """Keep the base rate of each group where an optimizer's state dict keeps it: its lr may be saved scaled."""
-        if self._scheduler is None and self._rule == "none":
-            return
-        first = self._optimizers[0]
-        for optimizer in self._optimizers:
-            groups = optimizer.param_groups
-            for group, leader in zip(groups, _one_each(first.param_groups, groups), strict=True):
-                if "initial_lr" not in group:
-                    group["initial_lr"] = float(leader.get("initial_lr", group["lr"]) if self._resumes else group["lr"])
-
-
-def _one_each(items: list[Any], groups: list[Any]) -> list[Any]:
-    """Return one item for each group, in order; the first for all where their numbers differ."""
-    return items if len(items) == len(groups) else items[:1] * len(groups)
-
-
-class _Scheduled(NamedTuple):
-    """The scheduled rate of one parameter group; no factor where it is a rate whatever the base."""
-
-    base: float
-    factor: float | None
-    rate: float
-
-    def of(self, base: float) -> float:
-        """Return the rate of a group of another optimizer, with another base."""
-        return self.rate if self.factor is None or base == self.base else base * self.factor
-
-
-class _ScheduledRates:
-    """The rates of a torch scheduler at a clock, before the batch scales them; the scheduler sees no rate but its own.
-
-    Args:
-        scheduler: built around `optimizer`; None for rates that stay.
-        optimizer: each group keeps its base rate in its ``initial_lr``.
-
-    Attributes:
-        follows_clock: it is a function of the clock, and keeps no count.
-    """
-
-    def __init__(self, scheduler: LRScheduler | None, optimizer: Optimizer) -> None:
-        self.follows_clock = scheduler is None or _is_function_of_clock(scheduler)
-        self._scheduler = scheduler
-        self._optimizer = optimizer
-        self._last_clock: float | None = None
-        self._rates: list[float] | None = None  # of a scheduler that is stepped: its last ones
-        self._named_left_out = False
-
-    def at(self, clock: float) -> list[_Scheduled]:
-        """Return the rate of each group of the optimizer; a scheduler that keeps its own count is stepped if the clock has moved."""
-        scheduled = self._evaluated(clock)
-        self._last_clock = clock
-        return scheduled
-
-    def applied(self) -> None:
-        """Let the scheduler's ``get_last_lr()`` report what the groups have now."""
-        if self._scheduler is not None:
-            self._scheduler._last_lr = [*_read_rates(self._optimizer)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return numbers, strings, lists and dicts; nothing where it is a function of the clock."""
         if self.follows_clock or self._scheduler is None:
             return {}
         left_out: list[str] = []
+        name = type(self._scheduler).__name__
         state = {
-            "scheduler": type(self._scheduler).__name__,
+            "scheduler": name,
             "scheduler_state": _plain(self._scheduler.state_dict(), left_out),
-            "rates": self._rates or _read_rates(self._optimizer),
+            "rates": self._rates or _read_rates(self._first),
             "clock": self._last_clock,
         }
         if left_out and not self._named_left_out:
             self._named_left_out = True
             log.warning(
                 "%s keeps %s, which a checkpoint cannot hold: resuming takes what the scheduler is built with then",
-                state["scheduler"],
+                name,
                 ", ".join(left_out),
             )
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state."""
+        """Resume from a saved state, with a scheduler that was built as the saved one was; before or after the optimizers'."""
         if self.follows_clock or self._scheduler is None or not state:
             return
         if state["scheduler"] != (name := type(self._scheduler).__name__):
@@ -286,31 +220,46 @@ class _ScheduledRates:
         self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), state["scheduler_state"]))
         self._rates, self._last_clock = list(state["rates"]), state["clock"]
 
-    def _evaluated(self, clock: float) -> list[_Scheduled]:
-        groups = self._optimizer.param_groups
+    def _remember_bases(self) -> None:
+        """Keep the base rate of each group where an optimizer's state dict keeps it: its lr may be saved scaled."""
+        if self._scheduler is None and self._rule == "none":
+            return
+        for optimizer in self._optimizers:
+            groups = optimizer.param_groups
+            for group, leader in zip(groups, _one_each(self._first.param_groups, groups), strict=True):
+                if "initial_lr" not in group:
+                    group["initial_lr"] = float(leader.get("initial_lr", group["lr"]) if self._resumes else group["lr"])
+
+    def _scheduled(self, clock: float) -> list[_Scheduled]:
+        """Return the rate of each group of the first optimizer; a scheduler that keeps its own count is stepped if the clock has moved."""
+        groups = self._first.param_groups
         bases = [float(group["initial_lr"]) for group in groups]
         if self._scheduler is None:
             return [_Scheduled(base, 1.0, base) for base in bases]
         if self.follows_clock:
             return _evaluate(self._scheduler, int(clock) if clock == int(clock) else clock)
         if self._rates is None:
-            self._rates = _read_rates(self._optimizer)
+            self._rates = _read_rates(self._first)
         elif self._last_clock is not None and clock != self._last_clock:
             for group, rate in zip(groups, self._rates, strict=True):
                 write_rate(group, rate)
             with warnings.catch_warnings():  # in a resumed run the scheduler steps before the optimizer's first step
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 self._scheduler.step()
-            self._rates = _read_rates(self._optimizer)
-        own = _brings_rates(self._scheduler)
+            self._rates = _read_rates(self._first)
+        has_base = not _brings_rates(self._scheduler)
         return [
-            _Scheduled(base, None if own or not base else rate / base, rate)
+            _Scheduled(base, rate / base if has_base and base else None, rate)
             for base, rate in zip(bases, self._rates, strict=True)
         ]
 
 
+def _one_each(items: list[Any], groups: list[Any]) -> list[Any]:
+    """Return one item for each group, in order; the first for all where their numbers differ."""
+    return items if len(items) == len(groups) else items[:1] * len(groups)
+
+
 def _read_rates(optimizer: Optimizer) -> list[float]:
-    """Return the rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
@@ -350,10 +299,8 @@ def _plain(value: Any, left_out: list[str]) -> Any:
     """Return a value as numbers, strings, lists and dicts; what a dict holds that cannot be written so is named in `left_out`."""
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Integral):
-        return int(value)
     if isinstance(value, Real):
-        return float(value)
+        return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -45,30 +45,19 @@ class NoiseSample:
     big_rows: int
     big_squared_norm: float | torch.Tensor
 
+    def estimates(self) -> tuple[float, float]:
+        """Return S, the trace of the covariance of one row's gradient, and |G|^2, the squared norm of the true gradient.
 
-def squared_gradient(*, small_rows: float, small_squared_norm: float, big_rows: int, big_squared_norm: float) -> float:
-    """Return |G|^2, the squared norm of the true gradient, without bias; below zero by chance (equation A.2).
+        Both are without bias, and below zero by chance (equations A.3 and A.2).
 
-    Args:
-        small_rows: B_small.
-        small_squared_norm: of the gradient of the small batch.
-        big_rows: B_big.
-        big_squared_norm: of the gradient of the big batch, which may contain the small one.
-
-    Raises:
-        ValueError: not 0 < `small_rows` < `big_rows`.
-    """
-    _check_rows(small_rows, big_rows)
-    return (big_rows * big_squared_norm - small_rows * small_squared_norm) / (big_rows - small_rows)
-
-
-def noise(*, small_rows: float, small_squared_norm: float, big_rows: int, big_squared_norm: float) -> float:
-    """Return S, the trace of the covariance of one row's gradient, without bias; below zero by chance (equation A.3).
-
-    Takes and raises what :func:`squared_gradient` does.
-    """
-    _check_rows(small_rows, big_rows)
-    return (small_squared_norm - big_squared_norm) / (1 / small_rows - 1 / big_rows)
+        Raises:
+            ValueError: not 0 < `small_rows` < `big_rows`.
+        """
+        small, big = float(self.small_rows), self.big_rows
+        of_small, of_big = float(self.small_squared_norm), float(self.big_squared_norm)
+        if not 0 < small < big:
+            raise ValueError(f"small_rows={small}, big_rows={big}: the small batch must be the smaller one")
+        return (of_small - of_big) / (1 / small - 1 / big), (big * of_big - small * of_small) / (big - small)
 
 
 class NoiseScale:
@@ -84,40 +73,16 @@ class NoiseScale:
     """
 
     def __init__(self, *, decay: float = 0.99, min_samples: int = 50) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay!r}: must be 0 or more and below 1")
-        if min_samples < 1:
-            raise ValueError(f"min_samples={min_samples!r}: must be 1 or more")
+        assert 0 <= decay < 1
+        assert min_samples >= 1
         self._decay = decay
         self._min_samples = min_samples
         self._samples = 0
         self._weight = self._noise = self._squared_gradient = 0.0
 
-    def update(
-        self,
-        small_rows: float | torch.Tensor,
-        small_squared_norm: float | torch.Tensor,
-        big_rows: int,
-        big_squared_norm: float | torch.Tensor,
-    ) -> None:
-        """Take in one step; one whose norms are not finite is left out.
-
-        Args:
-            small_rows: of the small batch.
-            small_squared_norm: of its gradient; a tensor is waited for.
-            big_rows: of the step.
-            big_squared_norm: of its gradient.
-
-        Raises:
-            ValueError: not 0 < `small_rows` < `big_rows`.
-        """
-        sample = {
-            "small_rows": float(small_rows),
-            "small_squared_norm": float(small_squared_norm),
-            "big_rows": big_rows,
-            "big_squared_norm": float(big_squared_norm),
-        }
-        estimates = (1.0, noise(**sample), squared_gradient(**sample))  # type: ignore[arg-type]
+    def update(self, sample: NoiseSample) -> None:
+        """Add one step, waiting for its norms; one whose norms are not finite is left out."""
+        estimates = (1.0, *sample.estimates())
         if not all(map(math.isfinite, estimates)):
             return
         averages = (self._weight, self._noise, self._squared_gradient)
@@ -126,11 +91,6 @@ class NoiseScale:
             for average, estimate in zip(averages, estimates, strict=True)
         )
         self._samples += 1
-
-    @property
-    def samples(self) -> int:
-        """Steps that were taken in."""
-        return self._samples
 
     @property
     def value(self) -> float | None:
@@ -170,8 +130,3 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         by_type.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
     norms = [norm for dtype, those in by_type.items() for norm in torch._foreach_norm(those, 2, dtype=dtype)]
     return torch.stack([norm.to(gradients[0].device) for norm in norms]).square().sum()
-
-
-def _check_rows(small_rows: float, big_rows: int) -> None:
-    if not 0 < small_rows < big_rows:
-        raise ValueError(f"small_rows={small_rows}, big_rows={big_rows}: the small batch must be the smaller one")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 
 from .batch_rules import KEY, next_batch_size
+from .batch_schedules import Stages
 from .progress import Progress
 
-MOST_LINES = 24  # stages that fit on a screen, with the lines around them
+SHOWN = 10  # first stages and last ones, where not all fit on a screen
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,13 @@ class PlannedStep:
     """One optimizer step that is ahead.
 
     Attributes:
-        progress: before the step.
-        batch: what is requested for it on one device, in rows or, by `batch_tokens`, in tokens.
+        progress: before the step, with the batch that is requested for it.
         rows: rows that it has, over all ranks.
         micro_batches: forwards and backwards on one device.
-        learning_rate: of the step.
         tokens: real tokens that it has, over all ranks; 0 where that is not known.
     """
 
     progress: Progress
-    batch: int
     rows: int
     micro_batches: int
     learning_rate: float
@@ -42,22 +41,17 @@ class PlannedStep:
 class Stage:
     """Consecutive steps of one batch; or, in the middle of a long preview, several such stages as one.
 
+    Batches, in rows or tokens, and micro-batches are those of one device.
+
     Attributes:
-        first: progress before the first step.
-        last: progress after the last step.
-        steps: optimizer steps.
+        first, last: progress before the first step, and after the last one.
         changes: changes of the batch within; 0 but where stages were merged.
-        batch_first, batch_last, batch_least, batch_most: on one device, in rows or tokens.
-        micro_batches_least, micro_batches_most: of a step on one device.
-        learning_rate_first, learning_rate_last: at the first and at the last step.
     """
 
     first: Progress
     last: Progress
     steps: int
     changes: int
-    batch_first: int
-    batch_last: int
     batch_least: int
     batch_most: int
     micro_batches_least: int
@@ -66,58 +60,42 @@ class Stage:
     learning_rate_last: float
 
     @classmethod
-    def of(cls, steps: Iterable[PlannedStep]) -> Stage:
-        """Make a stage of consecutive steps of one batch; one step at least."""
-        first = step = next(iterator := iter(steps))
-        num_steps, least, most = 1, first.micro_batches, first.micro_batches
-        for step in iterator:
-            num_steps += 1
-            least, most = min(least, step.micro_batches), max(most, step.micro_batches)
+    def of(cls, step: PlannedStep) -> Stage:
+        """Make a stage of one step."""
+        batch, micro, rate = step.progress.batch, step.micro_batches, step.learning_rate
         last = step.progress.after_step(rows=step.rows, tokens=step.tokens)
-        batches = (first.batch, step.batch, first.batch, first.batch)
-        return cls(first.progress, last, num_steps, 0, *batches, least, most, first.learning_rate, step.learning_rate)
+        return cls(step.progress, last, 1, 0, batch, batch, micro, micro, rate, rate)
 
-    @classmethod
-    def merged(cls, stages: Sequence[Stage]) -> Stage:
-        """Merge consecutive stages of different batches; one stage at least."""
-        last = stages[-1]
-        return replace(
-            stages[0],
-            last=last.last,
-            steps=sum(stage.steps for stage in stages),
-            changes=len(stages) - 1,
-            batch_last=last.batch_last,
-            batch_least=min(stage.batch_least for stage in stages),
-            batch_most=max(stage.batch_most for stage in stages),
-            micro_batches_least=min(stage.micro_batches_least for stage in stages),
-            micro_batches_most=max(stage.micro_batches_most for stage in stages),
-            learning_rate_last=last.learning_rate_last,
+    def merged(self, later: Stage) -> Stage:
+        """Merge with what follows."""
+        return Stage(
+            self.first,
+            later.last,
+            self.steps + later.steps,
+            self.changes + later.changes + (self.last.batch != later.first.batch),
+            min(self.batch_least, later.batch_least),
+            max(self.batch_most, later.batch_most),
+            min(self.micro_batches_least, later.micro_batches_least),
+            max(self.micro_batches_most, later.micro_batches_most),
+            self.learning_rate_first,
+            later.learning_rate_last,
         )
 
 
-def stages_of(steps: Iterable[PlannedStep], *, most_lines: int = MOST_LINES) -> list[Stage]:
-    """Divide steps into stages of one batch each.
+def stages_of(steps: Iterable[PlannedStep]) -> list[Stage]:
+    """Divide steps into stages of one batch each; of many, those between the first and the last ones are merged into one.
 
-    A short last step of an epoch belongs to its stage, and the end of an epoch ends none. Of more than `most_lines` stages
-    the first and the last ones are kept, and those between are merged into one.
+    A short last step of an epoch belongs to its stage, and the end of an epoch ends none.
     """
-    stages = [Stage.of(alike) for _, alike in groupby(steps, key=lambda step: step.batch)]
-    if len(stages) <= most_lines:
+    alike = groupby(steps, key=lambda step: step.progress.batch)
+    stages = [reduce(Stage.merged, map(Stage.of, of_batch)) for _, of_batch in alike]
+    if len(stages) <= 2 * SHOWN + 1:
         return stages
-    before = (most_lines - 1) // 2
-    after = len(stages) - (most_lines - 1 - before)
-    return [*stages[:before], Stage.merged(stages[before:after]), *stages[after:]]
+    return [*stages[:SHOWN], reduce(Stage.merged, stages[SHOWN:-SHOWN]), *stages[-SHOWN:]]
 
 
 def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str] = ()) -> str:
-    """Format stages as aligned text: a line for each stage, totals, notes.
-
-    Args:
-        stages: in order; may be none.
-        unit: of the batch: ``rows`` or ``tokens``.
-        ranks: devices that each step is divided over.
-        notes: lines to add at the end.
-    """
+    """Format stages as aligned text: a line for each, totals, notes; `unit`, of the batch, is ``rows`` or ``tokens``."""
     if not stages:
         return "\n".join(["no step is left", *notes])
     places = ("from", "step", "sample", "to", "step", "sample")
@@ -142,7 +120,7 @@ def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
         for cell in (f"{progress.epochs:.2f}ep", f"{progress.steps:,}", f"{progress.samples:,}")
     ]
     low, high = stage.batch_least, stage.batch_most
-    if stage.batch_first > stage.batch_last:
+    if stage.first.batch > stage.last.batch:
         low, high = high, low
     return (
         *places,
@@ -161,12 +139,12 @@ def _range(first: int, last: int) -> str:
 
 def as_record(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     """Return the stages as plain values, for JSON."""
-    return [{**asdict(stage), "first": stage.first.state_dict(), "last": stage.last.state_dict()} for stage in stages]
+    return [asdict(stage) | {"batch_first": stage.first.batch, "batch_last": stage.last.batch} for stage in stages]
 
 
 def check_stages(
     rule: object,
-    steps: Iterable[PlannedStep],
+    steps: Iterable[Progress],
     *,
     ranks: int,
     rows_per_epoch: int,
@@ -174,90 +152,64 @@ def check_stages(
     maximum: int | None = None,
     unit: str = "rows",
 ) -> list[str]:
-    """Look for stages of a ready-made schedule that no step is in, or that no epoch has the rows for.
+    """Return a line for each stage of a ready-made schedule that training ends before.
 
     Args:
         rule: other rules have no stages to check.
-        steps: all that are ahead; stages that lie before the first of them are not checked.
+        steps: progress before each step that is ahead; stages that lie before the first of them are not checked.
         ranks: devices that each step is divided over.
-        rows_per_epoch: rows that an epoch has.
-        drop_last: whether a short last step of an epoch is dropped.
+        rows_per_epoch, drop_last: of an epoch.
         maximum: what the batch is cut to; None for no limit.
         unit: of the batch: ``rows`` or ``tokens``.
-
-    Returns:
-        A line for each stage that training ends before.
 
     Raises:
         SettingError: with `drop_last`, a step of a stage would have more rows than an epoch; or a stage is over before the
             step that is running at its beginning.
     """
-    batches: Sequence[int] = getattr(rule, "batches", ())
-    stage_of: Callable[[Progress], int] | None = getattr(rule, "stage", None)
-    begins: Callable[[int], str] | None = getattr(rule, "begins", None)
-    if not batches or stage_of is None or begins is None:
+    if not isinstance(rule, Stages):
         return []
-    for batch in batches:
+    for batch in rule.batches:
         rows = batch if maximum is None else min(batch, maximum)
         if unit == "rows" and drop_last and rows * ranks > rows_per_epoch:
-            raise SettingError(
-                KEY,
-                batch,
-                f"{rows} rows{f' on each of {ranks} devices' if ranks > 1 else ''} are more than an epoch's {rows_per_epoch}, and "
-                f"drop_last drops such a step; {f'ask for {fewer} or fewer, or ' if (fewer := rows_per_epoch // ranks) else ''}set drop_last=False",
+            remedy = (
+                f"{rows} rows on each of {ranks} devices are more than an epoch's {rows_per_epoch}, and drop_last drops such a step; "
+                f"ask for {rows_per_epoch // ranks} or fewer, or set drop_last=False"
             )
-    used = {stage_of(step.progress) for step in steps}
+            raise SettingError(KEY, batch, remedy)
+    used = {rule.stage(progress) for progress in steps}
     lines = []
-    for stage in range(min(used, default=len(batches)), len(batches)):
-        if stage in used:
-            continue
+    for stage in sorted(set(range(min(used, default=len(rule.batches)), len(rule.batches))) - used):
+        missing = f"no step has batch {rule.batches[stage]}, asked for from {rule.begins(stage)} on"
         if stage < max(used):
-            raise SettingError(
-                KEY,
-                rule,
-                f"no step has batch {batches[stage]}, which it asks for from {begins(stage)} on: that is over before the next step "
-                "begins; make this stage longer, or leave it out",
-            )
-        lines.append(f"no step has batch {batches[stage]}, asked for from {begins(stage)} on: training ends before it")
+            remedy = f"{missing}: that is over before the next step begins; make this stage longer, or leave it out"
+            raise SettingError(KEY, rule, remedy)
+        lines.append(f"{missing}: training ends before it")
     return lines
 
 
 def batch_sizes_ahead(
     increment: Callable[[int, int], object], *, first_epoch: int, epochs: int, batch_size: int, maximum: int | None
-) -> tuple[list[int], int | None, str]:
+) -> tuple[list[int], str]:
     """Call a growth function for all epochs that are ahead, each twice, which shows a function that is not pure.
 
     A copy is called where there can be one, so that a function that counts its calls does not count these.
 
-    Args:
-        increment: ``f(epoch, batch_size) -> rows to add``.
-        first_epoch: that starts next, from 0.
-        epochs: of the whole training.
-        batch_size: rows before `first_epoch`.
-        maximum: the bound in rows; None for none.
-
     Returns:
-        The batch size of each epoch from `first_epoch` on, as far as known; the last epoch that is known, None where all
-        are; and why no more are known.
-
-    Raises:
-        GrowthFunctionError: the function failed for `first_epoch`.
+        The batch size of each epoch from `first_epoch` on, as far as known; and why no more are known, "" where all are.
     """
     with suppress(Exception):  # what holds a file or a lock, for instance, has no copy
         increment = copy.deepcopy(increment)
     sizes: list[int] = []
     for epoch in range(first_epoch, epochs):
-        answers: list[int] = []
         try:
-            for _ in range(2):
-                growth = next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=maximum)
-                answers.append(growth.requested - batch_size)
+            growth, again = (
+                next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=maximum) for _ in range(2)
+            )
         except GrowthFunctionError as error:
-            if epoch == first_epoch:
-                raise
-            return sizes, epoch - 1, str(error)
-        if answers[0] != answers[1]:
-            return sizes, epoch - 1, f"the growth function answered {answers[0]}, then {answers[1]}"
+            return sizes, str(error)
+        if growth != again:
+            answers = (growth.requested - batch_size, again.requested - batch_size)
+            return sizes, "the growth function answered {}, then {}".format(*answers)
         batch_size = growth.after
         sizes.append(batch_size)
-    return sizes, None, ""
+    return sizes, ""

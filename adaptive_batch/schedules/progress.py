@@ -1,7 +1,6 @@
 """How far training has come, and how long a part of it is: ``2ep``, ``100ba``, ``10000sp``, ``1.5e6tok``.
 
-Every rule reads :class:`Progress`; nothing else keeps time. The notation of durations is Composer's. Durations of different
-units are never equal and cannot be ordered; only with a :class:`Progress` can any of them be compared with what has been done.
+Every rule reads :class:`Progress`; nothing else keeps time. The notation of durations is Composer's.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ import math
 import re
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 from adaptive_batch.errors import SettingError
-
-UNITS_TEXT = "ep (epochs), ba (optimizer steps), sp (samples) or tok (tokens)"
 
 
 @dataclass(frozen=True)
@@ -96,15 +93,17 @@ class Progress:
         return asdict(self)
 
 
-class _Amount:
-    """The base of the units: an amount, and how much of it has been done."""
+@dataclass(frozen=True)
+class Duration:
+    """An amount of training, over all ranks.
 
-    suffix: ClassVar[str]
+    Attributes:
+        amount: 0 or more; whole but for epochs.
+        unit: ``ep``, ``ba``, ``sp`` or ``tok``.
+    """
+
     amount: float
-
-    def done(self, progress: Progress) -> float:
-        """Return how much of this unit training has consumed so far, over all ranks."""
-        return float(self._done(progress))
+    unit: str
 
     def share(self, progress: Progress) -> Fraction:
         """Return the part of this duration that has been done: 0 at the beginning, 1 where it is reached, and more beyond.
@@ -113,123 +112,37 @@ class _Amount:
         """
         return self._done(progress) / Fraction(str(self.amount))
 
-    def reached(self, progress: Progress) -> bool:
-        """Return whether training has consumed that much, or more."""
-        return self._done(progress) >= Fraction(str(self.amount))
-
     def _done(self, progress: Progress) -> Fraction:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        short = f"{self.amount:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
-        return f"{short if float(short) == self.amount else self.amount}{self.suffix}"
-
-
-@dataclass(frozen=True, order=True)
-class Epochs(_Amount):
-    """Epochs and parts of one, counted in the rows that have been stepped."""
-
-    amount: float
-    suffix = "ep"
-
-    def _done(self, progress: Progress) -> Fraction:
+        if self.unit != "ep":
+            return Fraction({"ba": progress.steps, "sp": progress.samples, "tok": progress.tokens}[self.unit])
         rows = progress.rows_per_epoch
         return progress.epoch + (Fraction(progress.epoch_rows, rows) if rows else Fraction(0))
 
-    __str__ = _Amount.__str__
-
-
-@dataclass(frozen=True, order=True)
-class Steps(_Amount):
-    """Optimizer steps."""
-
-    amount: int
-    suffix = "ba"
-
-    def _done(self, progress: Progress) -> Fraction:
-        return Fraction(progress.steps)
-
-    __str__ = _Amount.__str__
-
-
-@dataclass(frozen=True, order=True)
-class Samples(_Amount):
-    """Rows, over all ranks."""
-
-    amount: int
-    suffix = "sp"
-
-    def _done(self, progress: Progress) -> Fraction:
-        return Fraction(progress.samples)
-
-    __str__ = _Amount.__str__
-
-
-@dataclass(frozen=True, order=True)
-class Tokens(_Amount):
-    """Real tokens, over all ranks; padding is not counted."""
-
-    amount: int
-    suffix = "tok"
-
-    def _done(self, progress: Progress) -> Fraction:
-        return Fraction(progress.tokens)
-
-    __str__ = _Amount.__str__
-
-
-Duration: TypeAlias = Epochs | Steps | Samples | Tokens
+    def __str__(self) -> str:
+        short = f"{self.amount:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+        return f"{short if float(short) == self.amount else self.amount}{self.unit}"
 
 
 def parse_duration(value: object, *, key: str) -> Duration:
-    """Read a duration with its unit.
-
-    Args:
-        value: such as ``0.5ep``, ``100ba``, ``10000sp`` or ``1.5e6tok``; a duration is returned as it is.
-        key: the setting, for the message.
-
-    Returns:
-        The duration, in the type of its unit. Only epochs may have a fraction.
+    """Read a duration with its unit, such as ``0.5ep``, ``100ba``, ``10000sp`` or ``1.5e6tok``, for the setting `key`.
 
     Raises:
-        SettingError: there is no unit or an unknown one, or the number is none, negative, not finite, or not whole.
+        SettingError: it is 0, has no unit or no finite number, or a fraction of something other than epochs.
     """
-    if isinstance(value, Epochs | Steps | Samples | Tokens):
-        return value
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise SettingError(key, value, f"give a number with a unit, such as 2ep or 100ba: {UNITS_TEXT}")
-    text = str(value).strip()
-    number, unit = _number_and_unit(text)
-    if not unit:
-        raise SettingError(key, value, f"it has no unit; give one of {UNITS_TEXT}, such as {text}ba")
-    if unit not in ("ep", "ba", "sp", "tok"):
-        raise SettingError(key, value, f"unknown unit {unit!r}; give one of {UNITS_TEXT}")
+    found = re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", value.strip()) if isinstance(value, str) else None
+    if found is None:
+        raise SettingError(
+            key,
+            value,
+            "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps), 10000sp (samples) or 1e6tok (tokens)",
+        )
+    number, unit = found.groups()
     try:
         amount = float(number)
     except ValueError:
-        raise SettingError(key, value, f"{number!r} is no number; write it such as 2{unit}") from None
-    if not math.isfinite(amount):
-        raise SettingError(key, value, "it must be finite")
-    if amount < 0:
-        raise SettingError(key, value, "it must not be negative")
-    if unit == "ep":
-        return Epochs(amount)
-    if amount != int(amount):
+        amount = math.nan
+    if not 0 < amount < math.inf:
+        raise SettingError(key, value, f"write it such as 2{unit}, with a finite number above 0")
+    if unit != "ep" and amount != int(amount):
         raise SettingError(key, value, f"{unit} are counted in whole ones; only ep may have a fraction")
-    if unit == "ba":
-        return Steps(int(amount))
-    return Samples(int(amount)) if unit == "sp" else Tokens(int(amount))
-
-
-def _number_and_unit(text: str) -> tuple[str, str]:
-    """Divide into the number and the unit; no unit where the text is a number alone."""
-    for unit in ("ep", "ba", "sp", "tok"):
-        if text.endswith(unit):
-            return text[: -len(unit)].strip(), unit
-    try:
-        float(text)
-    except ValueError:
-        letters = re.search(r"[^\W\d_]*$", text)
-        unit = letters.group() if letters else ""
-        return text[: len(text) - len(unit)].strip(), unit
-    return text, ""
+    return Duration(amount if unit == "ep" else int(amount), unit)

@@ -28,7 +28,7 @@ from adaptive_batch.checkpoint import (
 )
 from adaptive_batch.errors import CheckpointError
 
-from .epoch_checkpoints import STATE_KEY, EpochCheckpoints
+from .epoch_checkpoints import STATE_KEY, EpochCheckpoints, SavedEpoch, read_epoch
 from .settings import Settings
 from .trainer import Trainer
 
@@ -36,13 +36,22 @@ log = logging.getLogger("adaptive_batch")
 
 
 @dataclass
-class _Found:
-    """What rank zero found to resume from; the names are those of :class:`Checkpoints`, `optimizer_file` is of an epoch."""
+class Found:
+    """What rank zero found to begin or to resume from.
 
-    point: Checkpoint | None = None
+    Attributes:
+        source: where the weights are.
+        recipe_state: what was saved with weights and optimizer; None unless resuming.
+        point: the resume point; None at the base, or at an epoch.
+        optimizer_file: of an epoch.
+        passed_over: a line for each newer checkpoint that was skipped.
+        holds_earlier_run: training begins in a folder where something else was saved.
+    """
+
+    source: str
     recipe_state: dict[str, Any] | None = None
+    point: Checkpoint | None = None
     optimizer_file: Path | None = None
-    source: str = ""
     passed_over: list[str] = field(default_factory=list)
     holds_earlier_run: bool = False
 
@@ -57,11 +66,8 @@ class Checkpoints:
         settings: the same, checked.
 
     Attributes:
-        recipe_state: what was saved with weights and optimizer; None unless resuming.
+        found: to begin or to resume from.
         is_divided: each rank reads its own part of the weights.
-        source: where the weights are.
-        passed_over: a line for each newer checkpoint that was skipped.
-        holds_earlier_run: training begins in a folder where something else was saved.
         on_failure: called with the error of a resume point that failed in the background; logs a warning unless set.
 
     Raises:
@@ -70,22 +76,22 @@ class Checkpoints:
 
     def __init__(self, cfg: DictConfig, settings: Settings) -> None:
         self._cfg = cfg
+        self._output_dir = Path(cfg.output_dir)
         self._group = distributed.host_group()
         self._manager = CheckpointManager(
-            Path(cfg.output_dir),
+            self._output_dir,
             keep_last=settings.keep_last_n_checkpoints,
             asynchronous=settings.enable_async_checkpointing,
             process_group=self._group,
         )
-        self.on_failure: Callable[[CheckpointError], object] = _warn
-        self._job = Path(cfg.output_dir) / "adaptive_batch" / "job.json"
+        self.on_failure: Callable[[CheckpointError], object] = lambda error: log.warning(
+            "training continues without a resume point: %s", error
+        )
+        self._job = self._output_dir / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
-        self._epochs: EpochCheckpoints | None = None  # on rank zero
-        found = distributed.from_rank_zero(self._find)
-        self._point, self._optimizer_file = found.point, found.optimizer_file
-        self.is_divided = found.point is not None and distributed.world_size() > 1
-        self.recipe_state, self.source = found.recipe_state, found.source
-        self.passed_over, self.holds_earlier_run = found.passed_over, found.holds_earlier_run
+        self._epochs: EpochCheckpoints  # on rank zero
+        self.found = distributed.from_rank_zero(self._find)
+        self.is_divided = self.found.point is not None
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -94,12 +100,16 @@ class Checkpoints:
         if distributed.is_rank_zero() and self._launch is not None:
             atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
 
-    def _find(self) -> _Found:
-        if self._launch is not None and (found := self._find_of_job()):
+    def _find(self) -> Found:
+        if found := self._find_of_job():
             return found
-        return self._find_saved() if self._cfg.resume_from_checkpoint else self._find_base()
+        if self._cfg.resume_from_checkpoint:
+            return self._find_saved()
+        self._epochs = EpochCheckpoints(self._cfg.checkpointer)
+        there = (self._output_dir / "recipe_state").exists() or any(self._output_dir.glob("step_*/resume.json"))
+        return Found("the base checkpoint", holds_earlier_run=there)
 
-    def _find_of_job(self) -> _Found | None:
+    def _find_of_job(self) -> Found | None:
         """Find what the run has saved that torchrun has restarted; None where that is nothing."""
         try:
             job = json.loads(self._job.read_text())
@@ -111,63 +121,42 @@ class Checkpoints:
         state = (found.recipe_state or {}).get(STATE_KEY, {})
         return found if state.get("run") == job["run"] else None
 
-    def _find_base(self) -> _Found:
-        folder = Path(self._cfg.output_dir)
-        self._epochs = EpochCheckpoints(self._cfg.checkpointer, resume=False)
-        there = (folder / "recipe_state").exists() or any(folder.glob("step_*/resume.json"))
-        return _Found(source=self._epochs.source, holds_earlier_run=there)
-
-    def _find_saved(self) -> _Found:
-        cfg = self._cfg
-        point, others = latest_complete(Path(cfg.output_dir))
+    def _find_saved(self) -> Found:
+        point, others = latest_complete(self._output_dir)
         passed_over = [passed.describe() for passed in others]
+        epoch = None
         try:
-            epochs = EpochCheckpoints(cfg.checkpointer, resume=True)
+            epoch = read_epoch(self._cfg.checkpointer)
         except CheckpointError as error:
-            has_epoch = (Path(cfg.checkpointer.output_dir) / "recipe_state").exists()
-            if point is None:
-                why = str(error) if has_epoch else ""
-                raise CheckpointError(self._nothing_complete(cfg.output_dir, why, passed_over)) from error
-            if has_epoch:
+            if (Path(self._cfg.checkpointer.output_dir) / "recipe_state").exists():
                 passed_over.append(str(error))
-            epochs = EpochCheckpoints(cfg.checkpointer, resume=False)
-        if point is None or self._is_newer(epochs, point):
-            self._epochs, state = epochs, dict(epochs.recipe_state or {})
-            state.pop(training.OPT_KEY, None)
-            return _Found(None, state, epochs.recipe_state_file, epochs.source, passed_over)
-        if epochs.recipe_state is not None:
-            epochs = EpochCheckpoints(cfg.checkpointer, resume=False)
-        self._epochs = epochs
-        return _Found(point, point.load_small_state(), None, str(point.path), passed_over)
+        if epoch and not (point and self._is_newer(point, epoch)):
+            self._epochs = EpochCheckpoints(self._cfg.checkpointer, epoch)
+            return Found(str(epoch.folder), epoch.state, None, epoch.state_file, passed_over)
+        if point is None:
+            raise CheckpointError(self._nothing_complete(passed_over))
+        self._epochs = EpochCheckpoints(self._cfg.checkpointer)
+        return Found(str(point.path), point.load_small_state(), point, None, passed_over)
 
     @staticmethod
-    def _is_newer(epochs: EpochCheckpoints, point: Checkpoint) -> bool:
-        """Whether the last epoch was saved after the resume point; of one run, by its steps, whatever the clock read.
+    def _is_newer(point: Checkpoint, epoch: SavedEpoch) -> bool:
+        """Whether a resume point was saved after the last epoch; of one run, by its steps, whatever the clock read.
 
         Steps are counted again from an epoch that was restarted.
         """
-        if epochs.recipe_state is None:
-            return False
-        ours, theirs = epochs.recipe_state.get(STATE_KEY, {}), point.load_small_state()[STATE_KEY]
-        if ours.get("run") == theirs["run"]:
+        ours, theirs = point.load_small_state()[STATE_KEY], epoch.state.get(STATE_KEY, {})
+        if ours["run"] == theirs.get("run"):
             steps, others = ((state["times_begun_again"], state["progress"]["steps"]) for state in (ours, theirs))
-            return bool(steps >= others)
-        return epochs.order > point.order
+            return bool(steps > others)
+        return point.order >= epoch.order
 
-    @staticmethod
-    def _nothing_complete(folder: str, epoch: str, passed_over: list[str]) -> str:
-        """Return why there is nothing to resume from; `epoch` is what is wrong with the last epoch, if there is one."""
-        reasons = [*filter(None, [epoch]), *passed_over]
-        if len(reasons) == 1 and epoch:
-            return epoch
-        if reasons:
-            return "\n".join(
-                [
-                    f"{folder} holds nothing complete to resume from; restore one of these, or give another output_dir:",
-                    *reasons,
-                ]
-            )
-        if any(Path(folder).glob("epoch_*")):
+    def _nothing_complete(self, passed_over: list[str]) -> str:
+        """Return why there is nothing to resume from."""
+        folder = self._output_dir
+        if passed_over:
+            why = "holds nothing complete to resume from; restore one of these, or give another output_dir:"
+            return "\n".join([f"{folder} {why}", *passed_over])
+        if any(folder.glob("epoch_*")):
             return (
                 f"{folder} holds the weights of a run that is done, and nothing to resume from: the last epoch is saved without "
                 "its recipe_state; train on from its weights with another output_dir and resume_from_checkpoint=False"
@@ -180,49 +169,38 @@ class Checkpoints:
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def load_weights(self) -> Mapping[str, Any]:
-        """Load the whole model's state dict, in torchtune's naming, on rank zero; nothing on others.
+        """Load the whole model's state dict, in torchtune's naming, on rank zero, unless it is divided; nothing on others.
 
         torchtune's checkpointer learns from reading the base how to save, so rank zero reads it in any case.
         """
 
-        def load() -> Mapping[str, Any]:
-            assert self._epochs is not None
-            weights = self._epochs.load_weights()
-            if self._point is None:
-                return weights
-            del weights
-            return {} if self.is_divided else self._point.load()[0]["model"]
-
-        return distributed.on_rank_zero(load) or {}
+        weights = distributed.on_rank_zero(lambda: self._epochs.load_weights()) or {}
+        return {} if self.is_divided else weights
 
     def load_divided(self, model: torch.nn.Module) -> None:
         """Load what each rank holds of a model from a resume point."""
-        assert self._point is not None
-        self._point.load_into({"model": model.state_dict()}, process_group=self._group)
+        assert self.found.point is not None
+        self.found.point.load_into({"model": model.state_dict()}, process_group=self._group)
 
     def load_optimizer(self, trainer: Trainer) -> None:
         """Load the optimizer's state, where training is resumed."""
-        if self._point is not None:
-            state: Mapping[str, Any] = self._point.load_optimizer(
+        state: Mapping[str, Any] = {}
+        if self.found.point:
+            state = self.found.point.load_optimizer(
                 trainer.optimizers, trainer.names_of_parameters, process_group=self._group
             )
-        elif self._optimizer_file is not None:
-            saved = torch.load(self._optimizer_file, map_location="cpu", mmap=True, weights_only=True)
-            if not (state := saved.get(training.OPT_KEY, {})):
-                return
-        else:
-            return
-        load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
+        elif self.found.optimizer_file:
+            saved = torch.load(self.found.optimizer_file, map_location="cpu", mmap=True, weights_only=True)
+            state = saved.get(training.OPT_KEY, {})
+        if state:
+            load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def save_epoch(self, trainer: Trainer, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
         """Save an epoch, once a resume point that is being written is complete or has failed.
 
-        Args:
-            trainer: has model and optimizers, which are put together on rank zero.
-            recipe_state: the rest; None where training is done, and the optimizer is not saved either.
-            epoch: that is over.
+        Where training is done, `recipe_state` is None, and the optimizer is not saved either.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
@@ -240,21 +218,11 @@ class Checkpoints:
                 recipe_state = None
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
         state = None if recipe_state is None else {**recipe_state, training.OPT_KEY: optimizer}
-
-        def save() -> None:
-            if self._epochs:
-                self._epochs.save(model, recipe_state=state, epoch=epoch)
-
-        distributed.on_rank_zero(save)
+        distributed.on_rank_zero(lambda: self._epochs.save(model, recipe_state=state, epoch=epoch))
 
     def mark_preempted(self, epoch: int) -> None:
         """Mark a saved epoch: its run was asked to end."""
-
-        def mark() -> None:
-            if self._epochs:
-                self._epochs.mark_preempted(epoch)
-
-        distributed.on_rank_zero(mark)
+        distributed.on_rank_zero(lambda: self._epochs.mark_preempted(epoch))
 
     def save_step(self, step: int, trainer: Trainer, *, state: Mapping[str, Any]) -> float:
         """Save a resume point; returns the seconds for which training waited.
@@ -269,19 +237,11 @@ class Checkpoints:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Wait for a resume point that is being written.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Wait for a resume point that is being written; raise a CheckpointError if it failed."""
         self._manager.wait()
 
     def close(self) -> None:
-        """Wait, and save no more.
-
-        Raises:
-            CheckpointError: the last one failed.
-        """
+        """Wait, and save no more; raise a CheckpointError if the last one failed."""
         self._manager.close()
 
     def _settle(self) -> None:
@@ -290,10 +250,6 @@ class Checkpoints:
             self._manager.wait()
         except CheckpointError as error:
             self.on_failure(error)
-
-
-def _warn(error: CheckpointError) -> None:
-    log.warning("training continues without a resume point: %s", error)
 
 
 def _whole_on_rank_zero(tree: Any) -> Any:

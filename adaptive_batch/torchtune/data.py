@@ -153,13 +153,9 @@ class Data:
         blocks = (self._job.cfg[key], self._job.cfg.tokenizer)
         described = [described_with_files(OmegaConf.to_container(block, resolve=True)) for block in blocks]
         fingerprints = [getattr(d._data, "_fingerprint", None) for d in _leaf_datasets(dataset) if hasattr(d, "_data")]
-        return distributed.from_rank_zero(
-            lambda: row_lengths(
-                dataset,
-                cache_dir=cache_directory(),
-                fingerprint=fingerprint("lengths", described, fingerprints, installed_version("torchtune")),
-            )
-        )
+        name = fingerprint("lengths", described, fingerprints, installed_version("torchtune"))
+        cache_file = cache_directory() / f"lengths-{name}.bin"
+        return distributed.from_rank_zero(lambda: row_lengths(dataset, cache_file=cache_file))
 
     def num_real_tokens(self, row: Mapping[str, Any]) -> int:
         """Count the tokens of a row that are not padding; only a packed row carries its own."""
@@ -187,7 +183,6 @@ class Data:
             "shuffle": bool(self._job.cfg.shuffle),
             "seed": 0 if settings.sample_order == "dataloader" else seed,  # 0 is the seed of torchtune's sampler
             "max_steps_per_epoch": max_steps_per_epoch,
-            "refuses_empty_epochs": settings.adaptive,
         }
         return Batching(**same)
 

@@ -1,8 +1,7 @@
 """What is installed here, what is wrong with it, and the command that fixes it: ``python -m adaptive_batch check``.
 
 ``tune`` ends with "torchao not installed" when torchao is missing, and with the same words when a torchao is there that cannot be
-imported, before any recipe is loaded. So this works where neither torch nor torchtune can be imported. The versions asked for are those of
-pyproject.toml, as the installed package states them.
+imported, before any recipe is loaded. So this works where neither torch nor torchtune can be imported.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ except ImportError:  # torchtune's requirements bring it; without them, that is 
 _PACKAGE = "adaptive-batch"
 _INSTALL_US = "pip install --editable '.[recipes]', in the checkout"
 _OPTIONAL = "bitsandbytes>=0.43"  # only bitsandbytes.optim needs it
+
+Version = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -58,38 +59,32 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def check_versions(version: Callable[[str], str | None] = installed_version) -> Iterator[Finding]:
-    """Yield one finding for Python and one for each distribution that the recipes need.
-
-    Args:
-        version: returns the version of a distribution, and of ``python``; None where it is not installed.
-    """
-    python, required = version("python") or platform.python_version(), _required()
-    if Requirement is None or not required:
-        yield Finding("python", python)
+def check_versions(version: Version = installed_version) -> Iterator[Finding]:
+    """Yield one finding for Python and one for each distribution that the recipes need."""
+    required = _required()
+    if not required:
         missing = "packaging" if Requirement is None else _PACKAGE
         yield Finding(missing, "not installed, so no versions are compared", _INSTALL_US)
         return
-    for text in (f"python{metadata.metadata(_PACKAGE)['Requires-Python']}", *required.values(), _OPTIONAL):
-        wanted = Requirement(text)
-        found = python if wanted.name == "python" else version(wanted.name)
-        if found is not None and wanted.specifier.contains(found, prereleases=True):
-            yield Finding(wanted.name, found)
-        elif found is None and text == _OPTIONAL:
-            yield Finding(wanted.name, f"not installed; only {wanted.name}.optim needs it")
+    python = Requirement(f"python{metadata.metadata(_PACKAGE)['Requires-Python']}")
+    for wanted in (python, *required.values(), Requirement(_OPTIONAL)):
+        name, found = wanted.name, version(wanted.name)
+        if name == "python":
+            found = found or platform.python_version()
+        if found is None and str(wanted) == _OPTIONAL:
+            yield Finding(name, f"not installed; only {name}.optim needs it")
+        elif found is None or not wanted.specifier.contains(found, prereleases=True):
+            fix = "make a new environment with another Python" if name == "python" else _fix(name, version, wanted)
+            yield Finding(name, f"{found}, but {wanted.specifier} is needed" if found else "not installed", fix)
         else:
-            fix = "make a new environment with another Python" if wanted.name == "python" else f"pip install '{text}'"
-            yield Finding(wanted.name, f"{found}, but {wanted.specifier} is needed" if found else "not installed", fix)
+            yield Finding(name, found)
 
 
-def check_import(error: str | None = None, version: Callable[[str], str | None] = installed_version) -> Finding:
+def check_import(error: str | None = None, version: Version = installed_version) -> Finding:
     """Return whether torchtune can be imported and, if not, which distribution is at fault.
 
-    torchtune reports every ImportError inside torchao as "torchao not installed"; the cause is the error that Python printed first.
-
-    Args:
-        error: what the import printed, empty where it worked; None tries it in a process of its own, as ``tune`` does.
-        version: returns the version of a distribution; None where it is not installed.
+    torchtune reports every ImportError inside torchao as "torchao not installed"; the cause is the error that Python printed
+    first. `error` is what the import printed, empty where it worked; None tries it in another process, as ``tune`` does.
     """
     error = import_error("torchtune") if error is None else error
     if not error:
@@ -103,12 +98,12 @@ def check_import(error: str | None = None, version: Callable[[str], str | None] 
     elif re.search(r"[/\\]torchao[/\\]|torchao not installed|['\"]torchao\b", error):
         at_fault, found = "torchao", f"{found} (torchao {version('torchao')})"
     elif missing and missing[1] in _required():
-        return Finding("import torchtune", found, f"pip install '{_required()[missing[1]]}'")
+        at_fault = missing[1]
     return Finding("import torchtune", found, _fix(at_fault, version))
 
 
 def import_error(module: str, *, timeout_seconds: float = 300) -> str:
-    """Import a module in a process of its own; return what it printed if that failed, and nothing if it worked."""
+    """Import a module in another process; return what it printed if that failed, and nothing if it worked."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
@@ -117,23 +112,21 @@ def import_error(module: str, *, timeout_seconds: float = 300) -> str:
     return (done.stderr.strip() or "no message") if done.returncode else ""
 
 
-def check_commands() -> list[Finding]:
-    """Return whether ``tune run adaptive_full_finetune`` can be typed."""
+def check_commands() -> Iterator[Finding]:
+    """Yield whether the recipes are found, and ``tune``."""
+    is_found = importlib.util.find_spec("adaptive_full_finetune") is not None
+    found = ("found", None) if is_found else ("not found by this Python", _INSTALL_US)
+    yield Finding("adaptive_full_finetune", *found)
     scripts = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
     own = next((tune for path in scripts if (tune := shutil.which("tune", path=path))), None)
-    recipe = Finding("adaptive_full_finetune", "found")
-    if importlib.util.find_spec(recipe.subject) is None:
-        recipe = Finding(recipe.subject, "not found by this Python", _INSTALL_US)
-    return [recipe, check_tune(own, on_path=shutil.which("tune"))]
+    yield check_tune(own, on_path=shutil.which("tune"))
 
 
 def check_tune(own: str | None, *, on_path: str | None) -> Finding:
-    """Return whether this Python has a ``tune`` of its own, and whether the shell runs that one."""
-    if own is not None and own == on_path:
-        return Finding("tune", own)
-    if own is not None:
-        return Finding("tune", f"{own}; call it by this path, for PATH has {on_path or 'none'}")
-    return Finding("tune", f"not installed for {sys.executable}; PATH has {on_path or 'none'}", _fix("torchtune"))
+    """Return whether this Python has a ``tune``, and whether the shell runs that one."""
+    if own is None:
+        return Finding("tune", f"not installed for {sys.executable}; PATH has {on_path or 'none'}", _fix("torchtune"))
+    return Finding("tune", own if own == on_path else f"{own}; call it by this path, for PATH has {on_path or 'none'}")
 
 
 def check_devices() -> Iterator[Finding]:
@@ -156,28 +149,25 @@ def check_devices() -> Iterator[Finding]:
         device = torch.device(accelerator.type, index)
         try:
             memory = device_memory(device)
-            yield Finding(
-                str(device), f"{memory.describe()}, {memory.available_bytes([]) / GIB:.1f} GiB of it available"
-            )
+            found = f"{memory.describe()}, {memory.available_bytes([]) / GIB:.1f} GiB of it available"
+            yield Finding(str(device), found)
         except RuntimeError as error:  # torch sees it and cannot use it: a driver too old, no memory left for a context
             reason = str(error).strip().splitlines()[0]
             yield Finding(str(device), f"cannot be used: {reason}", "nvidia-smi, which shows what holds the device")
 
 
-def _required() -> dict[str, str]:
-    """Return what the recipes need, by name, as pyproject.toml states it; empty where the package is not installed."""
+def _required() -> dict[str, Requirement]:
+    """Return what the recipes need, by name, as the installed package states it; empty where that cannot be read."""
     try:
-        every = metadata.requires(_PACKAGE) or []
+        every = [Requirement(text) for text in metadata.requires(_PACKAGE) or [] if Requirement is not None]
     except metadata.PackageNotFoundError:
         return {}
-    asked = (text.partition(";") for text in every)
-    needed = [text.strip() for text, _, marker in asked if not marker or "recipes" in marker]
-    return {re.split(r"[^\w-]", text)[0]: text for text in needed}
+    return {one.name: one for one in every if not one.marker or one.marker.evaluate({"extra": "recipes"})}
 
 
-def _fix(name: str, version: Callable[[str], str | None] = installed_version) -> str:
+def _fix(name: str, version: Version = installed_version, wanted: Requirement | None = None) -> str:
     """Return the command that installs a distribution; where a version that would do is installed, and so is broken, that one again."""
-    wanted, found = _required().get(name, name), version(name)
-    if found and Requirement is not None and Requirement(wanted).specifier.contains(found, prereleases=True):
+    wanted, found = wanted or _required().get(name), version(name)
+    if found and wanted and wanted.specifier.contains(found, prereleases=True):
         return f"pip install --force-reinstall --no-deps '{name}=={found}'"
-    return f"pip install '{wanted}'"
+    return f"pip install '{name}{wanted.specifier if wanted else ''}'"

@@ -15,6 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,41 +36,97 @@ _RECIPE_STATE = Path("recipe_state") / "recipe_state.pt"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
-class EpochCheckpoints:
-    """Loads the base model or the last complete epoch; saves an epoch so that a kill leaves the last one complete.
+@dataclass(frozen=True)
+class SavedEpoch:
+    """The last complete epoch.
+
+    Attributes:
+        state: what :meth:`EpochCheckpoints.save` was given, without the optimizer, and ``weights`` and ``preempted`` of the save.
+        state_file: that it was read from.
+        folder: of the weights.
+    """
+
+    state: dict[str, Any]
+    state_file: Path
+    folder: Path
+
+    @property
+    def order(self) -> int:
+        """When it was saved, in nanoseconds; 0 for a recipe of torchtune's own."""
+        return int(self.state.get(STATE_KEY, {}).get("weights", {}).get("order", 0))
+
+
+def read_epoch(cfg: DictConfig) -> SavedEpoch:
+    """Read the recipe state of the last epoch, and check that its weights are complete and of the same save.
 
     Args:
         cfg: the `checkpointer` block of the configuration.
-        resume: load the recipe state and the weights that it names, instead of the configured `checkpoint_files`.
-
-    Attributes:
-        recipe_state: what :meth:`save` was given at the end of the last complete epoch; None unless resuming.
-        order: when it was saved, in nanoseconds; 0 for a recipe of torchtune's own.
-        recipe_state_file: that it was read from; None unless resuming.
-        source: where the weights are.
 
     Raises:
-        CheckpointError: resuming, and a file is missing, truncated, or belongs to another epoch; the file is named.
+        CheckpointError: a file is missing, truncated, or belongs to another epoch; it is named.
+    """
+    output_dir = Path(cfg.output_dir)
+    path = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"checkpoint file {path} cannot be read ({error})") from error
+    missing = [k for k in (training.EPOCHS_KEY, training.SEED_KEY, training.MAX_STEPS_KEY) if k not in state]
+    if missing:
+        raise CheckpointError(f"{path} holds no {', '.join(missing)}; it is not the state of a fine-tuning recipe")
+    state.pop(training.OPT_KEY, None)
+    identity = state.get(STATE_KEY, {}).get("weights")
+    folder = output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
+    files = cfg.get("checkpoint_files")
+    for name in files if not isinstance(files, DictConfig) and files else ():
+        typed = output_dir / str(name)
+        if typed.exists() and typed.resolve().parent != folder.resolve():
+            raise CheckpointError(
+                f"checkpoint_files names {typed}, but the recipe state in {output_dir} was saved with {folder}; "
+                "leave checkpoint_files as it was: resuming finds its own files"
+            )
+    if identity:
+        state[STATE_KEY]["preempted"] = _check_weights(folder, identity["id"]).get("preempted", False)
+    if not _weights_in(folder):
+        raise CheckpointError(f"{folder} holds no weights; resume needs the folder as it was saved")
+    return SavedEpoch(state, path, folder)
+
+
+def _check_weights(folder: Path, identity: str) -> dict[str, Any]:
+    """Return what was written down of the weights in a folder, if they are complete and of that save."""
+    try:
+        saved: dict[str, Any] = json.loads((folder / _IDENTITY).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / _IDENTITY} cannot be read ({error}); {folder} is incomplete") from error
+    if saved["id"] != identity:
+        raise CheckpointError(
+            f"the weights in {folder} are of another save than the recipe state; restore the folder that was saved with it"
+        )
+    for name, size in saved["bytes"].items():
+        found = (folder / name).stat().st_size if (folder / name).exists() else "no file"
+        if found != size:
+            raise CheckpointError(
+                f"checkpoint file {folder / name} is incomplete: {size} bytes were saved, found {found}"
+            )
+    return saved
+
+
+class EpochCheckpoints:
+    """Loads the base model or the weights of an epoch; saves an epoch so that a kill leaves the last one complete.
+
+    Args:
+        cfg: the `checkpointer` block of the configuration.
+        epoch: whose weights are loaded, instead of the configured `checkpoint_files`.
     """
 
-    def __init__(self, cfg: DictConfig, *, resume: bool) -> None:
+    def __init__(self, cfg: DictConfig, epoch: SavedEpoch | None = None) -> None:
         self._output_dir = Path(cfg.output_dir)
         self._temporary = self._output_dir / ".saving"
-        self.recipe_state: dict[str, Any] | None = None
         overrides: dict[str, Any] = {"output_dir": str(self._temporary), "should_load_recipe_state": False}
-        self.recipe_state_file: Path | None = None
-        self.source = "the base checkpoint"
-        self.order = 0
-        if resume:
-            self.recipe_state = self._read_recipe_state(cfg)
-            folder = self._weights_folder(cfg, self.recipe_state)
-            files = sorted(path.resolve() for path in folder.iterdir() if path.suffix in _WEIGHTS)
-            if not files:
-                raise CheckpointError(f"{folder} holds no weights; resume needs the folder as it was saved")
+        if epoch:
+            files = [path.resolve() for path in _weights_in(epoch.folder)]
             overrides["checkpoint_files"] = [str(path) for path in files]
-            self.source = str(folder)
-            self.order = self.recipe_state.get(STATE_KEY, {}).get("weights", {}).get("order", 0)
-            log.info("resuming from %s: %s", folder, ", ".join(path.name for path in files))
+            log.info("resuming from %s: %s", epoch.folder, ", ".join(path.name for path in files))
         self._checkpointer = config.instantiate(cfg, **overrides)
         with contextlib.suppress(OSError):
             self._temporary.rmdir()  # which torchtune's checkpointer makes
@@ -106,7 +163,7 @@ class EpochCheckpoints:
         try:
             self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=recipe_state is not None)
             saved = self._temporary / folder
-            sizes = {path.name: path.stat().st_size for path in sorted(saved.iterdir()) if path.suffix in _WEIGHTS}
+            sizes = {path.name: path.stat().st_size for path in _weights_in(saved)}
             (saved / _IDENTITY).write_text(json.dumps({**identity, "bytes": sizes}, indent=2))
             _flush_to_disk(self._temporary)
         except Exception as error:
@@ -124,7 +181,7 @@ class EpochCheckpoints:
         atomic_write(path, json.dumps({**json.loads(path.read_text()), "preempted": True}, indent=2))
 
     def _move_into_place(self, folder: str) -> None:
-        target = self._output_dir / folder
+        target, state_file = self._output_dir / folder, self._output_dir / _RECIPE_STATE
         replaced = self._output_dir / f".replaced-{folder}"
         shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
@@ -132,67 +189,15 @@ class EpochCheckpoints:
         (self._temporary / folder).rename(target)
         sync_folder(self._output_dir)  # the weights are there before the recipe state names them
         if (self._temporary / _RECIPE_STATE).exists():
-            (self._output_dir / _RECIPE_STATE).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(self._temporary / _RECIPE_STATE, self._output_dir / _RECIPE_STATE)
-            sync_folder((self._output_dir / _RECIPE_STATE).parent)
+            state_file.parent.mkdir(parents=True, exist_ok=True)
+            (self._temporary / _RECIPE_STATE).replace(state_file)
+            sync_folder(state_file.parent)
         shutil.rmtree(replaced, ignore_errors=True)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _read_recipe_state(self, cfg: DictConfig) -> dict[str, Any]:
-        path = self.recipe_state_file = self._output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
-        if not path.exists():
-            raise CheckpointError(
-                f"{path} does not exist, so there is nothing to resume; it is written after each epoch but the last: "
-                "check output_dir, or set resume_from_checkpoint=False"
-            )
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"checkpoint file {path} cannot be read ({error}); it is truncated or unrecognized"
-            ) from error
-        missing = [k for k in (training.EPOCHS_KEY, training.SEED_KEY, training.MAX_STEPS_KEY) if k not in state]
-        if missing:
-            raise CheckpointError(f"{path} holds no {', '.join(missing)}; it is not the state of a fine-tuning recipe")
-        return state
 
-    def _weights_folder(self, cfg: DictConfig, state: Mapping[str, Any]) -> Path:
-        """Return the folder that the recipe state belongs to, checked to be complete and of the same save; take over its mark."""
-        identity = state.get(STATE_KEY, {}).get("weights")
-        folder = self._output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder} does not exist; the recipe state in {self._output_dir} was saved with these weights"
-            )
-        files = cfg.get("checkpoint_files")
-        for name in files if not isinstance(files, DictConfig) and files else ():
-            typed = self._output_dir / str(name)
-            if typed.exists() and typed.resolve().parent != folder.resolve():
-                raise CheckpointError(
-                    f"checkpoint_files names {typed}, but the recipe state in {self._output_dir} was saved with {folder}; "
-                    "leave checkpoint_files as it was: resuming finds its own files"
-                )
-        if identity:
-            try:
-                saved = json.loads((folder / _IDENTITY).read_text())
-            except (OSError, ValueError) as error:
-                raise CheckpointError(
-                    f"{folder / _IDENTITY} cannot be read ({error}); {folder} is incomplete"
-                ) from error
-            if saved["id"] != identity["id"]:
-                raise CheckpointError(
-                    f"the weights in {folder} are of another save than the recipe state in {self._output_dir}; "
-                    "restore the folder that was saved with it"
-                )
-            for name, size in saved["bytes"].items():
-                path = folder / name
-                if not path.exists() or path.stat().st_size != size:
-                    found = path.stat().st_size if path.exists() else "no file"
-                    raise CheckpointError(
-                        f"checkpoint file {path} is incomplete: {size} bytes were saved, found {found}"
-                    )
-            state[STATE_KEY]["preempted"] = saved.get("preempted", False)
-        return folder
+def _weights_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.suffix in _WEIGHTS)
 
 
 def _unreadable(path: Path) -> str | None:

@@ -21,13 +21,9 @@ class Candidate:
 
 
 def candidates(cfg: DictConfig, *, tokens: int, world_size: int, recomputed: float) -> Iterator[Candidate]:
-    """Yield the changes that apply to a configuration.
+    """Yield the changes that apply to a configuration with rows of so many tokens.
 
-    Args:
-        cfg: the configuration.
-        tokens: of a row.
-        world_size: ranks that share the model.
-        recomputed: share of the compute that activation checkpointing adds.
+    `recomputed` is the share of the compute that activation checkpointing adds.
     """
     optimizer, loss = str(cfg.optimizer._component_), str(cfg.loss._component_)
     if not cfg.get("enable_activation_checkpointing", False) and cfg.get("ac_mode", None) is None:
@@ -41,15 +37,12 @@ def candidates(cfg: DictConfig, *, tokens: int, world_size: int, recomputed: flo
             overrides.append("gradient_accumulation_steps=1")
         if cfg.get("clip_grad_norm", None) is not None:
             overrides.append("clip_grad_norm=null")
-        yield Candidate(
-            tuple(overrides), "no accumulation, no clipping, and no retry of a step that runs out of memory"
-        )
+        cost = "no accumulation, no clipping, and no retry of a step that runs out of memory"
+        yield Candidate(tuple(overrides), cost)
     if optimizer in ("torch.optim.AdamW", "torch.optim.Adam"):
-        given = [key for key in ("fused", "foreach") if cfg.optimizer.get(key, None) is not None]
         overrides = [f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit"]
-        yield Candidate(
-            (*overrides, *(f"~optimizer.{key}" for key in given)), "the optimizer's states are rounded to 8 bits"
-        )
+        overrides += [f"~optimizer.{key}" for key in ("fused", "foreach") if cfg.optimizer.get(key, None) is not None]
+        yield Candidate(tuple(overrides), "the optimizer's states are rounded to 8 bits")
     if loss in ("torch.nn.CrossEntropyLoss", "torchtune.modules.loss.CrossEntropyLoss"):
         yield Candidate(("loss=torchtune.modules.loss.CEWithChunkedOutputLoss",), "the same loss, summed in 8 parts")
     elif loss.endswith("CEWithChunkedOutputLoss"):

@@ -6,7 +6,9 @@ tune run adaptive_estimate --config NAME estimate.devices=80GiB [estimate.sequen
 from __future__ import annotations
 
 import inspect
+import re
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,9 +54,7 @@ from .keys import load_function
 from .settings import Settings
 
 _LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least
-_COLLATED_BYTES = (
-    2**29
-)  # of the batch of that step, roughly: its tokens are collated for real, which takes time and memory
+_COLLATED_BYTES = 2**29  # of its batch, roughly: tokens are collated for real, which takes time and memory
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))  # rows of the two steps that give the curve
 
 _NEEDS_VALUES = (
@@ -114,33 +114,22 @@ def estimate_devices(
             seconds=round(time.perf_counter() - start, 2),
         )
         save(estimate)
-        show(
-            f"\n{estimate.table_of_changes() or 'no single change of those that could be estimated would let more fit'}"
-        )
+        nothing = "no single change of those that could be estimated would let more fit"
+        show(f"\n{estimate.table_of_changes() or nothing}")
         for change in estimate.refused:
             show(f"not estimated: {' '.join(change.overrides)}: {change.refused}")
     return estimate
 
 
 class Estimator:
-    """Estimates one configuration and its variants.
-
-    Args:
-        cfg: the configuration.
-        settings: the same, checked.
-        devices: to estimate for.
-
-    Attributes:
-        targets: the devices with their budgets.
-    """
+    """Estimates one configuration and its variants for devices; `targets` are these with their budgets."""
 
     def __init__(self, cfg: DictConfig, settings: Settings, devices: Sequence[EstimatedDevice]) -> None:
         self._cfg = cfg
         self._settings = settings
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
-            remedy = "an estimate knows cuda, which is ROCm's name too, and cpu; give one of them"
-            raise SettingError("device", cfg.device, remedy)
+            raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
         self._devices = devices
         self._first_length: int | str = "longest"
         self._recomputed = 0.0
@@ -149,11 +138,11 @@ class Estimator:
     def _target(self, device: EstimatedDevice) -> Target:
         estimate = self._settings.estimate
         headroom = self._settings.probe.headroom if estimate.headroom is None else estimate.headroom
-        name, outside = "the CUDA context", estimate.context or 0
+        taken, outside = [], estimate.context or 0
         if self._on_accelerator:
-            name = "the CUDA context and cuBLAS"
             outside = fixed_overhead_bytes(device.architecture, context_bytes=estimate.context)
-        taken = [(name, outside)] if outside else []
+        if outside:
+            taken.append(("the CUDA context" + " and cuBLAS" * self._on_accelerator, outside))
         free = max(0, device.total_bytes - outside)
         budget = int(free * (1 - headroom))
         if headroom:
@@ -161,9 +150,9 @@ class Estimator:
         return Target(device.describe(), device.total_bytes, budget, tuple(taken), device.source)
 
     def _workspace(self, operation: Any, args: Sequence[Any], kwargs: Any) -> int:
+        capabilities = {device.compute_capability for device in self._devices if self._on_accelerator}
         return max(
-            workspace_bytes(operation, args, kwargs, compute_capability=device.compute_capability)
-            for device in self._devices
+            (workspace_bytes(operation, args, kwargs, compute_capability=one) for one in capabilities), default=0
         )
 
     def lengths(self) -> tuple[list[LengthEstimate], list[str]]:
@@ -172,30 +161,29 @@ class Estimator:
         wanted = [self._resolved(length) for length in asked.lengths_of(self._settings.probe)[1]]
         self._first_length = wanted[0]
         with self._step(self._cfg, wanted, asked.world_size) as step:
-            *others, last = wanted
-            lengths = [step.estimate(length, self.targets, checks=False) for length in others]
-            lengths.append(step.estimate(last, self.targets, checks=True))
+            lengths = [
+                step.estimate(one, self.targets, checks=place == len(wanted)) for place, one in enumerate(wanted, 1)
+            ]
             self._recomputed = share_of_layers(step.run.job.skeleton) / 3
             not_counted = list(step.run.left_out)
-            if self._settings.fits_itself:
-                not_counted.append(
-                    "a step that fits as one micro-batch needs less: gradients of earlier ones are counted"
-                )
-            if self._on_accelerator:
-                names = [device.architecture for device in self._devices]
-                not_counted += left_out(names, dtype=step.run.job.dtype, world_size=asked.world_size)
-            else:
-                not_counted.append("what is no tensor: Python, libraries, the dataset")
-                not_counted.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
-            return lengths, not_counted
+        if self._settings.fits_itself:
+            not_counted.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
+        if self._on_accelerator:
+            names = [device.architecture for device in self._devices]
+            not_counted += left_out(names, dtype=step.run.job.dtype, world_size=asked.world_size)
+        else:
+            not_counted.append("what is no tensor: Python, libraries, the dataset")
+            not_counted.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
+        return lengths, not_counted
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
         if length != "max_seq_len":
             return length
         block = self._cfg.tokenizer
-        limit = block.get("max_seq_len", None)
-        if "max_seq_len" not in block:
+        if "max_seq_len" in block:
+            limit = block.max_seq_len
+        else:
             takes = inspect.signature(load_function(block._component_, key="tokenizer")).parameters
             if "max_seq_len" not in takes:  # only the tokenizer itself knows
                 return length
@@ -209,20 +197,16 @@ class Estimator:
     def changes(self, length: LengthEstimate) -> Iterator[Change]:
         """Estimate each single change at a length."""
         world_size = self._settings.estimate.world_size
-        for one in candidates(
-            self._cfg, tokens=length.sequence_length, world_size=world_size, recomputed=self._recomputed
-        ):
+        asked = {"tokens": length.sequence_length, "world_size": world_size}
+        for one in candidates(self._cfg, **asked, recomputed=self._recomputed):
             tokens = one.sequence_length or self._first_length
             try:
                 cfg = with_overrides(self._cfg, one.overrides)
                 with self._step(cfg, [tokens], one.world_size or world_size) as step:
                     estimate = step.estimate(tokens, self.targets, checks=False)
-            except (
-                Exception
-            ) as error:  # components refuse each other in many ways; the estimate is kept without the change
-                why = (str(error).splitlines() or [""])[0]
-                why = why if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: {why}"
-                yield Change(one.overrides, one.cost, refused=why)
+            except Exception as error:  # components refuse each other in many ways
+                why = "" if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: "
+                yield Change(one.overrides, one.cost, refused=why + str(error).partition("\n")[0])
             else:
                 yield Change(one.overrides, one.cost, tuple(estimate.max_rows(t.budget_bytes) for t in self.targets))
 
@@ -230,29 +214,23 @@ class Estimator:
     def _step(self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int) -> Iterator[_Step]:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
             settings = Settings.from_config(as_dict(cfg))
-            device = FakeDevice(workspace=self._workspace if self._on_accelerator else None)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
+            device = FakeDevice(workspace=self._workspace)
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
                     yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data), lengths)
             except Exception as error:
-                words = ("FakeTensor", "not supported for tensor subclasses")
-                is_plain = isinstance(error, AssertionError | RuntimeError) and any(
-                    word in str(error) for word in words
-                )
-                if not (is_plain or isinstance(error, _NEEDS_VALUES)):
+                names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
+                if not isinstance(error, _NEEDS_VALUES) and not (
+                    names_it and isinstance(error, AssertionError | RuntimeError)
+                ):
                     raise
                 raise _needs_values(cfg, error) from error
 
 
 class _Step:
-    """The training step on fake tensors.
-
-    Args:
-        run: whose model is not built yet.
-        lengths: to estimate.
-    """
+    """The training step of a run whose model is not built yet, on fake tensors."""
 
     def __init__(self, run: FakeRun, lengths: Sequence[int | str]) -> None:
         self.run = run
@@ -297,11 +275,7 @@ class _Step:
             low, high = (self._step.trace(size, forward_backward=run) for size in (few, many))
             if low.trace.program == high.trace.program:
                 return (few, low), (many, high)
-        tried = ", ".join(f"{few} and {many}" for few, many in _PAIRS)
-        remedy = (
-            f"each number of rows runs other operations (tried: {tried}), so no peak follows from another at {length} tokens; "
-            "probe it on a device"
-        )
+        remedy = f"each number of rows of {length} tokens runs other operations, so no peak follows from another; probe it on a device"
         raise SettingError("model", str(self.run.job.cfg.model._component_), remedy)
 
     def estimate(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthEstimate:
@@ -341,20 +315,17 @@ class _Step:
 
 def _needs_values(cfg: DictConfig, error: Exception) -> SettingError:
     """Build the error that names the component whose code reads values of fake tensors, and the operation."""
-    key, component = "model", str(cfg.model._component_)
-    trace = error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
+    key = "model"
+    loss = str(cfg.loss._component_).rpartition(".")[2]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
         if isinstance(owner, torch.optim.Optimizer):
-            key, component = "optimizer", str(cfg.optimizer._component_)
-        elif (
-            isinstance(owner, torch.nn.Module) and type(owner).__name__ == str(cfg.loss._component_).rpartition(".")[2]
-        ):
-            key, component = "loss", str(cfg.loss._component_)
-        trace = trace.tb_next
+            key = "optimizer"
+        elif isinstance(owner, torch.nn.Module) and type(owner).__name__ == loss:
+            key = "loss"
     operation = getattr(error, "func", None) or str(error).partition("\n")[0]
     remedy = (
         f"it cannot run on fake tensors: {operation} ({type(error).__name__}) needs values, and there are none; "
         "probe it on a device"
     )
-    return SettingError(key, component, remedy)
+    return SettingError(key, str(cfg[key]._component_), remedy)

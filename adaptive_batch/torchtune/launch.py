@@ -78,8 +78,7 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     if int(os.environ["RANK"]):
         for name in ("adaptive_batch", "torchtune"):  # rank zero logs for all
             logging.getLogger(name).setLevel(logging.ERROR)
-    watch = Watchdog.connect()
-    assert watch is not None
+    watch = Watchdog()
     watch.start()
     try:
         _check_same(cfg)

@@ -140,8 +140,8 @@ class LimitFinder:
         length, before = len(row["tokens"]), limits.tried_length
         if not before or length <= before:
             return
-        limit, padded = limits.of(batch_size), self._data.shapes.padded(length)
-        most = max(1, limit.amount if limit.unit == "rows" else limit.amount // padded)
+        limit, shapes = limits.of(batch_size), self._data.shapes
+        most = shapes.rows_within(limit, length)
         if settings.grows and settings.micro_batch_size is None and limits.bound and limit.unit == "rows":
             most = max(most, limits.bound)  # what the batch may grow to
         result = self._bounds.of_row(self._trainer, row, maximum=most, accumulates=not settings.optimizer_in_bwd)
@@ -154,7 +154,8 @@ class LimitFinder:
                 raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
             limits.bound = min(limits.bound or fit, fit)  # a step cannot be split, so it may not grow beyond this
         elif fit < most:
-            limits.lowered = MicroBatchLimit(fit if limit.unit == "rows" else fit * padded, limit.unit)
+            amount = fit if limit.unit == "rows" else shapes.padded_tokens([length] * fit)
+            limits.lowered = MicroBatchLimit(amount, limit.unit)
         elif settings.micro_batch_tokens == "auto":  # of() would multiply the bound by the new length
             limits.lowered = limit
         limits.tried_length = length
@@ -199,8 +200,7 @@ class LimitFinder:
         if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
         limit, rows = self.limits.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
-        longest = self._data.shapes.padded(int(self._data.lengths.max()))
-        most = limit.amount if limit.unit == "rows" else limit.amount // longest
+        most = self._data.shapes.rows_within(limit, int(self._data.lengths.max()))
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
             self._record.decision(
                 "uniform_micro_batches",

@@ -53,10 +53,10 @@ class TrainingLog:
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
         event, progress, rows = self.record.decision, run.progress, len(self._data.dataset)
-        for line in checkpoints.passed_over:
+        for line in checkpoints.found.passed_over:
             event("passed_over", line)
-        resumed, ranks = checkpoints.recipe_state is not None, distributed.world_size()
-        begins = f"resuming from {checkpoints.source}" if resumed else "starting"
+        resumed, ranks = checkpoints.found.recipe_state is not None, distributed.world_size()
+        begins = f"resuming from {checkpoints.found.source}" if resumed else "starting"
         within = f", row {progress.epoch_rows} of it (step {progress.steps})" if progress.epoch_steps else ""
         of_ranks = f", {ranks} ranks" if ranks > 1 else ""
         event(
@@ -71,7 +71,7 @@ class TrainingLog:
         if run.begins_epoch_again:
             message = f"epoch {progress.epoch} begins again: which of its rows are left is not known with other rows"
             event("epoch_restarted", message, epoch=progress.epoch)
-        if not resumed and checkpoints.holds_earlier_run:
+        if not resumed and checkpoints.found.holds_earlier_run:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
             event("replaces", f"{message}; until its first save, resuming takes the earlier")
 

@@ -95,7 +95,10 @@ class FullModel:
             if cfg.compile:
                 training.compile_model(model)
             apply_checkpointing(model, cfg)
-            model.load_state_dict(state)
+            if weights.is_divided:
+                weights.load_divided(model)
+            else:
+                model.load_state_dict(state)
         self.freeze(model)
         return model
 

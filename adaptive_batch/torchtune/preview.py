@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
-from adaptive_batch.errors import GrowthFunctionError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import (
-    EpochPlan,
     PlannedStep,
     Progress,
     as_record,
     batch_sizes_ahead,
     check_stages,
+    next_batch_size,
     stages_of,
     table,
 )
@@ -29,10 +28,6 @@ from .rate import RateController, stand_in
 class TrainingPreview:
     """Goes through the rest of training with the rules that training will ask, without training.
 
-    Args:
-        job, data: of the run.
-        batches: of the run.
-
     Attributes:
         full_batch_rows: the largest global batch that is planned, over which `loss_per_full_batch` averages.
         schedule_steps: where the learning rate's schedule ends.
@@ -46,7 +41,7 @@ class TrainingPreview:
         self._most_asked = 0  # of a schedule, on one device
 
     def check(self, progress: Progress) -> None:
-        """Ask the rules ahead, for nothing, so that mistakes show before weights load.
+        """Ask the rules ahead, so that mistakes show before weights load.
 
         Raises:
             GrowthFunctionError: a rule raises or gives no number of rows.
@@ -56,10 +51,12 @@ class TrainingPreview:
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         random_state = RandomState(self._job.device)
-        key = "batch_size_schedule" if settings.batch_size_schedule is not None else "batch_increase_function"
-        same_answers({key: batches.call_rules(progress)})
+        function = settings.batch_increase_function
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
+        elif function is not None and not progress.epoch_steps:
+            grown = next_batch_size(function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None)
+            same_answers({"batch_increase_function": grown.after})
         random_state.restore()
 
     def look_ahead(
@@ -68,7 +65,6 @@ class TrainingPreview:
         """Ask the growth function ahead for the epochs that come; find where schedules end.
 
         Args:
-            progress: where training is.
             saved: the recipe's state in the checkpoint; empty without one.
             first: the epoch at whose beginning progress is has not been asked about either.
             changed: steps will be others than were planned when the checkpoint was saved.
@@ -79,39 +75,32 @@ class TrainingPreview:
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             random_state = RandomState(self._job.device)
-            try:
-                asked, known_until, why = batch_sizes_ahead(
-                    settings.batch_increase_function,
-                    first_epoch=epoch if first else epoch + 1,
-                    epochs=settings.epochs,
-                    batch_size=batches.batch_size,
-                    maximum=batches.maximum,
-                )
-            except GrowthFunctionError as error:  # it may answer when its time has come
-                asked, known_until, why = [], epoch if not first else epoch - 1, str(error)
+            asked, why = batch_sizes_ahead(
+                settings.batch_increase_function,
+                first_epoch=epoch if first else epoch + 1,
+                epochs=settings.epochs,
+                batch_size=batches.batch_size,
+                maximum=batches.maximum,
+            )
             random_state.restore()
             sizes = asked if first else [batches.batch_size, *asked]
-            if known_until is not None:
-                self._unknown = f"unknown after epoch {known_until}: {why}"
+            if why:
+                self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {why}"
         self._batch_sizes = dict(enumerate(sizes, start=epoch))
         same_answers({f"batch_increase_function in epoch {at}": size for at, size in self._batch_sizes.items()})
         reference = batches.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
-            asked = [size * settings.gradient_accumulation_steps for size in sizes]
-            if settings.batch_size_schedule is not None:
-                most = (
-                    getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
-                )  # of one that measures
-                asked = [min(most, batches.maximum or most)]
-            most = max(asked, default=1) * self._job.ranks
-            self.full_batch_rows = min(most, len(batches.sampler))
+            most = max(sizes, default=1) * settings.gradient_accumulation_steps
+            if settings.batch_size_schedule is not None:  # one that measures has a maximum
+                most = getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
+                most = min(most, batches.maximum or most)
+            self.full_batch_rows = min(most * self._job.ranks, len(batches.sampler))
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
-            same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated goes on
-            known = saved["learning_rate"]["total_steps"] if same else None
-            left = self._count_steps if settings.grows else batches.steps_left
-            self.schedule_steps = known or progress.steps + left(progress)
+            is_same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated stays
+            known = saved["learning_rate"]["total_steps"] if is_same else None
+            self.schedule_steps = known or progress.steps + self._count_steps(progress)
 
     def table(
         self, progress: Progress, *, base_rate: float, capacity: MicroBatchLimits, saved: Mapping[str, Any]
@@ -127,25 +116,18 @@ class TrainingPreview:
             saved=saved.get("learning_rate", {}),
         )
         stages = stages_of(self._planned(progress, rate, capacity))
-        notes = [self._unknown] if self._unknown else []
-        notes += self._stage_notes
+        notes = [*filter(None, [self._unknown]), *self._stage_notes]
         if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if batches.plan.is_estimate:
-            notes.append(
-                "the schedule follows what is measured in training: this is what comes if nothing new is measured"
-            )
+            notes.append("the schedule follows what training measures: this is what comes if nothing new is measured")
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
-    def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], goes_on: bool) -> str:
-        """The plan where nothing is tried and nothing is trained: with the bound that is known, if any is needed.
+    def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], resumes: bool) -> str:
+        """Return the preview where nothing is tried or trained: with the bound that is known, if any is needed.
 
-        Args:
-            progress: where training would begin or go on.
-            bounds: of the run, checked.
-            saved: the recipe's state in the checkpoint; empty without one.
-            goes_on: the batch size is the checkpoint's.
+        `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
         capacity = self._data.new_limits()
@@ -156,7 +138,7 @@ class TrainingPreview:
             lines.append(f"bound: {rows or unknown} ({why})")
             if rows:
                 capacity.bound, capacity.tried_length = rows, tokens
-                if settings.use_maximum_batch_size and not goes_on and settings.batch_size_schedule is None:
+                if settings.use_maximum_batch_size and not resumes and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
         known_first = batches.first_batch_size
         batches.limits = capacity
@@ -174,54 +156,47 @@ class TrainingPreview:
 
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
-        last = list(self._batch_sizes.values())[-1:] or [self._batches.batch_size]
-        stays = dict.fromkeys(unknown, last[0])  # where it is not known, that nothing changes is the best guess
-        return sum(1 for _ in self._batches.epochs.ahead(progress, {**self._batch_sizes, **stays}))
-
-    def _ahead(self, progress: Progress) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
-        return self._batches.epochs.ahead(progress, self._batch_sizes)
+        last = [self._batches.batch_size, *self._batch_sizes.values()][-1]
+        stays = dict.fromkeys(unknown, last)  # where it is not known, that nothing changes is the best guess
+        return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
     def _planned(self, progress: Progress, rate: RateController, capacity: MicroBatchLimits) -> Iterator[PlannedStep]:
         lengths = self._data.real_lengths
         key, num_micro_batches = None, 0
-        for at, rows, plan in self._ahead(progress):
+        scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
+        for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
             tokens = int(lengths[rows].sum())
             if key != (key := (at.epoch, at.batch)):
-                num_micro_batches = self._num_micro_batches(rows, self._capacity_at(at, capacity))
+                limit = capacity.of(at.batch if scheduled else self._batch_sizes[at.epoch])
+                num_micro_batches = self._num_micro_batches(rows, limit)
             yield PlannedStep(
                 at,
-                batch=at.batch,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
                 learning_rate=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
                 tokens=tokens,
             )
 
-    def _capacity_at(self, progress: Progress, capacity: MicroBatchLimits) -> MicroBatchLimit:
-        scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
-        return capacity.of(progress.batch if scheduled else self._batch_sizes[progress.epoch])
-
     def _num_micro_batches(self, rows: list[int], capacity: MicroBatchLimit) -> int:
-        if capacity.amount == 0:  # the plan alone, where what fits is not known
+        if capacity.amount == 0:  # what fits is not known
             return 1
         mine = self._batches.rows_of_rank(rows, capacity)
         lengths = self._data.lengths[[rows[position] for position in mine]].tolist()
         return max(1, len(micro_batches(lengths, capacity, self._data.shapes)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
-        """What is to be said of the stages of a schedule."""
+        """Return notes on the stages of a schedule."""
         settings, batches = self._settings, self._batches
         sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
-
         changes: dict[str, int] = {}
 
-        def steps() -> Iterator[PlannedStep]:
+        def steps() -> Iterator[Progress]:
             asked = 0
-            for at, rows, _ in batches.epochs.ahead(progress, sizes):
+            for at, _, _ in batches.epochs.ahead(progress, sizes):
                 if at.batch != asked:
                     asked = changes[f"batch_size_schedule at step {at.steps}"] = at.batch
                 self._most_asked = max(self._most_asked, at.batch)
-                yield PlannedStep(at, batch=at.batch, rows=len(rows), micro_batches=1, learning_rate=0.0)
+                yield at
 
         assert settings.batch_size_schedule is not None
         ahead = steps()

@@ -51,7 +51,7 @@ class ResumedRun:
     """
 
     def __init__(self, job: Job, data: Data, checkpoints: Checkpoints, *, seed: int) -> None:
-        state = checkpoints.recipe_state
+        state = checkpoints.found.recipe_state
         self._job, self._settings = job, job.settings
         self.saved: dict[str, Any] = {} if state is None else state.get(STATE_KEY, {})
         if self.saved:  # batches are counted as they were, whatever the number of ranks is now
@@ -119,7 +119,7 @@ class ResumedRun:
             return
         states: list[dict[str, torch.Tensor]] = self.saved["random_states"]
         if len(states) == distributed.world_size():
-            RandomState.from_state_dict(states[distributed.rank()], self._job.device).restore()
+            RandomState(self._job.device).load_state_dict(states[distributed.rank()])
         else:  # no rank's is another's
             training.set_seed(seed=self.seed + progress.steps)
 

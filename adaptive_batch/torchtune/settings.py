@@ -150,7 +150,7 @@ class EstimateSettings:
     """The `estimate` block, for ``adaptive_estimate``."""
 
     devices: object = key(
-        checked(lambda name, value: parse_devices(value, key=name)),
+        checked(lambda name, value: parse_devices(value)),
         "for `adaptive_estimate`, which needs it: devices that are not here: a size such as `80GiB`, a name such as `H100`, or a "
         "list of them. See [estimate.md](estimate.md)",
         default=None,

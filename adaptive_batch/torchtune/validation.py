@@ -56,8 +56,8 @@ class Validation:
         if settings.fits_itself:
             bound = bounds.of_validation(trainer)
             limits.limits.num_out_of_memory += bound.num_out_of_memory
-            padded = data.shapes_val.padded(bound.sequence_length)
-            limit = MicroBatchLimit(bound.max_batch_size * padded, "tokens")
+            tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
+            limit = MicroBatchLimit(tokens, "tokens")
             record.decision(
                 "validation_bound",
                 f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",

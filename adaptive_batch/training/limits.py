@@ -55,7 +55,7 @@ class MicroBatchLimits:
     @property
     def tried_tokens(self) -> int:
         """Padded tokens of the largest micro-batch that was tried and fits."""
-        return (self.bound or 0) * self._layout.padded(self.tried_length)
+        return self._layout.padded_tokens([self.tried_length] * (self.bound or 0))
 
     @property
     def splits(self) -> bool:

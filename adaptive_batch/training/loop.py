@@ -423,7 +423,7 @@ class AdaptiveLoop:
             self._handed_out.append(_StepRows(progress.batch, size, rows))
             yield rows
             counts = steps.batching.batch_size_schedule is not None
-            tokens = distributed.all_reduce_total(sum(map(self._rows.length, rows))) if counts else 0
+            tokens = sum(distributed.all_gather(sum(map(self._rows.length, rows)))) if counts else 0
             progress = progress.after_step(rows=size, tokens=tokens)
 
     def num_steps(self, epochs: int) -> int:

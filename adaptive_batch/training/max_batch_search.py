@@ -180,7 +180,7 @@ class MaxBatchSearch:
                 with self._time_limit("the first step of the probe"):
                     stack.enter_context(dry_run)
                 resident_bytes = distributed.maximum(dry_run.resident_bytes)
-                if evaluate and not runner.sharding.knows_evaluation:
+                if evaluate and not runner.sharding.knows(evaluates=True):
                     run_trial(1)  # from which a rank that fails knows what the others wait for
                 result = result and try_again(result, run_trial)
                 if result is None:

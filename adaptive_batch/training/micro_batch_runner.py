@@ -195,7 +195,7 @@ class MicroBatchRunner:
             return 0.0, 0
         self.is_trial = is_trial
         try:
-            with torch.no_grad(), self.sharding.evaluation():
+            with torch.no_grad(), self.sharding.micro_batch(evaluates=True):
                 mean, count = self._loss_and_labels(batch)
                 return (mean * count).item() if count else 0.0, int(count)
         finally:
@@ -243,7 +243,7 @@ class MicroBatchRunner:
         sample: tuple[torch.Tensor, torch.Tensor] | None = None  # label tokens, and squared norm
         for number, is_last in enumerate(reduced):
             if retry.has_failed:
-                self.sharding.stand_in(is_last=is_last)
+                self.sharding.run_dummy_collectives(is_last=is_last)
                 continue
             piece = pieces[number] if number < len(pieces) else None
             retry.current = piece or retry.current

@@ -151,10 +151,10 @@ def standing_in() -> dict[str, Any]:
     run.evaluate(collate(my_rows()))
     model.zero_grad(set_to_none=True)
     if distributed.rank() == 1:
-        sharding.stand_in(is_last=False)
+        sharding.run_dummy_collectives(is_last=False)
         kept = sum(1 for _ in sharding.kept_gradients())
-        sharding.stand_in()
-        sharding.stand_in_for_evaluation()
+        sharding.run_dummy_collectives()
+        sharding.run_dummy_collectives(evaluates=True)
     else:
         run.try_rows(my_rows(), is_last=False)
         kept = sum(1 for _ in sharding.kept_gradients())
@@ -294,7 +294,7 @@ def test_after_a_reset_a_step_is_the_same_to_the_bit_with_either_way_to_reset(ra
 def test_on_one_rank_it_does_nothing():
     model = Decoder()
     sharding = Sharding(model, syncs_every_micro_batch=False)
-    acts: list[Callable[[], object]] = [sharding.finish, sharding.stand_in, sharding.stand_in_for_evaluation]
+    acts: list[Callable[[], object]] = [sharding.finish, sharding.run_dummy_collectives]
     for act in [*acts, sharding.reset]:
         act()
     assert not sharding.is_sharded

@@ -558,19 +558,16 @@ def test_low_bit_states_come_back_in_one_process(folder, one):
 
 
 def test_low_bit_states_are_not_divided_among_another_number_of_ranks(folder, two, four):
-    saved_by_two = (
-        "is a low-bit state that 2 ranks saved in parts, which {} cannot divide again: resume with 2, or begin with"
-    )
+    def refused(*, saved, here):
+        return rf"is a low-bit state that {saved} ranks saved in parts \(.*\), which {here} \(.*\) cannot divide again: resume with {saved},"
+
     for facts in four:
-        assert saved_by_two.format(4) in facts["eight bits"]
+        assert re.search(refused(saved=2, here=4), facts["eight bits"])
     for facts in two:
-        assert (
-            "state.2.weight.exp_avg is a OptimState8bit, which cannot be divided among 2 ranks: resume with as many ranks"
-            in facts["eight bits of one"]
-        )
-    with pytest.raises(CheckpointError, match=saved_by_two.format(1)):
+        assert re.search("2.weight.exp_avg " + refused(saved=1, here=2), facts["eight bits of one"])
+    with pytest.raises(CheckpointError, match=refused(saved=2, here=1)):
         loaded(folder / "eight bits", None, Wide, optimizer=torchao.optim.AdamW8bit)
-    with pytest.raises(CheckpointError, match=saved_by_two.format(1)):
+    with pytest.raises(CheckpointError, match=refused(saved=2, here=1)):
         latest_complete(folder / "eight bits")[0].load()
     model, _, _ = made(Wide, None, seed=1)
     latest_complete(folder / "eight bits")[0].load_into({"model": model.state_dict()})  # the weights are

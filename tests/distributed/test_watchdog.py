@@ -26,8 +26,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def started(folder: Path, **settings: object) -> Watchdog:
     """A watch whose rank zero writes into `folder` why the run ended."""
-    watch = Watchdog.connect(on_end=lambda end: (folder / "end.json").write_text(json.dumps(asdict(end))), **settings)
-    assert watch is not None
+    watch = Watchdog(on_end=lambda end: (folder / "end.json").write_text(json.dumps(asdict(end))), **settings)
     watch.start()
     return watch
 
@@ -188,7 +187,7 @@ def test_a_rank_that_stands_still_longer_than_its_limit_ends_all(tmp_path, capfd
 
 
 def all_hang(folder: Path) -> None:
-    watch = Watchdog.connect(stall_seconds=1.0, on_end=lambda end: (folder / "not" / "there").write_text(end.kind))
+    watch = Watchdog(stall_seconds=1.0, on_end=lambda end: (folder / "not" / "there").write_text(end.kind))
     dist.barrier()
     watch.start()
     watch.beat("step 3")
@@ -228,12 +227,6 @@ def test_ranks_that_end_well_at_different_times_end_no_other(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_where_the_environment_names_no_store_there_is_no_watch(monkeypatch):
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    assert Watchdog.connect() is None
-
-
 @pytest.fixture
 def port():
     with reserved_port() as port:
@@ -244,7 +237,7 @@ def test_one_rank_alone_is_watched_too_and_a_beat_costs_nothing(monkeypatch, por
     for name, value in zip(ENVIRONMENT, ("0", "1", "127.0.0.1", str(port)), strict=True):
         monkeypatch.setenv(name, value)
     threads = threading.active_count()
-    watch = Watchdog.connect(stall_seconds=60)
+    watch = Watchdog(stall_seconds=60)
     watch.start()
     assert threading.active_count() == threads + 2
 

@@ -418,7 +418,7 @@ def test_an_audit_lists_the_budgets_of_a_schedule_of_tokens(doubling):
     lines = [line.strip() for line in audit(doubling.output_dir).lines]
     begin = next(number for number, line in enumerate(lines) if line.startswith("batch size"))
     said = [line.removeprefix("batch size").strip().split(" (")[0] for line in lines[begin : begin + 3]]
-    assert said == ["step 1: 128 tokens", "step 4: 128 tokens -> 256 tokens", "step 7: 256 tokens -> 512 tokens"]
+    assert said == ["step 1: 128 tokens", "step 4: 256 tokens", "step 7: 512 tokens"]
 
 
 # --- what is not refused and not said -----------------------------------------------------------------------------------

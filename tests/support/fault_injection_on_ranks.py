@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from support.ranks import end_of_ranks
 from support.sharded_model import (
     Decoder,
@@ -289,8 +290,7 @@ class _Notes:
 
 def run_places(way: Way, places: Sequence[Place], folder: str) -> None:
     """Run each place; a rank that cannot go on ends all, as the recipe has it."""
-    watch = Watchdog.connect(stall_seconds=PATIENCE_SECONDS)
-    assert watch is not None
+    watch = Watchdog(stall_seconds=PATIENCE_SECONDS)
     watch.start()
     notes = _Notes(Path(folder), watch)
     gc.collect()
@@ -303,7 +303,7 @@ def run_places(way: Way, places: Sequence[Place], folder: str) -> None:
     except BaseException as error:
         notes.write(error=f"{type(error).__name__}: {error}")
         watch.fail(error, kind="out_of_memory" if isinstance(error, RankLostError) else "error")
-    distributed.barrier()
+    dist.barrier()
     watch.stop()
 
 

@@ -74,7 +74,7 @@ def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
 
         def call(self: Any, *arguments: Any, **options: Any) -> Any:
             if rows[0] > 2:
-                self._sharding._begin_call()
+                self._sharding._is_inside = True
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return whole_call(self, *arguments, **options)
 

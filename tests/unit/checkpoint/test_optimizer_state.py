@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
@@ -14,7 +15,6 @@ from torchtune.training import create_optim_in_bwd_wrapper
 
 from adaptive_batch.checkpoint import load_named_optimizer_state, named_optimizer_state
 from adaptive_batch.checkpoint.optimizer_state import named_form, parameter_name
-from adaptive_batch.checkpoint.state_tree import flatten, unflatten
 from adaptive_batch.errors import CheckpointError
 
 OPTIMIZERS = {
@@ -91,8 +91,9 @@ def named(optimizers, names):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_state_comes_back_to_the_bit_and_training_goes_on_with_it(optimizer, in_backward):
     model, optimizers, names = trained(optimizer, in_backward=in_backward)
-    tensors, skeleton = flatten(named_optimizer_state(optimizers, names))
-    state = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
+    file = io.BytesIO()
+    torch.save(named_optimizer_state(optimizers, names), file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert list(state["state"]) in ([], NAMES)
     assert [name for group in state["param_groups"] for name in group["params"]] == NAMES
     again, its_optimizers, its_names = trained(optimizer, in_backward=in_backward, steps=1, seed=1)
@@ -190,11 +191,6 @@ def without_last(state):
     return state
 
 
-def in_no_group(state):
-    state["param_groups"][0]["params"].pop()
-    return state
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -203,7 +199,6 @@ def in_no_group(state):
             "the saved optimizer state has the parameter head.weight, which is not trained here; it belongs to another",
         ),
         (without_last, "the saved optimizer state has no parameter 1.bias; it belongs to another model"),
-        (in_no_group, "the saved optimizer state has '1.bias', which is in none of its groups"),
         (
             lambda state: {"state": {}, "param_groups": [{"params": [0, 1, 2]}]},
             "has 3 parameters, numbered, and this model has 4",

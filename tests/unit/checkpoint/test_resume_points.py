@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from support import saving_process
 from support.saving_process import tree
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from adaptive_batch import __version__
 from adaptive_batch.checkpoint import CheckpointManager, latest_complete
-from adaptive_batch.checkpoint.state_tree import flatten, unflatten
 from adaptive_batch.errors import CheckpointError
 
 HERE = Path(__file__).parent
@@ -158,7 +158,7 @@ def test_the_files_are_of_torch_distributed_checkpoint_and_a_state_that_weights_
     torch.load(folder / "state.pt", weights_only=True)
     metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
     assert "model.0.weight" in metadata.state_dict_metadata
-    assert "optimizer.state.0.exp_avg.codes" in metadata.state_dict_metadata
+    assert "optimizer.state.0.exp_avg@0.codes" in metadata.state_dict_metadata
 
 
 plain = (
@@ -196,13 +196,6 @@ trees = st.recursive(
 )
 
 
-@given(tree=trees)
-def test_any_tree_is_put_together_again(tree):
-    found, skeleton = flatten(tree)
-    assert all(type(tensor) is torch.Tensor for tensor in found.values())
-    assert_same(unflatten(found, skeleton), tree)
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees, small=trees)
 def test_any_tree_comes_back_from_the_disk(tmp_path, tree, small):
@@ -225,15 +218,12 @@ def test_odd_tensors_come_back(tmp_path):
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
         "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
         "parameter": nn.Parameter(torch.randn(2)),
-        "sparse": torch.eye(3).to_sparse(),
         "float8": torch.randn(4).to(torch.float8_e4m3fn),
     }
-    sparse = odd.pop("sparse")
-    found, _ = saved_and_loaded(tmp_path, {"odd": odd, "sparse": sparse})
+    found, _ = saved_and_loaded(tmp_path, {"odd": odd})
     expected = {**odd, "conjugate": odd["conjugate"].resolve_conj(), "negative": odd["negative"].resolve_neg()}
     assert_same(found["odd"], expected)
     assert found["odd"]["channels_last"].stride() == image.stride()
-    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
     assert (
         sum(path.stat().st_size for path in (tmp_path / "step_1").iterdir()) < 40_000
     )  # not all that a view is a part of
@@ -254,10 +244,14 @@ def test_paths_that_are_the_same_text_stay_apart(tmp_path):
     assert_same(found, tree)
 
 
-def test_subclasses_of_plain_values_are_taken_for_what_they_derive_from():
+def test_subclasses_of_plain_values_are_taken_for_what_they_derive_from(tmp_path):
     tree = OrderedDict(a=np.float64(0.1), b=signal.SIGTERM)
-    found = unflatten(*flatten(tree))
-    assert_same(found, {"a": 0.1, "b": int(signal.SIGTERM)})
+    for found in saved_and_loaded(tmp_path, tree, tree):
+        assert_same(found, {"a": 0.1, "b": int(signal.SIGTERM)})
+
+
+class Scaled(torch.Tensor):
+    """A subclass that wraps no other tensor."""
 
 
 @pytest.mark.parametrize(
@@ -265,8 +259,6 @@ def test_subclasses_of_plain_values_are_taken_for_what_they_derive_from():
     [
         ({"a": [1, {2: {3}}]}, "a.1.2 is a set, which a checkpoint cannot hold"),
         ({"a": b"bytes"}, "a is a bytes, which a checkpoint cannot hold"),
-        ({"a": {(1, 2): 3}}, "a has the key (1, 2): only str and int can be saved"),
-        ({"a": torch.empty(2, device="meta")}, "a is a tensor on the meta device, which has no values"),
         (object(), "the state is a object, which a checkpoint cannot hold"),
     ],
 )
@@ -278,16 +270,22 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, tree, me
     assert not (tmp_path / "out").exists()
 
 
-class Scaled(torch.Tensor):
-    """A subclass that weights_only does not know."""
+@pytest.mark.parametrize(
+    "tensor", [torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.ones(2).as_subclass(Scaled)]
+)
+def test_a_tensor_of_a_kind_that_cannot_be_saved_is_named(tmp_path, tensor):
+    with pytest.raises(
+        TypeError, match=r"^a\.0 is a (Tensor|Scaled) of layout torch\.\w+ on (cpu|meta), which a checkpoint"
+    ):
+        CheckpointManager(tmp_path).save(1, {"a": [tensor]}, None)
 
 
 def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(
-        CheckpointError, match=r"could not be read again: it names [\w.]*\.Scaled, which torch.load\(weights_only"
+        CheckpointError, match=r"could not be read again: it names [\w.]*\.TwoTensor, which torch.load\(weights_only"
     ):
-        CheckpointManager(tmp_path).save(2, {"w": torch.ones(2).as_subclass(Scaled)}, None)
+        CheckpointManager(tmp_path).save(2, {"w": TwoTensor(torch.ones(2), torch.ones(2))}, None)
     assert latest_complete(tmp_path)[0].step == 1
     assert hidden(tmp_path) == []
 
@@ -447,9 +445,9 @@ def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, dat
         (lambda f: (f / ".metadata").unlink(), ".metadata is missing"),
         (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda f: (f / "state.pt").unlink(), "state.pt is missing"),
-        (lambda f: (f / "resume.json").unlink(), "incomplete: it has no resume.json"),
+        (lambda f: (f / "resume.json").unlink(), "incomplete: resume.json cannot be read (No such file or directory)"),
         (lambda f: (f / "resume.json").write_text(""), "resume.json is truncated or changed"),
-        (lambda f: (f / "resume.json").write_bytes(b"\xff\xfe"), "resume.json cannot be read"),
+        (lambda f: (f / "resume.json").write_bytes(b"\xff\xfe"), "resume.json is truncated or changed"),
         (lambda f: (f / "state.pt").write_bytes(b"x"), "state.pt has 1 bytes, "),
         (lambda f: (f / "resume.json").write_text('{"format": "x"}'), "resume.json is truncated or changed"),
     ],
@@ -509,7 +507,7 @@ def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
     point, passed_over = latest_complete(tmp_path)
     assert point.step == 2
     assert [(other.path.name, other.reason) for other in passed_over] == [
-        ("step_7", "unrecognized: it has no resume.json"),
+        ("step_7", "unrecognized: resume.json cannot be read (No such file or directory)"),
         ("step_8", "resume.json is unrecognized"),
     ]
     for name in ("step_7", "step_8", "step_x"):

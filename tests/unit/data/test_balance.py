@@ -182,15 +182,6 @@ def test_lists_tuples_and_tensors_are_dealt_alike(lengths, ranks, capacity, shap
         assert balance_by_tokens(same, ranks, capacity, shapes) == dealt
 
 
-@pytest.mark.parametrize(
-    "deal", [lambda ranks: balance_by_rows(4, ranks), lambda ranks: balance_by_tokens([1], ranks, MicroBatchLimit(1))]
-)
-@pytest.mark.parametrize("ranks", [0, -1])
-def test_no_ranks_are_refused(deal, ranks):
-    with pytest.raises(ValueError, match=f"ranks={ranks}: must be 1 or more"):
-        deal(ranks)
-
-
 # what it is for
 
 

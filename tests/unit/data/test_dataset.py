@@ -27,8 +27,8 @@ WEIGHTS = torch.ones(4, 3, requires_grad=True)
         ({"loss": WEIGHTS.mean()}, "mean_loss='dict': "),
         (1.5, "mean_loss='float': "),
         (None, "mean_loss='NoneType': "),
-        (WEIGHTS.sum(1), r"mean_loss='float32 of the shape \[4\]': "),
-        (WEIGHTS.sum().long(), r"mean_loss='int64 of the shape \[\]': "),
+        (WEIGHTS.sum(1), r"mean_loss='torch.float32 of \[4\]': "),
+        (WEIGHTS.sum().long(), r"mean_loss='torch.int64 of \[\]': "),
         (WEIGHTS.sum().detach(), r"mean_loss=12\.0: its result depends on no parameter that needs gradients; "),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
@@ -80,10 +80,11 @@ def test_a_loss_that_cannot_be_used_is_said_by_the_search_and_by_training() -> N
 
 def test_labels_of_more_dimensions_are_refused_by_their_shape() -> None:
     with pytest.raises(
-        SettingError, match=r"`labels` have the shape \[2, 3, 4\].*lambda batch: \(batch\[\"labels\"\] != -100\)"
+        SettingError,
+        match=r"`labels` of a batch are torch.int64 of \[2, 3, 4\].*lambda batch: \(batch\[\"labels\"\] != -100\)",
     ):
         label_tokens({"labels": torch.zeros(2, 3, 4, dtype=torch.int64)})
-    with pytest.raises(SettingError, match="a batch is a dict without `labels`"):
+    with pytest.raises(SettingError, match="`labels` of a batch are NoneType"):
         label_tokens({"label": torch.zeros(2, dtype=torch.int64)})
 
 

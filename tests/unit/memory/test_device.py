@@ -409,12 +409,15 @@ class SaysNothing:
     def synchronize(self, _):
         pass
 
+    def empty_cache(self):
+        pass
+
 
 def test_a_device_that_does_not_say_what_it_peaks_at_is_refused_for_probes_alone():
     device = torch.device("cuda", 0)
     memory = AcceleratorMemory(device, backend=SaysNothing())
     with pytest.raises(
-        SettingError, match=r"device='cuda:0': torch .* no batch can be probed there; train with a batch"
+        SettingError, match=r"device='cuda:0': torch .* no batch can be probed there; train with a conf"
     ):
         memory.check_it_can_be_measured()
     memory.release()

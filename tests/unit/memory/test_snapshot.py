@@ -91,7 +91,7 @@ def test_random_state_goes_on_after_a_file(tmp_path):
     state = RandomState(CPU)
     torch.save(state.state_dict(), tmp_path / "state.pt")
     expected = [draw() for _ in range(3)]
-    RandomState.from_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), CPU).restore()
+    RandomState(CPU).load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert [draw() for _ in range(3)] == expected
     state.restore()
     assert [draw() for _ in range(3)] == expected

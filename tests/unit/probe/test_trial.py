@@ -434,7 +434,7 @@ def test_the_host_must_have_room_for_the_copies():
         budget_bytes=PLENTY,
     )
     with (
-        pytest.raises(DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host .* the host has \d+\.\d\d GiB"),
+        pytest.raises(DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host, which has \d+\.\d\d GiB"),
         rehearsal,
     ):
         pass

@@ -21,10 +21,9 @@ from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records, write_report
 from adaptive_batch.report.drawing import DARK, GROUNDS, LIGHT, MARKS, Points
-from adaptive_batch.report.page import render
+from adaptive_batch.report.page import facts_of, render
 from adaptive_batch.report.run_figures import figures_of
-from adaptive_batch.report.run_history import EVENTS, Timeline
-from adaptive_batch.report.summary import facts_of
+from adaptive_batch.report.run_history import Timeline
 
 EVERY_FIGURE = [
     "probe", "batch_size", "micro_batches", "lr", "loss-over-samples", "loss-over-time", "padding", "tokens-per-second",
@@ -100,7 +99,7 @@ def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run
     page, _ = render(timeline, PROBE, name="run")
     explained = re.search(r'<ul class="marks".*?</ul>', page, re.DOTALL)
     assert explained
-    assert [event for event in EVENTS if event in explained[0]] == list(EVENTS)
+    assert [event for event in MARKS if event in explained[0]] == list(MARKS)
     drawn, _ = figures_of(timeline, PROBE)
     shapes = {marker for marker, _, _ in MARKS.values()}
     assert [figure.name for figure in drawn if set(marks_in(figure)) != shapes] == ["probe"]
@@ -229,7 +228,6 @@ def test_steps_that_a_restart_rolled_back_are_apart():
     timeline = timeline_of(full_records())
     assert [step.number for step in timeline.steps] == list(range(1, 601))
     assert [[step.number for step in stretch] for stretch in timeline.rolled_back] == [list(range(421, 481))]
-    assert timeline.restarts == 1
     page, _ = render(timeline, None, name="run")
     assert "Steps that restarts rolled back: 60." in page
 
@@ -240,7 +238,8 @@ def test_only_the_last_run_of_a_file_is_shown_and_that_is_said():
     records.samples = {0: 0}
     records.step(1)
     timeline = timeline_of(records)
-    assert ([step.number for step in timeline.steps], timeline.other_runs, timeline.restarts) == ([1], 1, 0)
+    assert ([step.number for step in timeline.steps], timeline.other_runs) == ([1], 1)
+    assert dict(facts_of(timeline, None))["restarts"] == "0"
     assert "Only the last run of the file is shown; other runs in it: 1." in render(timeline, None, name="run")[0]
 
 

@@ -35,9 +35,9 @@ def test_growth_never_shrinks_and_passes_neither_request_nor_bound(before, added
 @given(before=rows, added=st.integers(0, 10**9), maximum=bounds)
 def test_growth_is_cut_only_by_the_bound(before, added, maximum):
     growth = next_batch_size(by(added), epoch=1, batch_size=before, maximum=maximum)
-    assert growth.was_cut == (growth.after != growth.requested)
-    assert growth.was_cut == (added > 0 and maximum is not None and before + added > maximum)
-    assert not growth.was_cut or growth.after == max(before, maximum)
+    was_cut = growth.after != growth.requested
+    assert was_cut == (added > 0 and maximum is not None and before + added > maximum)
+    assert not was_cut or growth.after == max(before, maximum)
 
 
 @given(before=rows, maximum=st.integers(1, 10**6), added=st.integers(0, 10**6))
@@ -99,7 +99,7 @@ def test_whole_numbers_of_numpy_and_torch_are_rows(answer):
         (np.array([1, 2]), "array([1, 2])"),
         (torch.tensor(8.0), "tensor(8.)"),
         (torch.tensor(True), "tensor(True)"),
-        (torch.empty((), device="meta", dtype=torch.int64), "tensor(..., device='meta', size=(), dtype=torch.int64)"),
+        (torch.empty((), device="meta", dtype=torch.int64), "tensor(..., d"),
     ],
 )
 def test_an_answer_that_is_no_row_count_is_named_with_epoch_and_batch_size(answer, shown):
@@ -107,9 +107,7 @@ def test_an_answer_that_is_no_row_count_is_named_with_epoch_and_batch_size(answe
         next_batch_size(by(answer), epoch=3, batch_size=16, maximum=64)
     message = str(caught.value)
     assert "by.<locals>.<lambda>(epoch=3, batch_size=16) returned " + shown in message
-    assert message.endswith(
-        "it must return how many rows to add to batch_size: a whole number, 0 or more, at most 1000000000"
-    )
+    assert message.endswith("it must return how many rows to add to batch_size: a whole number, 0 to 1000000000")
 
 
 def test_an_error_of_the_function_becomes_the_cause():
@@ -162,11 +160,17 @@ def test_what_takes_two_positional_arguments_is_an_increment(function):
         (3, "give a function f(epoch, batch_size) -> rows to add"),
         (None, "give a function f(epoch, batch_size) -> rows to add"),
         ("grow", "give a function f(epoch, batch_size) -> rows to add"),
-        (lambda: 1, "called as f(epoch, batch_size) with two positional arguments"),
-        (lambda epoch: 1, "called as f(epoch, batch_size) with two positional arguments"),
-        (lambda a, b, c: 1, "called as f(epoch, batch_size) with two positional arguments"),
-        (lambda *, epoch, batch_size: 1, "called as f(epoch, batch_size) with two positional arguments"),
-        (lambda epoch, batch_size, *, factor: 1, "called as f(epoch, batch_size) with two positional arguments"),
+        (lambda: 1, "give a function f(epoch, batch_size) -> rows to add, of positional arguments"),
+        (lambda epoch: 1, "give a function f(epoch, batch_size) -> rows to add, of positional arguments"),
+        (lambda a, b, c: 1, "give a function f(epoch, batch_size) -> rows to add, of positional arguments"),
+        (
+            lambda *, epoch, batch_size: 1,
+            "give a function f(epoch, batch_size) -> rows to add, of positional arguments",
+        ),
+        (
+            lambda epoch, batch_size, *, factor: 1,
+            "give a function f(epoch, batch_size) -> rows to add, of positional arguments",
+        ),
     ],
 )
 def test_what_does_not_is_refused_with_key_and_remedy(function, said):
@@ -199,17 +203,17 @@ def test_at_epochs_adds_at_the_given_epochs_alone():
         ({}, "give rows to add by epoch"),
         (None, "give rows to add by epoch"),
         ([1, 8], "give rows to add by epoch"),
-        ({-1: 8}, "the epoch -1 must be a whole number"),
-        ({1.5: 8}, "the epoch 1.5 must be a whole number"),
-        ({True: 8}, "the epoch True must be a whole number"),
-        ({"one": 8}, "the epoch 'one' must be a whole number"),
-        ({"²": 8}, "the epoch '²' must be a whole number"),
-        ({1: -8}, "the -8 rows of epoch 1 must be"),
-        ({1: 8.0}, "the 8.0 rows of epoch 1 must be"),
-        ({1: None}, "the None rows of epoch 1 must be"),
-        ({1: True}, "the True rows of epoch 1 must be"),
-        ({1: "8"}, "the '8' rows of epoch 1 must be"),
-        ({1: 10**9 + 1}, "the 1000000001 rows of epoch 1 must be"),
+        ({-1: 8}, "epoch -1 and rows 8 must be whole numbers"),
+        ({1.5: 8}, "epoch 1.5 and rows 8 must be whole numbers"),
+        ({True: 8}, "epoch True and rows 8 must be whole numbers"),
+        ({"one": 8}, "epoch 'one' and rows 8 must be whole numbers"),
+        ({"²": 8}, "epoch '²' and rows 8 must be whole numbers"),
+        ({1: -8}, "epoch 1 and rows -8 must be whole numbers"),
+        ({1: 8.0}, "epoch 1 and rows 8.0 must be whole numbers"),
+        ({1: None}, "epoch 1 and rows None must be whole numbers"),
+        ({1: True}, "epoch 1 and rows True must be whole numbers"),
+        ({1: "8"}, "epoch 1 and rows '8' must be whole numbers"),
+        ({1: 10**9 + 1}, "epoch 1 and rows 1000000001 must be whole numbers"),
         ({1: 8, "1": 4}, "epoch 1 is given twice"),
     ],
 )
@@ -249,7 +253,7 @@ def test_geometric_refuses_a_factor_that_does_not_grow(factor):
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2", None])
 def test_geometric_refuses_a_period_that_is_no_number_of_epochs(every):
-    with pytest.raises(SettingError, match=r"batch_increase_function\.every=.*: must be a whole number of epochs"):
+    with pytest.raises(SettingError, match=r"batch_increase_function\.every=.*: must be a whole number, 1 to"):
         geometric(2, every=every)
 
 

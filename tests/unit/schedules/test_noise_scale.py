@@ -13,8 +13,7 @@ from support.runners import build_runner
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.schedules import NoiseScale, squared_norm
-from adaptive_batch.schedules.noise_scale import noise, squared_gradient
+from adaptive_batch.schedules import NoiseSample, NoiseScale, squared_norm
 
 ROWS = st.integers(-9, 9).map(float)
 
@@ -32,28 +31,23 @@ def test_both_estimates_are_right_on_average_over_every_step_that_there_can_be(p
     """The small batch is a part of the big one."""
     small, big = sizes
     drawn = list(itertools.product(population, repeat=big))
-    norms = [
-        {
-            "small_rows": small,
-            "small_squared_norm": squared_norm_of_mean(rows[:small]),
-            "big_rows": big,
-            "big_squared_norm": squared_norm_of_mean(rows),
-        }
+    found = [
+        NoiseSample(small, squared_norm_of_mean(rows[:small]), big, squared_norm_of_mean(rows)).estimates()
         for rows in drawn
     ]
     mean_row = squared_norm_of_mean(population)
     variance = sum(x * x + y * y for x, y in population) / len(population) - mean_row
-    assert sum(squared_gradient(**one) for one in norms) / len(drawn) == pytest.approx(mean_row, abs=1e-9)
-    assert sum(noise(**one) for one in norms) / len(drawn) == pytest.approx(variance, abs=1e-9)
+    noises, squared_gradients = zip(*found, strict=True)
+    assert sum(squared_gradients) / len(drawn) == pytest.approx(mean_row, abs=1e-9)
+    assert sum(noises) / len(drawn) == pytest.approx(variance, abs=1e-9)
 
 
 def test_a_case_by_hand():
     """|G|^2 = 4 and S = 12: 4 + 12 / 2 = 10 of two rows, 4 + 12 / 6 = 6 of six."""
-    sample = {"small_rows": 2, "small_squared_norm": 10.0, "big_rows": 6, "big_squared_norm": 6.0}
-    assert squared_gradient(**sample) == 4
-    assert noise(**sample) == pytest.approx(12)
+    sample = NoiseSample(2, 10.0, 6, 6.0)
+    assert sample.estimates() == (pytest.approx(12), 4)
     scale = NoiseScale(min_samples=1)
-    scale.update(**sample)
+    scale.update(sample)
     assert scale.value == pytest.approx(3)
 
 
@@ -69,18 +63,9 @@ def test_the_squared_norm_is_of_all_gradients_whatever_their_types():
 
 @pytest.mark.parametrize(("small", "big"), [(4, 4), (5, 4), (0, 4), (-1, 4)])
 def test_a_small_batch_that_is_not_smaller_is_refused(small, big):
-    sample = {"small_rows": small, "small_squared_norm": 1.0, "big_rows": big, "big_squared_norm": 1.0}
     message = f"^small_rows={small}.*, big_rows={big}: the small batch must be the smaller one$"
-    for refuse in (noise, squared_gradient, NoiseScale().update):
-        with pytest.raises(ValueError, match=message):
-            refuse(**sample)
-
-
-@pytest.mark.parametrize("setting", [{"decay": 1.0}, {"decay": -0.1}, {"min_samples": 0}], ids=str)
-def test_a_decay_or_a_number_of_samples_that_cannot_be_is_refused(setting):
-    ((name, value),) = setting.items()
-    with pytest.raises(ValueError, match=f"^{name}={value}: must be"):
-        NoiseScale(**setting)
+    with pytest.raises(ValueError, match=message):
+        NoiseScale().update(NoiseSample(small, 1.0, big, 1.0))
 
 
 # the average
@@ -88,14 +73,14 @@ def test_a_decay_or_a_number_of_samples_that_cannot_be_is_refused(setting):
 
 def sample(squared_gradient, noise, *, small=2, big=8):
     """What a step whose estimates are these would have found."""
-    return small, squared_gradient + noise / small, big, squared_gradient + noise / big
+    return NoiseSample(small, squared_gradient + noise / small, big, squared_gradient + noise / big)
 
 
 def test_the_parts_are_averaged_before_they_are_divided_and_later_steps_count_more():
     scale = NoiseScale(decay=0.5, min_samples=1)
-    scale.update(*sample(1.0, 6.0))
+    scale.update(sample(1.0, 6.0))
     assert scale.value == pytest.approx(6)
-    scale.update(*sample(4.0, 3.0))  # weights 1/3 and 2/3
+    scale.update(sample(4.0, 3.0))  # weights 1/3 and 2/3
     assert scale.value == pytest.approx((6 + 2 * 3) / (1 + 2 * 4))
 
 
@@ -103,38 +88,38 @@ def test_the_parts_are_averaged_before_they_are_divided_and_later_steps_count_mo
 def test_steps_that_are_alike_give_their_noise_scale_from_the_first(decay, count):
     scale = NoiseScale(decay=decay, min_samples=1)
     for _ in range(count):
-        scale.update(*sample(2.0, 10.0))
+        scale.update(sample(2.0, 10.0))
         assert scale.value == pytest.approx(5)
 
 
 def test_there_is_no_value_before_enough_samples_and_none_where_the_gradient_is_lost_in_the_noise():
     scale = NoiseScale(decay=0.5, min_samples=3)
-    assert (scale.samples, scale.value) == (0, None)
-    for _ in range(2):
-        scale.update(*sample(1.0, 6.0))
-    assert (scale.samples, scale.value) == (2, None)
-    scale.update(*sample(1.0, 6.0))
-    assert scale.value == pytest.approx(6)
-    scale.update(*sample(-1.5, 6.0))
     assert scale.value is None
-    scale.update(*sample(1.0, 6.0))
+    for _ in range(2):
+        scale.update(sample(1.0, 6.0))
+    assert scale.value is None
+    scale.update(sample(1.0, 6.0))
+    assert scale.value == pytest.approx(6)
+    scale.update(sample(-1.5, 6.0))
+    assert scale.value is None
+    scale.update(sample(1.0, 6.0))
     assert scale.value is not None
     assert scale.value > 6
 
 
 def test_noise_below_zero_is_a_scale_of_zero():
     scale = NoiseScale(min_samples=1)
-    scale.update(*sample(1.0, -6.0))
+    scale.update(sample(1.0, -6.0))
     assert scale.value == 0
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_step_whose_norm_is_not_finite_is_left_out(norm):
     scale = NoiseScale(min_samples=1)
-    scale.update(*sample(1.0, 6.0))
+    scale.update(sample(1.0, 6.0))
     before = scale.state_dict()
-    scale.update(2, norm, 8, 1.0)
-    scale.update(2, 1.0, 8, norm)
+    scale.update(NoiseSample(2, norm, 8, 1.0))
+    scale.update(NoiseSample(2, 1.0, 8, norm))
     assert scale.state_dict() == before
 
 
@@ -145,12 +130,12 @@ NORMS = st.floats(0, 1e6)
 def test_it_goes_on_from_plain_numbers_to_the_bit(norms, cut, decay):
     whole, first, second = (NoiseScale(decay=decay, min_samples=2) for _ in range(3))
     for small, big in norms:
-        whole.update(2, small, 8, big)
+        whole.update(NoiseSample(2, small, 8, big))
     for small, big in norms[:cut]:
-        first.update(2, torch.tensor(small, dtype=torch.float64), 8, big)
+        first.update(NoiseSample(2, torch.tensor(small, dtype=torch.float64), 8, big))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for small, big in norms[cut:]:
-        second.update(2, small, 8, big)
+        second.update(NoiseSample(2, small, 8, big))
     assert second.state_dict() == whole.state_dict()
     assert second.value == whole.value
 
@@ -206,5 +191,5 @@ def test_within_a_tenth_of_the_closed_form_after_600_steps(true, capacity, big, 
     scale = NoiseScale(decay=0.998)
     for _ in range(600):
         problem.model.zero_grad()
-        scale.update(**vars(runner.run(problem.rows(big)).noise))
+        scale.update(runner.run(problem.rows(big)).noise)
     assert scale.value == pytest.approx(true, rel=0.1)

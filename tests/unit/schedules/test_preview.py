@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     PlannedStep,
     Progress,
@@ -23,6 +23,7 @@ from adaptive_batch.schedules import (
     steps,
     table,
 )
+from adaptive_batch.schedules.preview import SHOWN
 
 FINAL = 64
 
@@ -36,8 +37,9 @@ def planned(rule, *, rows, epochs, ranks=1, tokens_per_row=10, maximum=None, mic
             size = min(batch * ranks, rows - progress.epoch_rows)
             micro = -(-size // (ranks * micro_batch_size))
             rate = 1e-3 / (1 + progress.steps)
-            ahead.append(PlannedStep(progress, batch, size, micro, rate, size * tokens_per_row))
-            progress = replace(progress.after_step(rows=size, tokens=size * tokens_per_row), batch=batch)
+            progress = replace(progress, batch=batch)
+            ahead.append(PlannedStep(progress, size, micro, rate, size * tokens_per_row))
+            progress = progress.after_step(rows=size, tokens=size * tokens_per_row)
         progress = progress.after_epoch()
     return ahead
 
@@ -46,7 +48,8 @@ def of_batches(batches):
     """Steps that are asked for these batches, each of so many rows."""
     progress, ahead = Progress(rows_per_epoch=10**6), []
     for batch in batches:
-        ahead.append(PlannedStep(progress, batch, batch, 1, 0.1))
+        progress = replace(progress, batch=batch)
+        ahead.append(PlannedStep(progress, batch, 1, 0.1))
         progress = progress.after_step(rows=batch, tokens=0)
     return ahead
 
@@ -58,7 +61,7 @@ def test_the_ramp_of_bert24_by_hand():
     """640 rows: half an epoch is 20 steps of 16, the other half 10 of 32, and the second epoch 10 of 64."""
     first, second, third = stages_of(planned(BERT24, rows=640, epochs=2))
     assert [stage.steps for stage in (first, second, third)] == [20, 10, 10]
-    assert [stage.batch_first for stage in (first, second, third)] == [16, 32, 64]
+    assert [stage.batch_least for stage in (first, second, third)] == [16, 32, 64]
     assert [stage.first.steps for stage in (first, second, third)] == [0, 20, 30]
     assert [stage.last.samples for stage in (first, second, third)] == [320, 640, 1280]
     assert [stage.first.epochs for stage in (first, second, third)] == [0.0, 0.5, 1.0]
@@ -99,43 +102,43 @@ def test_a_plan_without_tokens_or_without_steps_says_so():
 
 def test_of_many_stages_the_middle_ones_are_merged():
     stages = stages_of(of_batches(range(100, 1100)))
-    assert [stage.batch_first for stage in stages[:11]] == list(range(100, 111))
-    assert [stage.batch_first for stage in stages[12:]] == list(range(1088, 1100))
-    assert (stages[11].batch_least, stages[11].batch_most, stages[11].steps) == (111, 1087, 977)
+    assert [stage.batch_least for stage in stages[:10]] == list(range(100, 110))
+    assert [stage.batch_least for stage in stages[11:]] == list(range(1090, 1100))
+    assert (stages[10].batch_least, stages[10].batch_most, stages[10].steps) == (110, 1089, 980)
     lines = table(stages, unit="tokens", ranks=2).splitlines()
     assert "batch (tokens)" in lines[0]
-    assert "111 to 1,087" in lines[12]
-    assert "222 to 2,174" in lines[12]
-    assert lines[-1] == "one line merges 977 stages of other batches"
+    assert "110 to 1,089" in lines[11]
+    assert "220 to 2,178" in lines[11]
+    assert lines[-1] == "one line merges 980 stages of other batches"
     falling = table(stages_of(of_batches(range(1100, 100, -1))), unit="tokens", ranks=2)
-    assert "1,089 to 113" in falling
+    assert "1,090 to 111" in falling
 
 
-@given(st.lists(st.integers(1, 6), max_size=150), st.integers(1, 30))
-def test_stages_hold_all_steps_in_order_in_no_more_than_the_lines(batches, most_lines):
-    stages = stages_of(of_batches(batches), most_lines=most_lines)
-    assert len(stages) <= most_lines
+@given(st.lists(st.integers(1, 6), max_size=150))
+def test_stages_hold_all_steps_in_order_in_no_more_than_the_lines(batches):
+    stages = stages_of(of_batches(batches))
+    assert len(stages) <= 2 * SHOWN + 1
     assert sum(stage.steps for stage in stages) == len(batches)
-    for before, after in itertools.pairwise(stages):
-        assert before.last == after.first
-        assert before.batch_last != after.batch_first
+    assert all(before.last.steps == after.first.steps for before, after in itertools.pairwise(stages))
     for stage in stages:
         of_stage = batches[stage.first.steps : stage.last.steps]
-        assert (stage.batch_first, stage.batch_last) == (of_stage[0], of_stage[-1])
         assert (stage.batch_least, stage.batch_most) == (min(of_stage), max(of_stage))
         assert stage.changes == sum(a != b for a, b in itertools.pairwise(of_stage))
     runs = [batch for batch, _ in itertools.groupby(batches)]
-    if len(runs) <= most_lines:
-        assert [stage.batch_first for stage in stages] == runs
-        assert not any(stage.changes for stage in stages)
+    if len(runs) <= 2 * SHOWN + 1:
+        assert [stage.batch_least for stage in stages] == runs
 
 
 def test_the_record_is_plain_and_whole():
     stages = stages_of(planned(BERT24, rows=640, epochs=2))
     record = json.loads(json.dumps(as_record(stages)))
-    assert [line["batch_first"] for line in record] == [16, 32, 64]
+    assert [line["batch_least"] for line in record] == [16, 32, 64]
     assert Progress(**record[1]["first"]) == stages[1].first
-    assert set(record[0]) == set(vars(stages[0]))
+    assert set(record[0]) == {*vars(stages[0]), "batch_first", "batch_last"}
+
+
+def progress_of(steps):
+    return [step.progress for step in steps]
 
 
 # check_stages
@@ -144,38 +147,36 @@ DATA = {"ranks": 1, "rows_per_epoch": 640, "drop_last": False}
 
 
 def test_a_schedule_whose_stages_all_have_steps_has_no_notes():
-    assert check_stages(BERT24, planned(BERT24, rows=640, epochs=2), **DATA) == []
-    assert check_stages(lambda progress: 8, planned(lambda progress: 8, rows=64, epochs=1), **DATA) == []
+    assert check_stages(BERT24, progress_of(planned(BERT24, rows=640, epochs=2)), **DATA) == []
+    assert check_stages(lambda progress: 8, progress_of(planned(lambda progress: 8, rows=64, epochs=1)), **DATA) == []
 
 
 def test_a_stage_that_training_ends_before_is_named():
     early = steps([16, 32, 64], ["1ep", "5ep"])
-    (late,) = check_stages(early, planned(early, rows=640, epochs=2), **DATA)
+    (late,) = check_stages(early, progress_of(planned(early, rows=640, epochs=2)), **DATA)
     assert late == "no step has batch 64, asked for from 5ep on: training ends before it"
 
 
 def test_a_stage_that_is_too_short_for_a_step_is_refused():
     short = steps([128, 16, 64], ["100sp", "120sp"])
-    with pytest.raises(
-        SettingError, match="no step has batch 16, which it asks for from 100sp on: that is over before"
-    ):
-        check_stages(short, planned(short, rows=640, epochs=1), **DATA)
+    with pytest.raises(SettingError, match="no step has batch 16, asked for from 100sp on: that is over before"):
+        check_stages(short, progress_of(planned(short, rows=640, epochs=1)), **DATA)
 
 
 def test_equal_batches_are_stages_of_their_own_and_a_cut_is_no_absence():
     back = steps([16, 32, 16], ["1ep", "5ep"])
-    assert len(check_stages(back, planned(back, rows=640, epochs=2), **DATA)) == 1
-    cut = planned(BERT24, rows=640, epochs=2, maximum=24)
+    assert len(check_stages(back, progress_of(planned(back, rows=640, epochs=2)), **DATA)) == 1
+    cut = progress_of(planned(BERT24, rows=640, epochs=2, maximum=24))
     assert check_stages(BERT24, cut, **DATA, maximum=24) == []
 
 
 def test_what_lies_behind_is_not_looked_for():
-    assert check_stages(BERT24, planned(BERT24, rows=640, epochs=2)[25:], **DATA) == []
+    assert check_stages(BERT24, progress_of(planned(BERT24, rows=640, epochs=2)[25:]), **DATA) == []
     assert check_stages(BERT24, [], **DATA) == []
 
 
 def test_a_stage_that_drop_last_drops_whole_is_refused():
-    ahead = planned(BERT24, rows=100, epochs=2, ranks=2)
+    ahead = progress_of(planned(BERT24, rows=100, epochs=2, ranks=2))
     with pytest.raises(
         SettingError, match=r"^batch_size_schedule=64: 64 rows on each of 2 devices .*ask for 50 or fewer"
     ):
@@ -192,10 +193,10 @@ def ahead(increment, *, first_epoch=0, epochs=4, batch_size=16, maximum=None):
 
 
 def test_a_pure_growth_function_is_known_to_the_end():
-    assert ahead(geometric(2)) == ([16, 32, 64, 128], None, "")
-    assert ahead(at_epochs({1: 8, 2: 100}), maximum=48) == ([16, 24, 48, 48], None, "")
-    assert ahead(geometric(2), first_epoch=2) == ([32, 64], None, "")
-    assert ahead(geometric(2), first_epoch=4) == ([], None, "")
+    assert ahead(geometric(2)) == ([16, 32, 64, 128], "")
+    assert ahead(at_epochs({1: 8, 2: 100}), maximum=48) == ([16, 24, 48, 48], "")
+    assert ahead(geometric(2), first_epoch=2) == ([32, 64], "")
+    assert ahead(geometric(2), first_epoch=4) == ([], "")
 
 
 def test_answers_that_change_are_unknown_after_the_last_epoch_that_did_not():
@@ -205,9 +206,9 @@ def test_answers_that_change_are_unknown_after_the_last_epoch_that_did_not():
         calls.append(epoch)
         return 8 if epoch < 2 else 12 - len(calls) % 2 * 4
 
-    assert ahead(increment) == ([24, 32], 1, "the growth function answered 8, then 12")
+    assert ahead(increment) == ([24, 32], "the growth function answered 8, then 12")
     assert calls == [0, 0, 1, 1, 2, 2]
-    assert ahead(lambda epoch, batch_size: len(calls.append(0) or calls))[:2] == ([], -1)
+    assert ahead(lambda epoch, batch_size: len(calls.append(0) or calls))[0] == []
 
 
 def test_a_function_that_counts_its_calls_does_not_count_these():
@@ -219,16 +220,14 @@ def test_a_function_that_counts_its_calls_does_not_count_these():
             return self.calls
 
     counting = Counting()
-    assert ahead(counting) == ([], -1, "the growth function answered 1, then 2")
+    assert ahead(counting) == ([], "the growth function answered 1, then 2")
     assert counting.calls == 0
 
 
-def test_an_error_of_a_later_epoch_is_why_it_is_unknown_and_of_the_first_is_raised():
+def test_an_error_is_why_an_epoch_is_unknown():
     def fails(epoch, batch_size):
         return [0, 8][epoch]
 
-    sizes, known_until, why = ahead(fails)
-    assert (sizes, known_until) == ([16, 24], 1)
+    sizes, why = ahead(fails)
+    assert sizes == [16, 24]
     assert "(epoch=2, batch_size=24) raised IndexError" in why
-    with pytest.raises(GrowthFunctionError, match="raised IndexError"):
-        ahead(fails, first_epoch=3)
