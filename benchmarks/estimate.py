@@ -38,10 +38,10 @@ from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.estimate import LengthEstimate, cuda_workspace, parse_devices
 from adaptive_batch.memory import GIB, device_memory, parse_size
 from adaptive_batch.probe import Trial
-from adaptive_batch.torchtune import BatchSizeFinder, config_path, estimate_devices, set_up_terminal, shipped_configs
+from adaptive_batch.torchtune import config_path, estimate_devices, set_up_terminal, shipped_configs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.model_families import BoundByEach, Combination, RealParts, found, peaks_on_ranks, tried
+from support.model_families import BoundByEach, Combination, RealRun, found, peaks_on_ranks, tried
 from support.ranks import run_on_ranks
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -151,8 +151,7 @@ def measure_peaks(combinations: Sequence[Combination], sizes: Sequence[int]) -> 
         plan = combination.planned()
         planned = time.perf_counter() - start
         start = time.perf_counter()
-        parts = RealParts(combination).built()
-        real = tried(parts, sizes)
+        real = tried(RealRun(combination), sizes)
         peaks = {trial.batch_size: trial.peak_bytes or 0 for trial in real.trials}
         of_step = real.trials[0].optimizer_peak_bytes
         errors = {size: relative(peak, said(plan, size)) for size, peak in peaks.items()}
@@ -221,8 +220,7 @@ def num_equal(entries: Sequence[dict[str, Any]]) -> int:
 def probed(combination: Combination, budget_bytes: int, plan: LengthEstimate) -> dict[str, Any]:
     """What the recipes' own search finds within a budget, beside the plan."""
     maximum = 64
-    parts = RealParts(combination, device_memory=budget_bytes, maximum=maximum).built()
-    result = found(BatchSizeFinder(parts))
+    result = found(RealRun(combination, device_memory=budget_bytes, maximum=maximum))
     assert result.budget_bytes == budget_bytes, f"{result.budget_bytes} may be used, not {budget_bytes}"
     return {
         "budget_bytes": budget_bytes,
@@ -410,27 +408,27 @@ class Doubling:
 
 
 @contextmanager
-def real_parts(combination: Combination, **probe: Any) -> Iterator[RealParts]:
+def real_run(combination: Combination, **probe: Any) -> Iterator[RealRun]:
     """A model that is gone after."""
-    parts = RealParts(combination, **probe).built()
+    run = RealRun(combination, **probe)
     try:
-        yield parts
+        yield run
     finally:
-        parts.__dict__.clear()
+        run.__dict__.clear()
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def noting(parts: RealParts) -> dict[int, int]:
+def noting(run: RealRun) -> dict[int, int]:
     """What the allocator gave out at once in the last trial of each size, from now on."""
     allocated: dict[int, int] = {}
-    run: Callable[[Sequence[Any]], None] = parts.accumulator.try_rows
+    tried: Callable[[Sequence[Any]], None] = run.trainer.runner.try_rows
 
     def try_rows(rows: Sequence[Any]) -> None:
-        run(rows)
+        tried(rows)
         allocated[len(rows)] = torch.cuda.max_memory_allocated()
 
-    parts.accumulator.try_rows = try_rows  # type: ignore[method-assign, assignment]
+    run.trainer.runner.try_rows = try_rows  # type: ignore[method-assign, assignment]
     return allocated
 
 
@@ -464,12 +462,12 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
         limits = {"device_memory": budget, "maximum": maximum}
         start = time.perf_counter()
         try:
-            with real_parts(combination, **limits) as parts:
-                allocated = noting(parts) if on_cuda else {}
-                result = found(BoundByEach(parts, Doubling(maximum=maximum)))
+            with real_run(combination, **limits) as run:
+                allocated = noting(run) if on_cuda else {}
+                result = found(run, BoundByEach(run, Doubling(maximum=maximum)))
             seconds = time.perf_counter() - start
-            with real_parts(combination, **limits) as parts:
-                probe = found(BatchSizeFinder(parts))
+            with real_run(combination, **limits) as run:
+                probe = found(run)
         except DoesNotFitError as error:
             row["refused"] = str(error)
             print(f"{combination!s:<68} {budget / GIB:>6.2f} {row['planned']:>7} {error}", flush=True)

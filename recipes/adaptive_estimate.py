@@ -13,10 +13,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 from torchtune import config
 
-from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.estimate import MemoryEstimate
 from adaptive_batch.report import write_estimate_picture
-from adaptive_batch.torchtune import FakeParts, complete, estimate_devices, set_up_terminal, use_shipped_config
+from adaptive_batch.torchtune import check_output_dir, estimate_devices, set_up_terminal, use_shipped_config
 
 
 def estimate(cfg: DictConfig) -> MemoryEstimate:
@@ -25,22 +25,15 @@ def estimate(cfg: DictConfig) -> MemoryEstimate:
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
-    complete(cfg, needs=(*FakeParts.needs, "output_dir"))
     path = Path(cfg.output_dir) / "adaptive_batch" / "estimate.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(
-            "output_dir", cfg.output_dir, f"it cannot be made ({error}); give a folder of yours"
-        ) from None
+    check_output_dir(path.parent)
     estimated = estimate_devices(cfg, save=lambda one: one.save(path))
     print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
     try:
         write_estimate_picture(estimated, path.with_suffix(".png"))
+        print(f"drawn in {path.with_suffix('.png')}")
     except AdaptiveBatchError as error:
         print(f"no figure: {error}")
-    else:
-        print(f"drawn in {path.with_suffix('.png')}")
     return estimated
 
 

@@ -14,10 +14,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
@@ -34,18 +35,19 @@ from adaptive_batch.torchtune import (
     STATE_KEY,
     BatchSizeFinder,
     Checkpoints,
+    Data,
+    Job,
     LimitFinder,
     ModelBuilder,
     RateController,
     ResumedRun,
     Settings,
+    Trainer,
     TrainingLog,
-    TrainingParts,
     TrainingPreview,
     Validation,
     all_ranks,
     as_dict,
-    base_rate,
     check_output_dir,
     check_scheduler,
     set_up_terminal,
@@ -55,6 +57,7 @@ from adaptive_batch.torchtune import (
 from adaptive_batch.training import FullBatchLoss, StepResult, agree_on_step
 
 log = utils.get_logger("INFO")
+Part = TypeVar("Part", bound=Stateful)
 
 
 class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
@@ -63,7 +66,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     Args:
         cfg: the configuration: YAML and key=value.
         builder: builds the model; None for full fine-tuning.
-        watch: over this rank, of several.
+        watch: the watchdog of this rank, of several.
 
     Raises:
         SettingError: a setting cannot be used; nothing has been loaded or written yet.
@@ -74,12 +77,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         plain = as_dict(cfg)
         self.settings = Settings.from_config(plain)
         self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
-        self.parts = TrainingParts(cfg, self.settings, builder)
-        self.bounds = BatchSizeFinder(self.parts)
-        self.bounds.watch = watch
-        self.device = self.parts.device
+        self.job = Job(cfg, self.settings, builder)
+        self.device = self.job.device
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-        self.noise_scale = NoiseScale()
+        self.parts: dict[str, Any] = {}  # by the name that a checkpoint keeps their state under
         self.asked_to_end = False
 
     # --- setup ------------------------------------------------------------------------------------------------------
@@ -89,7 +90,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         check_output_dir(Path(self.cfg.output_dir))
         self._setup_data()
         if self.settings.preview:
-            self._print_preview()
+            saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
+            text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, resumes=keeps_batch)
+            if distributed.is_rank_zero():
+                print(text)
             return
         self._setup_log()
         self._setup_model()
@@ -99,42 +103,26 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_data(self) -> None:
         """Read the data and the checkpoint that is resumed from, and check all that needs no weights."""
-        settings, parts = self.settings, self.parts
-        parts.build_data()
+        settings, job = self.settings, self.job
+        self.data = data = Data.read(job)
+        self.bounds = BatchSizeFinder(job, data)
+        self.bounds.watch = self.watch
         self.checkpoints = Checkpoints(self.cfg, settings)
-        self.resumed = ResumedRun(parts, self.checkpoints, seed=self.seed)
+        self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         self.progress, self.unlabelled = self.resumed.progress, self.resumed.unlabelled
-        parts.check_rows()
-        self.planner = StepPlanner(
-            parts,
-            parts.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch),
-            layout=parts.shapes,
-            ranks=parts.ranks,
-            counts_tokens=settings.lr_clock.counts_tokens,
-        )
-        self.follows_schedule = settings.batch_size_schedule is not None
-        if self.resumed.saved:
-            self.planner.load_state_dict(
-                self.resumed.state_of_steps(
-                    configured_batch_size=settings.batch_size, follows_schedule=self.follows_schedule
-                )
-            )
-        validates_what_fits = settings.validation is not None and settings.validation.fits_itself
-        if settings.needs_bound or validates_what_fits:
+        data.check_rows()
+        batching = data.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch)
+        by_tokens = settings.lr_clock.counts_tokens
+        planner = StepPlanner(data, batching, layout=data.shapes, ranks=job.ranks, counts_tokens=by_tokens)
+        self.planner = self._add("steps", planner)
+        if settings.needs_bound or (settings.validation is not None and settings.validation.fits_itself):
             self.bounds.check()
         check_scheduler(self.cfg)
-        self.plan = TrainingPreview(parts, self.planner)
-        self.plan.check(self.progress)
-
-    def _print_preview(self) -> None:
-        text = self.plan.alone(
-            self.progress, bounds=self.bounds, saved=self.resumed.saved, resumes=self.resumed.keeps_batch
-        )
-        if distributed.is_rank_zero():
-            print(text)
+        self.preview = TrainingPreview(job, data, planner)
+        self.preview.check(self.progress)
 
     def _setup_log(self) -> None:
-        self.log = TrainingLog(self.parts)
+        self.log = TrainingLog(self.job, self.data)
         self.record = self.log.record
         self.planner.event = self.record.decision
         self.checkpoints.begin_job(self.resumed.name)
@@ -144,33 +132,42 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_model(self) -> None:
         """Load weights and optimizer, and find what fits."""
-        parts, resumed = self.parts, self.resumed
-        self.capacity = LimitFinder(parts, self.bounds, self.record, run=resumed.name)
+        job, data, saved = self.job, self.data, self.resumed.saved
         if self.watch:
             self.watch.on_end = self._write_down_end
-        self.planner.limits = self.capacity.limits
-        parts.build_model(self.checkpoints, limit=lambda: self.planner.limit, lower=self.capacity.lower)
+        self.trainer = trainer = Trainer.load(
+            job,
+            data,
+            self.checkpoints,
+            limit=lambda: self.planner.limit,
+            lower=lambda change: self.limits.lower(change),
+        )
+        self.limits = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
+        self.planner.limits = self.parts["limits"] = self.limits.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
-        parts.build_optimizer()
         if self.checkpoints.found.recipe_state is not None:
-            self.checkpoints.load_optimizer(parts)
-            self.log.whose_rate()
-        self.planner.batch_size = self.capacity.find(
-            self.planner.batch_size,
-            keeps_batch=resumed.keeps_batch or (bool(resumed.saved) and self.follows_schedule),
-            saved=resumed.saved,
-        )
+            self.checkpoints.load_optimizer(trainer)
+            self.log.whose_rate(trainer.base_rate)
+        keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
+        self.planner.batch_size = self.limits.find(self.planner.batch_size, keeps_batch=keeps_batch, saved=saved)
         self.validation = None
         if self.settings.validation:
-            self.validation = Validation(parts, self.bounds, limits=self.capacity, record=self.record)
+            self.validation = Validation(job, data, trainer, self.bounds, limits=self.limits, record=self.record)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
         settings, saved = self.settings, self.resumed.saved
-        self._check_schedule_fits()
+        asked, bound = self.planner.saved_maximum, self.limits.limits.bound
+        if settings.optimizer_in_bwd and settings.batch_size_schedule and bound and asked > bound:
+            remedy = f"the checkpoint's schedule may ask for {asked} rows, of which {bound} fit here, and they cannot be split"
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"{remedy}; resume with more memory, or start again with optimizer_in_bwd=False",
+            )
         self.progress = self.planner.begin(self.progress)
-        self.log.epoch(self.progress.epoch, self.planner, self.capacity)
+        self._log_epoch()
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
@@ -179,41 +176,26 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if not saved:
             self.progress = replace(self.progress, steps=self.progress.epoch * steps)
         changed = bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
-        self.plan.look_ahead(self.progress, saved=saved, changed=changed)
-        self.full_batch_loss = FullBatchLoss(self.plan.full_batch_rows)
-        if saved:
-            self.noise_scale.load_state_dict(saved["noise_scale"])
-        if saved and not self.resumed.begins_epoch_again:
-            self.full_batch_loss.load_state_dict(saved["full_batch_loss"])
+        self.preview.look_ahead(self.progress, saved=saved, changed=changed)
+        self.full_batch_loss = self._add("full_batch_loss", FullBatchLoss(self.preview.full_batch_rows))
+        self.noise_scale = self._add("noise_scale", NoiseScale())
 
     def _setup_rate(self) -> None:
-        parts, settings = self.parts, self.settings
-        self.rate = RateController(
-            parts,
+        trainer, saved = self.trainer, self.resumed.saved
+        self.parts["learning_rate"] = self.rate = RateController(
+            self.job,
             self.planner,
-            parts.optimizers,
+            trainer.optimizers,
             progress=self.progress,
-            total_steps=self.plan.schedule_steps,
-            saved=self.resumed.saved.get("learning_rate", {}),
+            total_steps=self.preview.schedule_steps,
+            saved=saved.get("learning_rate", {}),
             record=self.record,
         )
-        self.log.rate_and_stages(
-            self.rate, self.plan, self.progress, limits=self.capacity.limits, saved=self.resumed.saved
-        )
+        limits, base = self.limits.limits, trainer.base_rate
+        self.log.rate_and_stages(self.rate, self.preview, self.progress, base=base, limits=limits, saved=saved)
         # a compiled model would be compiled for one row more
-        if distributed.world_size() > 1 and settings.on_out_of_memory == "shrink" and not self.cfg.compile:
-            parts.accumulator.learn_collectives()
-
-    def _check_schedule_fits(self) -> None:
-        """Refuse a schedule that may ask for more rows than fit here, where they cannot be split."""
-        asked, bound = self.planner.saved_maximum, self.capacity.limits.bound
-        if self.settings.optimizer_in_bwd and self.settings.batch_size_schedule and bound and asked > bound:
-            raise SettingError(
-                "optimizer_in_bwd",
-                True,
-                f"the checkpoint's schedule may ask for {asked} rows, of which {bound} fit here, and they cannot be split into "
-                "micro-batches; resume with more memory, or start again with optimizer_in_bwd=False",
-            )
+        if distributed.world_size() > 1 and self.settings.on_out_of_memory == "shrink" and not self.cfg.compile:
+            trainer.runner.learn_collectives()
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
         block = OmegaConf.create(dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False})
@@ -232,15 +214,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
         self.profiler.start()
-        first_epoch = self.progress.epoch
-        if first_epoch >= self.settings.epochs:
-            message = f"nothing to train: {first_epoch} epochs are done and epochs={self.settings.epochs}"
+        first_epoch, epochs = self.progress.epoch, self.settings.epochs
+        if first_epoch >= epochs:
+            message = f"nothing to train: {first_epoch} epochs are done and epochs={epochs}"
             self.record.decision("nothing_to_train", message)
         with Preemption(same_within=10.0 if self.watch else 0.0) as self.preemption:
-            for epoch in range(first_epoch, self.settings.epochs):
+            for epoch in range(first_epoch, epochs):
                 if epoch > first_epoch:
                     self.progress = self.planner.begin_epoch(self.progress)
-                    self.log.epoch(epoch, self.planner, self.capacity)
+                    self._log_epoch()
                 within = self.progress.epoch_steps > 0
                 if epoch == first_epoch and not within:
                     self.resumed.restore_random_state(self.progress)
@@ -253,39 +235,31 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.unlabelled = 0
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
-        if first_epoch < self.settings.epochs:
+        if first_epoch < epochs:
             self.record.decision("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
         self.profiler.stop()
 
     def _train_epoch(self) -> None:
-        """Step through the rows of the epoch, from where it stands."""
-        epoch, done = self.progress.epoch, self.progress.epoch_steps
+        """Step through what is left of the epoch."""
+        epoch, done, runner = self.progress.epoch, self.progress.epoch_steps, self.trainer.runner
         with tqdm(total=self.planner.plan.steps, initial=done, disable=not distributed.is_rank_zero()) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
                 progress, rows = self.planner.next_step(self.progress)
                 if rows and distributed.world_size() == 1:  # ranks try the longest row of all when they begin
-                    self.capacity.try_longer(rows, batch_size=self.planner.batch_size)
+                    self.limits.try_longer(rows, batch_size=self.planner.batch_size)
                 if self.watch:
                     self.watch.beat(f"step {self.progress.steps + 1}")
-                agreed = agree_on_step(
-                    self.parts.accumulator,
-                    rows,
-                    batch=progress.batch,
-                    num_rows=len(self.planner.sampler.taken),
-                    ends=self.preemption.requested,
-                )
+                taken, ends = len(self.planner.sampler.taken), self.preemption.requested
+                agreed = agree_on_step(runner, rows, batch=progress.batch, num_rows=taken, ends=ends)
                 self.asked_to_end |= agreed.ends
-                if not self.planner.sampler.taken:
+                if not taken:
                     break
-                rate = self.rate.set(
-                    progress,
-                    plan=self.planner.plan,
-                    batch=self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens),
-                )
-                result = self.parts.accumulator.run(rows, num_micro_batches=agreed.num_micro_batches)
-                self.parts.step()
+                batch = self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens)
+                rate = self.rate.set(progress, plan=self.planner.plan, batch=batch)
+                result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
+                self.trainer.step()
                 self.progress = self._after(result, progress)
                 bar.update(1)
                 bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
@@ -294,49 +268,31 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self.progress,
                     rate=rate,
                     seconds=time.perf_counter() - start,
-                    batches=self.planner,
-                    num_out_of_memory=self.capacity.limits.num_out_of_memory,
+                    sampler=self.planner.sampler,
+                    num_out_of_memory=self.limits.limits.num_out_of_memory,
                     full_batch_loss=self.full_batch_loss,
                 )
                 self._validate()
                 self.profiler.step()
                 self._save_where_due()
-        self._end_epoch()
+        if self.progress.epoch_steps and self.unlabelled == self.progress.epoch_steps:
+            remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
+            raise SettingError("dataset", str(self.cfg.dataset), remedy)
+        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled)
 
     def _after(self, result: StepResult, progress: Progress) -> Progress:
         """Progress after a step, with what it has measured."""
-        self.unlabelled += not result.micro_batches
-        if result.noise is not None:
-            self.noise_scale.update(result.noise)
         taken = len(self.planner.sampler.taken)
         assert result.rows == taken, f"a step of {taken} rows trained {result.rows} of them"
+        self.unlabelled += not result.micro_batches
         progress = progress.after_step(rows=result.rows, tokens=result.tokens)
-        if self.settings.measures_noise:
-            progress = replace(progress, noise_scale=self.noise_scale.value)
-        return progress
+        if result.noise is not None:
+            self.noise_scale.update(result.noise)
+        return replace(progress, noise_scale=self.noise_scale.value) if self.settings.measures_noise else progress
 
-    def _end_epoch(self) -> None:
-        """Say how many steps of the epoch had no label to learn from, and which rows none has used."""
-        steps, unlabelled = self.progress.epoch_steps, self.unlabelled
-        if steps and unlabelled == steps:
-            raise SettingError(
-                "dataset",
-                str(self.cfg.dataset),
-                "no row of a whole epoch has a label; see its train_on_input and masks",
-            )
-        if unlabelled:
-            message = f"{unlabelled} of {steps} steps had no label at all, and changed nothing"
-            self.record.decision("no_labels", message, steps=unlabelled)
-        reasons = self.planner.epochs.left_out(self.progress)
-        left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
-        self.record.decision(
-            "epoch",
-            f"epoch {self.progress.epoch}: {self.progress.epoch_rows} rows trained{left_out}",
-            epoch=self.progress.epoch,
-            used=self.progress.epoch_rows,
-            left_out=sum(reasons.values()),
-            reasons=reasons,
-        )
+    def _log_epoch(self) -> None:
+        self.log.epoch(self.progress.epoch, self.planner, rate=self.trainer.base_rate)
+        self.limits.log_if_one_by_one(self.planner.batch_size)
 
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""
@@ -348,12 +304,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _record_memory_history(self, step: int) -> None:
         """Record the CUDA allocator's history while the profiler is active in the first epoch, as torchtune does."""
         cfg = self.profiler_cfg
-        if (
-            self.progress.epoch
-            or self.device.type != "cuda"
-            or not distributed.is_rank_zero()
-            or not (cfg["enabled"] and cfg.get("profile_memory", False))
-        ):
+        records = cfg["enabled"] and cfg.get("profile_memory", False) and self.device.type == "cuda"
+        if not records or self.progress.epoch or not distributed.is_rank_zero():
             return
         begin = cfg["wait_steps"] + cfg["warmup_steps"]
         if step == begin:
@@ -370,7 +322,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if state:
             state[STATE_KEY]["preempted"] = distributed.any_of_ranks(self.preemption.requested)
         self.record.sync()
-        self.checkpoints.save_epoch(self.parts, recipe_state=state, epoch=epoch)
+        self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
         self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
         if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
@@ -378,13 +330,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self._end_early()
 
     def _save_where_due(self) -> None:
-        """A resume point every so many steps, and where the process is asked to end."""
-        every, step, ends = self.settings.save_every_n_steps, self.progress.steps, self._ends
+        """Save a resume point every so many steps, and where the process is asked to end."""
+        every, step = self.settings.save_every_n_steps, self.progress.steps
+        # of several ranks, whether all of them know that one was asked
+        ends = self.preemption.requested if distributed.world_size() == 1 else self.asked_to_end
         if not (ends or (every and step % every == 0)):
             return
         self.record.sync()
         try:
-            seconds = self.checkpoints.save_step(step, self.parts, state=self._state())
+            seconds = self.checkpoints.save_step(step, self.trainer, state=self._state())
             if ends:
                 self.checkpoints.wait()
         except CheckpointError as error:
@@ -397,22 +351,24 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if ends:
             self._end_early()
 
-    @property
-    def _ends(self) -> bool:
-        """Whether this process was asked to end; of several ranks, whether all of them know that one was."""
-        return self.preemption.requested if distributed.world_size() == 1 else self.asked_to_end
-
     def _log_failed_save(self, error: CheckpointError) -> None:
         message = f"training goes on without a resume point: {error}"
         self.record.decision("checkpoint_failed", message, step=self.progress.steps)
 
     def _end_early(self) -> None:
-        message = f"asked to end: saved at step {self.progress.steps}; resume_from_checkpoint=True goes on from there"
+        message = f"asked to end: saved at step {self.progress.steps}; resume_from_checkpoint=True resumes from it"
         self.record.decision("preempted", message, step=self.progress.steps, exit_status=EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)
 
+    def _add(self, name: str, part: Part) -> Part:
+        """Have a part saved under a name from now on, and load what the checkpoint holds of it."""
+        self.parts[name] = part
+        if (state := self.resumed.state_of(name)) is not None:
+            part.load_state_dict(state)
+        return part
+
     def _state(self) -> dict[str, Any]:
-        """All that resuming needs beside weights and optimizer, as plain values and tensors."""
+        """All that resuming needs besides weights and optimizer, as plain values and tensors."""
         return {
             training.SEED_KEY: self.resumed.seed,
             training.EPOCHS_KEY: self.progress.epoch,
@@ -420,31 +376,22 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             training.MAX_STEPS_KEY: self.resumed.max_steps_per_epoch,
             training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
             STATE_KEY: {
-                "run": self.resumed.name,
+                **self.resumed.state_dict(),
                 "epochs": self.settings.epochs,
                 "configured_batch_size": self.settings.batch_size,
-                "base_rate": base_rate(self.parts),
+                "base_rate": self.trainer.base_rate,
                 "unlabelled": self.unlabelled,
-                "times_begun_again": self.resumed.times_begun_again,
-                "optimizer": {
-                    "optimizer._component_": str(self.cfg.optimizer._component_),
-                    "optimizer_in_bwd": self.settings.optimizer_in_bwd,
-                },
-                "conditions": self.resumed.conditions,
                 "progress": self.progress.state_dict(),
-                "steps": self.planner.state_dict(),
-                "limits": self.capacity.limits.state_dict(),
-                "learning_rate": self.rate.state_dict(),
-                "full_batch_loss": self.full_batch_loss.state_dict(),
-                "noise_scale": self.noise_scale.state_dict(),
+                **{name: part.state_dict() for name, part in self.parts.items()},
                 "random_states": distributed.all_gather(RandomState(self.device).state_dict()),
             },
         }
 
     def _write_down_end(self, end: End) -> None:
-        """On rank zero, say why all ranks end, and keep what a restart should know."""
+        """On rank zero, log why all ranks end, and keep what a restart should know."""
         self.record.decision("ended", end.message, says=False, rank=end.rank, reason=end.kind, **end.facts)
-        self.capacity.keep_lost(end.facts)
+        if hasattr(self, "limits"):
+            self.limits.keep_lost(end.facts)
 
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""

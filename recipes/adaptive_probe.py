@@ -20,24 +20,21 @@ from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     BatchSizeFinder,
     Checkpoints,
+    Data,
+    Job,
     ModelBuilder,
     Settings,
-    TrainingParts,
+    Trainer,
     all_ranks,
     as_dict,
     set_up_terminal,
     use_shipped_config,
-    without_effect_on_probe,
+    without_effect_on,
 )
 
 
 def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
-
-    Args:
-        cfg: the configuration: YAML and key=value.
-        watch: over this rank, of several.
-        builder: builds the model; None for full fine-tuning.
 
     Returns:
         A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``.
@@ -47,28 +44,27 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         DoesNotFitError: not even one row fits, at any length.
     """
     settings = Settings.from_config(as_dict(cfg))
-    parts = TrainingParts(cfg, settings, builder)
+    job = Job(cfg, settings, builder)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-    parts.build_data()
-    parts.check_rows()
-    bounds = BatchSizeFinder(parts)
+    data = Data.read(job)
+    data.check_rows()
+    bounds = BatchSizeFinder(job, data)
     bounds.watch = watch
     checkpoints = Checkpoints(cfg, settings)
     bounds.check()
-    parts.build_model(checkpoints)
-    parts.build_optimizer()
-    checkpoints.load_optimizer(parts)
+    trainer = Trainer.load(job, data, checkpoints)
+    checkpoints.load_optimizer(trainer)
     results, refused = [], None
 
     def say(text: str) -> None:
         if distributed.is_rank_zero():
             print(text)
 
-    for key, reason in without_effect_on_probe(settings.probe, ranks=distributed.world_size()):
+    for key, reason in without_effect_on("adaptive_probe", settings, ranks=distributed.world_size()):
         say(f"{key} has no effect: {reason}")
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bounds.of_training(length=length, batch_size=settings.batch_size)
+            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)
         except DoesNotFitError as error:
             if distributed.world_size() > 1:  # it may be on one rank alone, and the others wait for it
                 raise

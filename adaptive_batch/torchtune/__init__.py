@@ -10,72 +10,57 @@ from adaptive_batch._util import lazy_names
 if TYPE_CHECKING:
     from .batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from .checkpoints import Checkpoints as Checkpoints
+    from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
-    from .checks import without_effect_on_probe as without_effect_on_probe
+    from .checks import without_effect_on as without_effect_on
+    from .config_errors import as_dict as as_dict
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
     from .configs import shipped_configs as shipped_configs
+    from .data import Data as Data
     from .doctor import check as check
     from .epoch_checkpoints import STATE_KEY as STATE_KEY
     from .estimates import estimate_devices as estimate_devices
-    from .fake_parts import FakeParts as FakeParts
+    from .job import Job as Job
+    from .launch import all_ranks as all_ranks
+    from .launch import set_up_terminal as set_up_terminal
+    from .launch import use_shipped_config as use_shipped_config
     from .limit_finder import LimitFinder as LimitFinder
     from .log import TrainingLog as TrainingLog
-    from .log import base_rate as base_rate
     from .model import FullModel as FullModel
     from .model import ModelBuilder as ModelBuilder
-    from .parts import TrainingParts as TrainingParts
-    from .parts import set_up_terminal as set_up_terminal
-    from .parts import use_shipped_config as use_shipped_config
     from .preview import TrainingPreview as TrainingPreview
-    from .ranks import all_ranks as all_ranks
-    from .ranks import check_fewer_ranks as check_fewer_ranks
     from .rate import RateController as RateController
     from .rate import check_scheduler as check_scheduler
-    from .requirements import as_dict as as_dict
-    from .requirements import check_output_dir as check_output_dir
-    from .requirements import complete as complete
-    from .resume_policy import compare as compare
     from .resumed_run import ResumedRun as ResumedRun
     from .settings import Settings as Settings
     from .settings import reference_tables as reference_tables
     from .settings import write_reference as write_reference
+    from .trainer import Trainer as Trainer
     from .validation import Validation as Validation
 
-_MODULE_OF = {
-    "BatchSizeFinder": ".batch_size_finder",
-    "LimitFinder": ".limit_finder",
-    "STATE_KEY": ".epoch_checkpoints",
-    "compare": ".resume_policy",
-    "check": ".doctor",
-    "estimate_devices": ".estimates",
-    "FakeParts": ".fake_parts",
-    "TrainingLog": ".log",
-    "base_rate": ".log",
-    "complete": ".requirements",
-    "without_effect": ".checks",
-    "without_effect_on_probe": ".checks",
-    "TrainingParts": ".parts",
-    "ResumedRun": ".resumed_run",
-    "as_dict": ".requirements",
-    "check_output_dir": ".requirements",
-    "FullModel": ".model",
-    "ModelBuilder": ".model",
-    "set_up_terminal": ".parts",
-    "use_shipped_config": ".parts",
-    "TrainingPreview": ".preview",
-    "all_ranks": ".ranks",
-    "check_fewer_ranks": ".ranks",
-    "RateController": ".rate",
-    "check_scheduler": ".rate",
-    "Checkpoints": ".checkpoints",
-    "Settings": ".settings",
-    "reference_tables": ".settings",
-    "write_reference": ".settings",
-    "config_path": ".configs",
-    "copy_config": ".configs",
-    "shipped_configs": ".configs",
-    "Validation": ".validation",
+_NAMES_OF = {
+    ".batch_size_finder": "BatchSizeFinder",
+    ".checkpoints": "Checkpoints",
+    ".checks": "check_output_dir without_effect without_effect_on",
+    ".config_errors": "as_dict",
+    ".configs": "config_path copy_config shipped_configs",
+    ".data": "Data",
+    ".doctor": "check",
+    ".epoch_checkpoints": "STATE_KEY",
+    ".estimates": "estimate_devices",
+    ".job": "Job",
+    ".launch": "all_ranks set_up_terminal use_shipped_config",
+    ".limit_finder": "LimitFinder",
+    ".log": "TrainingLog",
+    ".model": "FullModel ModelBuilder",
+    ".preview": "TrainingPreview",
+    ".rate": "RateController check_scheduler",
+    ".resumed_run": "ResumedRun",
+    ".settings": "Settings reference_tables write_reference",
+    ".trainer": "Trainer",
+    ".validation": "Validation",
 }
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 __all__ = [*_MODULE_OF]
 __getattr__ = lazy_names(__name__, _MODULE_OF)

@@ -1,4 +1,4 @@
-"""The search for the largest batch that a run's parts allow, in training and in validation."""
+"""The search for the largest batch that a run allows, in training and in validation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from adaptive_batch._util import file_signature, fingerprint
 from adaptive_batch.data import longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import GIB, MemoryCurve, RandomState, budget_bytes, device_memory
+from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
-from .fake_parts import expected_curve
-from .parts import TrainingParts, package_version
-from .requirements import as_dict
+from .config_errors import as_dict
+from .data import Data
+from .doctor import installed_version
+from .fake_run import expected_curve
+from .job import Job
+from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 
@@ -57,12 +60,12 @@ _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
 class BatchSizeFinder:
-    """Runs trials of what training will run, on the parts of a run.
+    """Runs trials of what training will run, on the data and the model of a run.
 
     Use :meth:`check` before the weights are loaded and the others after.
 
     Args:
-        parts: with their data built.
+        job, data: of the run.
 
     Attributes:
         path: of ``probe.json``, whose results are taken after one trial where they depend on the same things.
@@ -71,10 +74,10 @@ class BatchSizeFinder:
             showing whether they fit; up to half of them are tried. None for none.
     """
 
-    def __init__(self, parts: TrainingParts) -> None:
-        self._parts, self.settings = parts, parts.settings
+    def __init__(self, job: Job, data: Data) -> None:
+        self._job, self._data, self.settings = job, data, job.settings
         self._trials: dict[int | str, WorstRows] = {}
-        self.path = Path(parts.cfg.output_dir) / "adaptive_batch" / "probe.json"
+        self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
         self.watch: Watchdog | None = None
         self.indeterminate: int | None = None
         self.indeterminate_val: int | None = None
@@ -86,7 +89,8 @@ class BatchSizeFinder:
             SettingError: a probed length is beyond the model's, the memory allowed is below what its weights need, a
                 configured batch is above what can be tried, or the device does not measure what it uses.
         """
-        parts, settings, probe, ranks = self._parts, self.settings, self.settings.probe, distributed.world_size()
+        job, data, ranks = self._job, self._data, distributed.world_size()
+        settings, probe = self.settings, self.settings.probe
         grows_from_configured = settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         splits, most = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None, self.most_rows
         if grows_from_configured and not splits and settings.batch_size > most:
@@ -94,7 +98,7 @@ class BatchSizeFinder:
                 f"{most} rows are tried at most, as probe.maximum and the rows of an epoch allow; give {most} or less"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
-        longest = parts.max_seq_len or sys.maxsize
+        longest = job.max_seq_len or sys.maxsize
 
         def check_length(key: str, value: int | str, tokens: int) -> None:
             if tokens > longest:
@@ -108,8 +112,8 @@ class BatchSizeFinder:
             self._trials[length] = self.rows_of(length)
             check_length(key, length, self._trials[length].length)
         if settings.validation and settings.validation.fits_itself:
-            check_length("batch_size_val", "auto", int(parts.lengths_val.max()))
-        memory = device_memory(parts.device, shared_by=distributed.local_world_size())
+            check_length("batch_size_val", "auto", int(data.lengths_val.max()))
+        memory = device_memory(job.device, shared_by=distributed.local_world_size())
         memory.check_it_can_be_measured()
         budget = budget_bytes(
             probe.device_memory,
@@ -117,8 +121,8 @@ class BatchSizeFinder:
             total_bytes=memory.total_bytes(),
             available_bytes=memory.available_bytes(()),
         )
-        weights = sum(p.numel() * p.element_size() for p in parts.skeleton.parameters()) // ranks
-        on_host = ranks > 1 and bool(parts.cfg.get("fsdp_cpu_offload", False))
+        weights = sum(p.numel() * p.element_size() for p in job.skeleton.parameters()) // ranks
+        on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:
             of_each = " of each rank" if ranks > 1 else ""
             remedy = f"the model's weights alone need {weights / GIB:.2f} GiB{of_each}, and {budget / GIB:.2f} GiB may be used"
@@ -129,7 +133,7 @@ class BatchSizeFinder:
     def most_rows(self) -> int:
         """The most rows that are of use at once: what a step or an epoch has of them, and ``probe.maximum``."""
         settings = self.settings
-        rows = max(1, len(self._parts.dataset) // self._parts.ranks)
+        rows = max(1, len(self._data.dataset) // self._job.ranks)
         if self._fits_whole_step:
             of_use = min(rows, settings.step_rows)
         else:
@@ -142,10 +146,13 @@ class BatchSizeFinder:
         settings = self.settings
         return settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens)
 
-    def of_training(self, *, length: int | str, batch_size: int, keeps_batch: bool = False) -> list[ProbeResult]:
+    def of_training(
+        self, trainer: Trainer, *, length: int | str, batch_size: int, keeps_batch: bool = False
+    ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
 
         Args:
+            trainer: of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             batch_size: that training begins with, unless it is to be found.
             keeps_batch: `batch_size` is a checkpoint's, and is kept whatever fits.
@@ -161,7 +168,7 @@ class BatchSizeFinder:
         settings = self.settings
         step_rows = batch_size * settings.gradient_accumulation_steps
         several = self.has_several or (settings.gradient_accumulation_steps > 1 and not self._fits_whole_step)
-        first = self._of_rows_of(length, accumulates=several)
+        first = self._of_rows_of(trainer, length, accumulates=several)
         if several or step_rows <= first.max_batch_size or not (keeps_batch or self._fits_whole_step):
             return [first]
         if settings.optimizer_in_bwd:
@@ -172,19 +179,19 @@ class BatchSizeFinder:
                 f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and cannot be split into "
                 "micro-batches; take a smaller one or more memory, or start anew with optimizer_in_bwd=False",
             )
-        return [first, self._of_rows_of(length, accumulates=True)]
+        return [first, self._of_rows_of(trainer, length, accumulates=True)]
 
-    def _of_rows_of(self, length: int | str, *, accumulates: bool) -> ProbeResult:
+    def _of_rows_of(self, trainer: Trainer, length: int | str, *, accumulates: bool) -> ProbeResult:
         rounds = self.settings.probe.round_to_power_of_two and self.settings.use_maximum_batch_size
         rows = self._trials.get(length) or self.rows_of(length)
-        return self._find(rows, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=self.path)
+        return self._find(trainer, rows, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=self.path)
 
     @property
     def has_several(self) -> bool:
         """Whether some step has several micro-batches whatever fits, accumulation as configured apart."""
         settings = self.settings
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
-        holds_more = self._parts.ranks > distributed.data_parallel_size()  # each rank, than batch_size
+        holds_more = self._job.ranks > distributed.data_parallel_size()  # each rank, than batch_size
         grows_beyond = settings.grows and settings.grow_beyond_maximum
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more
 
@@ -199,7 +206,7 @@ class BatchSizeFinder:
             return 0, tokens, f"{self.path} has no search of these settings; plan with one by probe.assumed_maximum=N"
         return min(found.max_batch_size, self.most_rows), tokens, f"a search found that before ({self.path})"
 
-    def of_row(self, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
+    def of_row(self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
         """Find how many rows like one that is longer than any that was tried fit, up to a maximum.
 
         Raises:
@@ -207,33 +214,34 @@ class BatchSizeFinder:
         """
         length = len(row["tokens"])
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {length} tokens")
-        return self._find(rows, maximum=maximum, accumulates=accumulates)
+        return self._find(trainer, rows, maximum=maximum, accumulates=accumulates)
 
-    def of_validation(self) -> ProbeResult:
+    def of_validation(self, trainer: Trainer) -> ProbeResult:
         """Find the largest number of the longest rows of validation that fit, without gradients.
 
         Raises:
             DoesNotFitError: one row does not fit.
         """
-        parts = self._parts
-        order = longest_rows(parts.lengths_val, len(parts.lengths_val))
-        tokens = int(parts.lengths_val[order[0]])
+        data = self._data
+        order = longest_rows(data.lengths_val, len(data.lengths_val))
+        tokens = int(data.lengths_val[order[0]])
         made: list[dict[str, Any]] = []
 
         def rows(size: int) -> list[dict[str, Any]]:
-            made.extend(parts.dataset_val[row] for row in order[len(made) : size])
+            made.extend(data.dataset_val[row] for row in order[len(made) : size])
             return made[:size]
 
         most = min(len(order), self.settings.probe.maximum)
         maximum = min(most, _half(self.indeterminate_val) or most)
         name = f"one row of {tokens} tokens of dataset_val, even without gradients,"
-        return self._find(WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
+        return self._find(trainer, WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
 
     # Builds another search than the one that is configured; None for that.
     _choose: Callable[..., Search] | None = None
 
     def _find(
         self,
+        trainer: Trainer,
         rows: WorstRows,
         *,
         maximum: int,
@@ -242,7 +250,7 @@ class BatchSizeFinder:
         evaluates: bool = False,
         path: Path | None = None,
     ) -> ProbeResult:
-        parts, probe, runner = self._parts, self.settings.probe, self._parts.accumulator
+        data, probe, runner = self._data, self.settings.probe, trainer.runner
         maximum = distributed.minimum(maximum)
         shapes = self._shapes_of(rows)
         curve = CachedCurve(self._curve_name(rows.length, shapes, accumulates, evaluates), on=probe.cache)
@@ -255,7 +263,10 @@ class BatchSizeFinder:
 
         def expected() -> MemoryCurve | None:
             known = curve.read()
-            if known is None and (known := self._estimated_curve(rows, accumulates, evaluates)) is not None:
+            if (
+                known is None
+                and (known := self._estimated_curve(runner.retry.memory, rows, accumulates, evaluates)) is not None
+            ):
                 curve.write(known)
             return known
 
@@ -264,7 +275,7 @@ class BatchSizeFinder:
 
         result = MaxBatchSearch(
             runner,
-            parts.in_backward or parts.optimizer,
+            trainer.in_backward or trainer.optimizer,
             device_memory=probe.device_memory,
             headroom=probe.headroom,
             search=self._choose or probe.search,
@@ -276,7 +287,7 @@ class BatchSizeFinder:
             maximum=maximum,
             accumulates=accumulates,
             round_to_power_of_two=rounds,
-            evaluate=(lambda tried: runner.evaluate(parts.collate_val(tried), is_trial=True)) if evaluates else None,
+            evaluate=(lambda tried: runner.evaluate(data.collate_val(tried), is_trial=True)) if evaluates else None,
             trained=self._trials[probe.sequence_length] if evaluates else None,
             known=known,
             expected=expected,
@@ -300,17 +311,23 @@ class BatchSizeFinder:
 
     def _conditions(self, tokens: int) -> list[Any]:
         """Return what a trial's memory depends on, as far as it is configured."""
-        parts, configured = self._parts, as_dict(self._parts.cfg)
+        job, configured = self._job, as_dict(self._job.cfg)
         return [
             {key: configured.get(key) for key in _MEMORY_KEYS},
-            {name: package_version(name) for name in _PACKAGES},
-            f"{type(parts.builder).__module__}.{type(parts.builder).__qualname__}",
-            [tokens, parts.packed, str(parts.cfg.device), distributed.data_parallel_size(), distributed.world_size()],
+            {name: installed_version(name) for name in _PACKAGES},
+            f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
+            [
+                tokens,
+                self._data.packed,
+                str(job.cfg.device),
+                distributed.data_parallel_size(),
+                distributed.world_size(),
+            ],
         ]
 
     def _curve_name(self, tokens: int, shapes: Any, accumulates: bool, evaluates: bool) -> str:
         """Return a name for everything that a peak depends on, whatever may be used."""
-        configured, device = as_dict(self._parts.cfg), self._parts.device
+        configured, device = as_dict(self._job.cfg), self._job.device
         others = {key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")}
         sources = _sources({**{key: configured.get(key) for key in _MEMORY_KEYS}, **others})
         kernels = []
@@ -319,20 +336,22 @@ class BatchSizeFinder:
         return fingerprint(self._conditions(tokens), others, sources, kernels, accumulates, evaluates, shapes)
 
     def _shapes_of(self, rows: WorstRows) -> Any:
-        random_state = RandomState(self._parts.device)  # reading a row of some datasets draws from it
-        shapes = _shapes(self._parts.collate(rows.first(1)))
+        random_state = RandomState(self._job.device)  # reading a row of some datasets draws from it
+        shapes = _shapes(self._data.collate(rows.first(1)))
         random_state.restore()
         return shapes
 
-    def _estimated_curve(self, rows: WorstRows, accumulates: bool, evaluates: bool) -> MemoryCurve | None:
+    def _estimated_curve(
+        self, memory: DeviceMemory, rows: WorstRows, accumulates: bool, evaluates: bool
+    ) -> MemoryCurve | None:
         """Return the estimate of peaks that are not counted; None where there can be none, and where two trials tell."""
-        parts, probe = self._parts, self.settings.probe
-        is_counted = parts.accumulator.retry.memory.granularity_bytes == 1
+        job, probe = self._job, self.settings.probe
+        is_counted = memory.granularity_bytes == 1
         if is_counted or evaluates or distributed.world_size() > 1 or probe.search != "predict" or not probe.cache:
             return None
         start = time.perf_counter()
         try:
-            curve = expected_curve(parts.cfg, self.settings, rows.first, accumulates=accumulates, builder=parts.builder)
+            curve = expected_curve(job.cfg, self.settings, rows.first, accumulates=accumulates, builder=job.builder)
         except Exception as error:  # it only shortens the search
             log.info("searching without an estimate, which could not be made: %s: %s", type(error).__name__, error)
             return None
@@ -346,11 +365,11 @@ class BatchSizeFinder:
 
     def rows_of(self, length: int | str) -> WorstRows:
         """Return the rows of trials of a length."""
-        lengths = self._parts.lengths
+        lengths = self._data.lengths
         order = longest_rows(lengths, len(lengths))
         longest = int(lengths[order[0]])
         if length == "max_seq_len":
-            limit = getattr(self._parts.tokenizer, "max_seq_len", None)
+            limit = getattr(self._data.tokenizer, "max_seq_len", None)
             if limit is None:
                 raise SettingError(
                     "probe.sequence_length", length, "the tokenizer has no max_seq_len; set it, or give a number"
@@ -361,7 +380,7 @@ class BatchSizeFinder:
 
         def rows(count: int) -> list[dict[str, Any]]:
             while len(made) < count:
-                row = self._parts.dataset[order[len(made)]]
+                row = self._data.dataset[order[len(made)]]
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:count]
 

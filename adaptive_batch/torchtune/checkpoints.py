@@ -29,8 +29,8 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError
 
 from .epoch_checkpoints import STATE_KEY, EpochCheckpoints, SavedEpoch, read_epoch
-from .parts import TrainingParts
 from .settings import Settings
+from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 
@@ -182,22 +182,22 @@ class Checkpoints:
         assert self.found.point is not None
         self.found.point.load_into({"model": model.state_dict()}, process_group=self._group)
 
-    def load_optimizer(self, parts: TrainingParts) -> None:
+    def load_optimizer(self, trainer: Trainer) -> None:
         """Load the optimizer's state, where training is resumed."""
         state: Mapping[str, Any] = {}
         if self.found.point:
             state = self.found.point.load_optimizer(
-                parts.optimizers, parts.names_of_parameters, process_group=self._group
+                trainer.optimizers, trainer.names_of_parameters, process_group=self._group
             )
         elif self.found.optimizer_file:
             saved = torch.load(self.found.optimizer_file, map_location="cpu", mmap=True, weights_only=True)
             state = saved.get(training.OPT_KEY, {})
         if state:
-            load_named_optimizer_state(state, parts.optimizers, parts.names_of_parameters)
+            load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def save_epoch(self, parts: TrainingParts, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
+    def save_epoch(self, trainer: Trainer, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
         """Save an epoch, once a resume point that is being written is complete or has failed.
 
         Where training is done, `recipe_state` is None, and the optimizer is not saved either.
@@ -207,14 +207,14 @@ class Checkpoints:
         """
         self._settle()
         optimizer: Any
-        model = parts.builder.to_save(parts.model, device=parts.device)
+        model = trainer.to_save()
         if distributed.world_size() == 1:
-            optimizer = parts.optimizer.state_dict()
+            optimizer = trainer.optimizer.state_dict()
         else:
-            named = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
+            named = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
             if recipe_state is not None and distributed.any_of_ranks(_holds_low_bit(named)):
                 # which cannot be put together: the epoch holds the weights alone, and a resume point what it takes to resume
-                self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], parts, state=recipe_state)
+                self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], trainer, state=recipe_state)
                 recipe_state = None
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
         state = None if recipe_state is None else {**recipe_state, training.OPT_KEY: optimizer}
@@ -224,7 +224,7 @@ class Checkpoints:
         """Mark a saved epoch: its run was asked to end."""
         distributed.on_rank_zero(lambda: self._epochs.mark_preempted(epoch))
 
-    def save_step(self, step: int, parts: TrainingParts, *, state: Mapping[str, Any]) -> float:
+    def save_step(self, step: int, trainer: Trainer, *, state: Mapping[str, Any]) -> float:
         """Save a resume point; returns the seconds for which training waited.
 
         Raises:
@@ -232,8 +232,8 @@ class Checkpoints:
         """
         start = time.perf_counter()
         self._settle()
-        optimizer = named_optimizer_state(parts.optimizers, parts.names_of_parameters)
-        self._manager.save(step, {"model": parts.model.state_dict(), "optimizer": optimizer}, dict(state))
+        optimizer = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
+        self._manager.save(step, {"model": trainer.model.state_dict(), "optimizer": optimizer}, dict(state))
         return time.perf_counter() - start
 
     def wait(self) -> None:

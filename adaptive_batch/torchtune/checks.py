@@ -1,143 +1,262 @@
-"""Checks of keys against each other, and settings that have no effect. A key alone is checked where it is read (:mod:`.settings`)."""
+"""Refuses, before anything loads, keys that contradict each other; names those without effect. A key alone is checked in :mod:`.settings`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune.modules.peft import get_adapter_params
+
+from adaptive_batch._util import check_bool, check_whole
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
-from .keys import keys_of
+from .config_errors import as_dict, check_block, missing, plainly
+from .keys import keys_of, load_function
 
 if TYPE_CHECKING:
-    from .settings import ProbeSettings, Settings
+    from .settings import Settings
 
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
+_SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
+_BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
+TO_PLAN = ("device", "dtype", *_BLOCKS)
+TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
+_OF_OTHER_RECIPES = {
+    "quantizer": "weights are trained as they are here, with nothing quantized (QAT is torchtune's qat_distributed)",
+    "teacher_model": "nothing is distilled here (torchtune's knowledge_distillation recipes do)",
+    "policy_model": "there is no reinforcement learning here (torchtune's ppo_full_finetune_single_device does it)",
+}
+# Optimizers whose kernels want the parameters on the device.
+_NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
 
-# --- refused ------------------------------------------------------------------------------------------------------------
+# --- what full fine-tuning needs ----------------------------------------------------------------------------------------
 
 
-def check_before_reading(config: Mapping[str, Any]) -> None:
-    """Refuse two rules of growth before either is imported.
+def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
+    """Fill in torchtune's defaults, in place, and refuse a configuration that is not one of full fine-tuning.
 
     Raises:
-        SettingError: both are set.
+        SettingError: a key of `needs` is missing, refers to one that is, holds what it cannot, or belongs to another recipe.
     """
-    schedule = config.get("batch_size_schedule")
-    if config.get("batch_increase_function") is not None and schedule is not None:
-        remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"
-        raise SettingError("batch_size_schedule", schedule, remedy)
+    try:
+        plain = as_dict(cfg)
+    except OmegaConfBaseException as error:
+        raise plainly(error) or error from error
+    for key, why in _OF_OTHER_RECIPES.items():
+        if plain.get(key) is not None:
+            raise SettingError(key, _component(plain[key]), f"{why}; remove it, and every weight is trained")
+    if "compile" not in cfg:  # torchtune's distributed recipe does without
+        OmegaConf.update(cfg, "compile", False, force_add=True)
+    for key in needs:
+        if key not in cfg:
+            raise missing(key)
+        if key in _BLOCKS:
+            check_block(key, plain[key], several=key == "dataset")
+
+
+def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
+    """Refuse a loss without `ignore_index`: it is not one of next tokens."""
+    if not isinstance(getattr(loss_fn, "ignore_index", None), int):
+        remedy = (
+            "it has no ignore_index, so it is none of next tokens (preferences and rewards are not trained on here); "
+            "give torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
+        )
+        raise SettingError("loss", _component(cfg.loss), remedy)
+
+
+def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
+    """Refuse a model with adapters (LoRA, DoRA, on quantized weights or not); name the full one where its builder is known."""
+    if get_adapter_params(model):
+        component = _component(cfg.model)
+        remedy = f"adapters are not trained here: every weight is; give the full model{_full(component, cfg.model)}"
+        raise SettingError("model", component, remedy)
+
+
+def _full(component: str, block: DictConfig) -> str:
+    """Return what to type for the model that one of torchtune's builders puts adapters on; empty where it is not known."""
+    module, _, name = component.rpartition(".")
+    full = f"{module}.{re.sub('^q?lora_', '', name)}"
+    try:
+        takes = inspect.signature(load_function(full, key="model")).parameters if full != component else None
+    except (SettingError, TypeError):
+        takes = None
+    if takes is None:
+        return ""
+    removed = [f"~model.{key}" for key in map(str, block) if key not in (*takes, "_component_")]
+    return " ".join([f": model={full}", *removed])
+
+
+def _component(block: Any) -> Any:
+    return block.get("_component_") if isinstance(block, Mapping) else block
+
+
+def check_output_dir(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything is built."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError("output_dir", str(folder), f"it cannot be made ({error}); give a folder of yours") from None
+    if not os.access(folder, os.W_OK):
+        raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
+
+
+def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
+    """Refuse what is configured for several ranks and cannot be used; return how many ranks hold one copy of the model."""
+    several, component = world_size > 1, str(cfg.optimizer._component_)
+    dim = cfg.get("tensor_parallel_dim", None)
+    dim = 1 if dim is None else check_whole("tensor_parallel_dim", dim)
+    for key in ("fsdp_cpu_offload", "fsdp_reshard_after_forward"):
+        if cfg.get(key, None) is not None:
+            check_bool(key, cfg.get(key))
+    offloads = several and cfg.get("fsdp_cpu_offload", False)
+    _refuse(
+        cfg,
+        (world_size % dim, "tensor_parallel_dim", f"it must divide the {world_size} ranks"),
+        (
+            dim > 1 and cfg.get("tensor_parallel_plan", None) is None,
+            "tensor_parallel_plan",
+            "tensor parallelism needs a plan, such as tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
+        ),
+        (
+            offloads and str(cfg.device).startswith("cpu"),
+            "fsdp_cpu_offload",
+            "device is cpu, where all lies on the host; set it to False",
+        ),
+        (
+            offloads and component.startswith(_NEEDS_THE_DEVICE),
+            "fsdp_cpu_offload",
+            f"{component} cannot step parameters that lie on the host; set it to False, or take torch.optim.AdamW with fused=True",
+        ),
+    )
+    if cfg.optimizer.get("fused", False) and (dim > 1 or (several and component == "torch.optim.SGD")):
+        raise SettingError("optimizer.fused", True, f"{component} cannot step divided parameters so; set it to False")
+    return dim
+
+
+# --- keys that contradict each other ------------------------------------------------------------------------------------
+
+
+def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, str]) -> None:
+    """Raise the first of (whether it is wrong, key, remedy) that is wrong."""
+    for wrong, key, remedy in checks:
+        if wrong:
+            raise SettingError(key, config.get(key), remedy)
 
 
 def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
-    """Refuse keys that contradict each other.
-
-    Raises:
-        SettingError: naming one of them, with what to change.
-    """
-    _check_validation(settings)
-    _check_batches(settings)
-    _check_schedule(settings, config)
-    _check_optimizer_in_backward(settings, config)
-    collate = config.get("collate_fn")
-    if "left_pad_sequence" in str(collate or ""):
-        raise SettingError(
-            "collate_fn", collate, "left padding is for inference; give torchtune.data.padded_collate_sft"
-        )
-
-
-def _refused(settings: Settings, name: str, remedy: str) -> SettingError:
-    return SettingError(name, getattr(settings, name), remedy)
-
-
-def _check_validation(settings: Settings) -> None:
-    every, dataset = settings.run_val_every_n_steps, settings.dataset_val
-    if every is None:
-        return
-    if dataset is None:
-        remedy = "there is nothing to validate on; set dataset_val to a dataset block"
-        raise SettingError("run_val_every_n_steps", every, remedy)
-    blocks = dataset if isinstance(dataset, list) else [dataset]
-    if not blocks or not all(isinstance(block, Mapping) and block.get("_component_") for block in blocks):
-        raise SettingError("dataset_val", dataset, "give a block with _component_, as dataset is, or a list of such")
-
-
-def _check_batches(settings: Settings) -> None:
-    if settings.micro_batch_size is not None and settings.micro_batch_tokens is not None:
-        remedy = f"micro_batch_size={settings.micro_batch_size} is set too; both set what is run at once, so remove one"
-        raise _refused(settings, "micro_batch_tokens", remedy)
-    if settings.batch_tokens and settings.batch_changes:
-        key = "use_maximum_batch_size" if settings.use_maximum_batch_size else "batch_increase_function"
-        remedy = f"a step holds tokens, and {key} sets its rows; remove one (what fits is found with batch_tokens alone, too)"
-        raise _refused(settings, "batch_tokens", remedy)
-    if settings.max_rows_per_batch is not None and settings.min_rows_per_batch > settings.max_rows_per_batch:
-        remedy = f"max_rows_per_batch is {settings.max_rows_per_batch}; give that or less"
-        raise _refused(settings, "min_rows_per_batch", remedy)
-    size = settings.micro_batch_size
-    changes = settings.batch_changes or settings.grows or bool(settings.batch_tokens)
-    rows_alike = settings.uniform_micro_batches in ("rows", "both") and not changes
-    splits = isinstance(size, int) and 1 < size < settings.step_rows
-    if rows_alike and splits and largest_divisor(settings.step_rows, at_most=int(size or 1)) == 1:
-        remedy = (
-            f"the {settings.step_rows} rows of a step divide into equal micro-batches of up to {size} only one by one; "
-            "change batch_size or micro_batch_size so that one divides the other"
-        )
-        raise _refused(settings, "uniform_micro_batches", remedy)
-
-
-def _check_schedule(settings: Settings, config: Mapping[str, Any]) -> None:
-    rule = settings.batch_size_schedule
-    if rule is not None and settings.gradient_accumulation_steps > 1:
-        remedy = "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1"
-        raise _refused(settings, "gradient_accumulation_steps", remedy)
-    if rule is not None and settings.batch_tokens and needs_noise_scale(rule):
-        remedy = "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule"
-        raise _refused(settings, "batch_tokens", remedy)
-    if settings.lr_clock.warmup != settings.lr_clock.decay and config.get("lr_scheduler") is not None:
-        steps = config["lr_scheduler"].get("num_warmup_steps")
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise SettingError(
-                "lr_clock",
-                config["lr_clock"],
-                "a warm-up in another unit needs a scheduler with num_warmup_steps, such as "
-                "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
-            )
+    """Refuse keys that contradict each other, naming one of them, with what to change."""
+    s, size, tokens, rule = settings, settings.micro_batch_size, settings.batch_tokens, settings.batch_size_schedule
+    all_layers, option, most = config.get("enable_activation_checkpointing"), str(config.get("ac_option")), s.step_rows
+    finds = "use_maximum_batch_size" if s.use_maximum_batch_size else "batch_increase_function"
+    rows_alike = s.uniform_micro_batches in ("rows", "both") and not (s.batch_changes or s.grows or tokens)
+    one_by_one = isinstance(size, int) and 1 < size < most and largest_divisor(most, at_most=size) == 1
+    warmup = (config.get("lr_scheduler") or {}).get("num_warmup_steps")
+    two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
+    validates, by_rule = s.run_val_every_n_steps is not None, rule is not None
+    _refuse(
+        config,
+        (str(config.get("dtype")) in ("fp16", "float16"), "dtype", "fp16 needs gradient scaling; use bf16 or fp32"),
+        (
+            config.get("device") == "npu" and config.get("compile"),
+            "compile",
+            "an NPU does not compile; set it to False",
+        ),
+        (
+            config.get("enable_activation_offloading") and not all_layers,
+            "enable_activation_offloading",
+            "it needs CUDA and enable_activation_checkpointing=True; set it to False",
+        ),
+        (
+            s.ac_mode in ("full", "selective") and all_layers,
+            "ac_mode",
+            "enable_activation_checkpointing is True too, for all layers; remove one",
+        ),
+        (
+            s.ac_mode == "selective" and not (option.isdigit() and int(option) > 0),
+            "ac_option",
+            "give a whole number: of so many layers, the activations of one are recomputed",
+        ),
+        (
+            "left_pad_sequence" in str(config.get("collate_fn")),
+            "collate_fn",
+            "left padding is for inference; give torchtune.data.padded_collate_sft",
+        ),
+        (
+            validates and s.dataset_val is None,
+            "run_val_every_n_steps",
+            "there is nothing to validate on; set dataset_val to a dataset block",
+        ),
+        (
+            size is not None and s.micro_batch_tokens is not None,
+            "micro_batch_tokens",
+            f"micro_batch_size={size} is set too; both set what is run at once, so remove one",
+        ),
+        (
+            tokens and s.batch_changes,
+            "batch_tokens",
+            f"a step holds tokens, and {finds} sets its rows; remove one (batch_tokens alone finds what fits, too)",
+        ),
+        (
+            s.max_rows_per_batch is not None and s.min_rows_per_batch > s.max_rows_per_batch,
+            "min_rows_per_batch",
+            f"max_rows_per_batch is {s.max_rows_per_batch}; give that or less",
+        ),
+        (
+            rows_alike and one_by_one,
+            "uniform_micro_batches",
+            f"the {most} rows of a step divide into equal micro-batches of up to {size} only one by one; "
+            "change batch_size or micro_batch_size so that one divides the other",
+        ),
+        (
+            by_rule and s.gradient_accumulation_steps > 1,
+            "gradient_accumulation_steps",
+            "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1",
+        ),
+        (
+            by_rule and tokens and needs_noise_scale(rule),
+            "batch_tokens",
+            "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule",
+        ),
+        (
+            two_units and (isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0),
+            "lr_clock",
+            "a warm-up in another unit needs a scheduler with num_warmup_steps, such as "
+            "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
+        ),
+    )
+    if validates:
+        check_block("dataset_val", s.dataset_val, several=True)
+    if s.optimizer_in_bwd:
+        _check_optimizer_in_backward(s, config)
 
 
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:
-    if not settings.optimizer_in_bwd:
-        return
-    nothing_accumulates = "with the optimizer in backward each micro-batch is stepped as it comes, so a step is one"
-    off = "or set optimizer_in_bwd=False"
-    if settings.gradient_accumulation_steps > 1:
-        remedy = f"{nothing_accumulates}; set it to 1, {off}"
-        raise _refused(settings, "gradient_accumulation_steps", remedy)
-    if config.get("clip_grad_norm") is not None:
-        raise SettingError(
-            "clip_grad_norm",
-            config["clip_grad_norm"],
-            f"with the optimizer in backward there is never a whole gradient; set it to null, {off}",
-        )
-    if settings.on_out_of_memory == "shrink":
-        raise SettingError(
-            "on_out_of_memory",
-            "shrink",
-            "with the optimizer in backward a step that failed has changed some weights already, and cannot be replayed; "
-            f"give raise, {off}",
-        )
-    if settings.measures_noise:
-        key = "log_gradient_noise_scale" if settings.log_gradient_noise_scale else "batch_size_schedule"
-        remedy = "with the optimizer in backward there is no gradient left to measure; remove it"
-        raise SettingError(key, config[key], f"{remedy}, {off}")
-    for key in (*TOKEN_KEYS, "uniform_micro_batches", "grow_beyond_maximum"):
-        if config.get(key):
-            raise SettingError(key, config[key], f"{nothing_accumulates}; remove it, {off}")
-    size = settings.micro_batch_size
-    if isinstance(size, int) and (size < settings.batch_size or settings.batch_changes or settings.grows):
-        raise SettingError("micro_batch_size", size, f"{nothing_accumulates}; remove it, {off}")
+    s, size = settings, settings.micro_batch_size
+    less = isinstance(size, int) and (size < s.batch_size or s.batch_changes or s.grows)
+    noise_key = "log_gradient_noise_scale" if s.log_gradient_noise_scale else "batch_size_schedule"
+    one = "each micro-batch is stepped as it comes, so a step is one"
+    failed = "a step that failed has changed some weights already, and cannot be replayed"
+    checks: tuple[tuple[object, str, str], ...] = (
+        (s.gradient_accumulation_steps > 1, "gradient_accumulation_steps", f"{one}; set it to 1"),
+        (s.clip_grad_norm is not None, "clip_grad_norm", "there is never a whole gradient; set it to null"),
+        (s.on_out_of_memory == "shrink", "on_out_of_memory", f"{failed}; give raise"),
+        (s.measures_noise, noise_key, "there is no gradient left to measure; remove it"),
+        *((config.get(key), key, f"{one}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
+        (less, "micro_batch_size", f"{one}; remove it"),
+    )
+    for wrong, key, why in checks:
+        remedy = f"with the optimizer in backward {why}, or set optimizer_in_bwd=False"
+        _refuse(config, (wrong, key, remedy))
 
 
 # --- without effect -----------------------------------------------------------------------------------------------------
@@ -146,13 +265,7 @@ _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node
 
 
 def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys that are set and do nothing, each with the reason.
-
-    Args:
-        settings: as read from `config`.
-        config: the whole configuration, as plain dicts and lists.
-        ranks: that train.
-    """
+    """Return the keys that are set and do nothing, each with the reason."""
     found = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
     if ranks == 1:
         found += [(name, _ONE_RANK) for name in ("fsdp_cpu_offload", "custom_sharded_layers") if config.get(name)]
@@ -170,57 +283,35 @@ def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int 
     return found
 
 
-def without_effect_on_probe(probe: ProbeSettings, *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_probe``, each with the reason.
-
-    Args:
-        probe: the block.
-        ranks: that probe.
-    """
-    reasons = {"assumed_maximum": "it is for preview"}
-    if probe.sequence_lengths:
-        reasons["sequence_length"] = "probe.sequence_lengths gives them"
-    if ranks == 1:
-        reasons["trial_timeout"] = "it is for several ranks, and this is one"
-    return _changed(probe, reasons)
-
-
-def without_effect_on_estimate(settings: Settings) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_estimate``, each with the reason."""
-    reasons = {
-        "device_memory": "estimate.devices gives what the devices have",
-        "sequence_lengths": "it is for adaptive_probe; give estimate.sequence_lengths",
-        "assumed_maximum": "it is for preview",
-    }
-    if settings.estimate.sequence_lengths:
-        reasons["sequence_length"] = "estimate.sequence_lengths gives the lengths"
-    if settings.estimate.headroom is not None:
-        reasons["headroom"] = "estimate.headroom gives it"
-    tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
-    reasons |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
-    return _changed(settings.probe, reasons)
-
-
-def _changed(probe: ProbeSettings, reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block, of those with a reason, that are not at their default."""
+def without_effect_on(recipe: str, settings: Settings, *, ranks: int = 1) -> list[tuple[str, str]]:
+    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
+    probe, estimate = settings.probe, settings.estimate
+    unused = {"assumed_maximum": "it is for preview"}
+    if recipe == "adaptive_probe":
+        unused |= {"sequence_length": "probe.sequence_lengths gives them"} if probe.sequence_lengths else {}
+        unused |= {"trial_timeout": _ONE_RANK} if ranks == 1 else {}
+    else:
+        unused |= {"device_memory": "estimate.devices gives it", "sequence_lengths": "it is for adaptive_probe"}
+        unused |= {"sequence_length": "estimate.sequence_lengths gives them"} if estimate.sequence_lengths else {}
+        unused |= {"headroom": "estimate.headroom gives it"} if estimate.headroom is not None else {}
+        tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
+        unused |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
     default = type(probe)()
-    return [(f"probe.{key}", reason) for key, reason in reasons.items() if getattr(probe, key) != getattr(default, key)]
+    return [(f"probe.{key}", why) for key, why in unused.items() if getattr(probe, key) != getattr(default, key)]
 
 
 def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keys that are set without the key that they are for."""
+
+    def is_set(need: str) -> bool:  # key=value asks for that value
+        name, _, value = need.partition("=")
+        return bool(getattr(settings, name) == value if value else config.get(name))
+
     for prefix, block, given in (("", settings, config), ("probe.", settings.probe, config.get("probe") or {})):
         for name, key in keys_of(type(block)).items():
-            is_set = given.get(name) is not None and given[name] is not False
-            if is_set and key.needs and not any(_is_set(need, settings, config) for need in key.needs):
+            if given.get(name) not in (None, False) and key.needs and not any(map(is_set, key.needs)):
                 needs = " or ".join(key.needs)
                 yield prefix + name, f"it is for {needs}" + ("" if "=" in needs else ", which is not set")
-
-
-def _is_set(need: str, settings: Settings, config: Mapping[str, Any]) -> bool:
-    """Return whether a key is set; of ``key=value``, whether it has that value."""
-    name, _, value = need.partition("=")
-    return bool(getattr(settings, name) == value if value else config.get(name))
 
 
 def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -232,19 +323,16 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
         yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    if settings.measures_noise and (why := _why_no_noise(settings)):
-        yield "log_gradient_noise_scale" if settings.log_gradient_noise_scale else "batch_size_schedule", why
-
-
-def _why_no_noise(settings: Settings) -> str:
-    """Return why steps give no sample of the gradient noise scale; empty where they do."""
-    if settings.micro_batch_tokens is not None:
-        return (
-            "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size"
-        )
-    if settings.sample_order == "seqlen":
-        return "rows come sorted by length, so a micro-batch is no random part of a step"
+    if not settings.measures_noise:
+        return
+    key = "log_gradient_noise_scale" if settings.log_gradient_noise_scale else "batch_size_schedule"
     whole_steps = settings.micro_batch_size is None and settings.gradient_accumulation_steps == 1
-    if whole_steps and not settings.grow_beyond_maximum:
-        return "a step is one micro-batch, and it takes two; set micro_batch_size or gradient_accumulation_steps"
-    return ""
+    if settings.micro_batch_tokens is not None:
+        yield (
+            key,
+            "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size",
+        )
+    elif settings.sample_order == "seqlen":
+        yield key, "rows come sorted by length, so a micro-batch is no random part of a step"
+    elif whole_steps and not settings.grow_beyond_maximum:
+        yield key, "a step is one micro-batch, and it takes two; set micro_batch_size or gradient_accumulation_steps"

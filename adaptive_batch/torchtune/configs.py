@@ -6,10 +6,10 @@ the package.
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from pathlib import Path
 
+from adaptive_batch._util import nearest
 from adaptive_batch.errors import SettingError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -46,17 +46,13 @@ def copy_config(name: str, destination: str | Path) -> Path:
         name: which configuration.
         destination: a folder that is there, or the path of the new file.
 
-    Returns:
-        The path of the copy.
-
     Raises:
         SettingError: there is no configuration of that name, or the destination is there already, or its folder is not.
     """
     source = config_path(name)
     if source is None:
         names = [known for known, _ in shipped_configs()]
-        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5) or names
-        raise SettingError("NAME", name, f"no such configuration is shipped; near it: {', '.join(near)}")
+        raise SettingError("NAME", name, f"no such configuration is shipped; {nearest(name.lower(), names)}")
     target = Path(destination)
     if target.is_dir():
         target = target / source.name

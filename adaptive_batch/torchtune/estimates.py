@@ -46,12 +46,11 @@ from adaptive_batch.estimate import (
 from adaptive_batch.memory import MemoryCurve
 
 from .batch_size_finder import BatchSizeFinder
-from .checks import without_effect_on_estimate
+from .checks import TO_PLAN, check_parallel, complete, without_effect_on
+from .config_errors import as_dict
 from .estimate_changes import candidates, share_of_layers, with_overrides
-from .fake_parts import FEW, MORE, FakeParts, Rows, fake_step, rehearsed
+from .fake_run import FEW, MORE, FakeRun, Rows, made_up_row
 from .keys import load_function
-from .ranks import check_parallel
-from .requirements import as_dict, complete
 from .settings import Settings
 
 _LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least
@@ -83,13 +82,13 @@ def estimate_devices(
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
     start = time.perf_counter()
-    complete(cfg, needs=FakeParts.needs)
+    complete(cfg, needs=TO_PLAN)
     settings = Settings.from_config(as_dict(cfg))
     asked = settings.estimate
     if distributed.is_launched():
         remedy = "run the estimate in one process; give ranks by estimate.world_size"
         raise SettingError("estimate.devices", asked.devices, remedy)
-    for key, reason in without_effect_on_estimate(settings):
+    for key, reason in without_effect_on("adaptive_estimate", settings):
         show(f"{key} has no effect: {reason}")
     estimator = Estimator(cfg, settings, parse_devices(asked.devices))
     lengths, not_counted = estimator.lengths()
@@ -165,13 +164,13 @@ class Estimator:
             lengths = [
                 step.estimate(one, self.targets, checks=place == len(wanted)) for place, one in enumerate(wanted, 1)
             ]
-            self._recomputed = share_of_layers(step.parts.skeleton) / 3
-            not_counted = list(step.parts.left_out)
+            self._recomputed = share_of_layers(step.run.job.skeleton) / 3
+            not_counted = list(step.run.left_out)
         if self._settings.fits_itself:
             not_counted.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
         if self._on_accelerator:
             names = [device.architecture for device in self._devices]
-            not_counted += left_out(names, dtype=step.parts.dtype, world_size=asked.world_size)
+            not_counted += left_out(names, dtype=step.run.job.dtype, world_size=asked.world_size)
         else:
             not_counted.append("what is no tensor: Python, libraries, the dataset")
             not_counted.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
@@ -216,11 +215,11 @@ class Estimator:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
             settings = Settings.from_config(as_dict(cfg))
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
-            parts = FakeParts(cfg, settings, FakeDevice(workspace=self._workspace), reads_data=reads_data)
+            device = FakeDevice(workspace=self._workspace)
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-                    yield _Step(parts, lengths)
+                    yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data), lengths)
             except Exception as error:
                 names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
                 if not isinstance(error, _NEEDS_VALUES) and not (
@@ -231,30 +230,28 @@ class Estimator:
 
 
 class _Step:
-    """The training step of some parts, of which nothing is built yet, on fake tensors."""
+    """The training step of a run whose model is not built yet, on fake tensors."""
 
-    def __init__(self, parts: FakeParts, lengths: Sequence[int | str]) -> None:
-        self.parts = parts
-        parts.build_data()
-        bounds = BatchSizeFinder(parts)
+    def __init__(self, run: FakeRun, lengths: Sequence[int | str]) -> None:
+        self.run = run
+        bounds = BatchSizeFinder(run.job, run.data)
         self._rows = {length: self._rows_of(bounds, length) for length in lengths}
-        settings = parts.settings
+        settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
-        self._step = fake_step(
-            parts,
+        self._step = run.step(
             rows,
             accumulates=bounds.has_several or settings.fits_itself or settings.gradient_accumulation_steps > 1,
-            keep_gradients=(lambda: parts.accumulator.keep_gradients(rows(1))) if keeps else None,
+            keeps_gradients=keeps,
         )
 
     def _rows_of(self, bounds: BatchSizeFinder, length: int | str) -> tuple[Rows, int]:
-        if self.parts.reads_data:
+        if self.run.reads_data:
             worst = bounds.rows_of(length)
             tokens = worst.length
 
             def rows(count: int) -> list[dict[str, Any]]:  # also more than the dataset has
-                some = worst.first(min(count, len(self.parts.dataset)))
+                some = worst.first(min(count, len(self.run.data.dataset)))
                 return [some[number % len(some)] for number in range(count)]
 
         else:
@@ -262,11 +259,11 @@ class _Step:
             tokens = length
 
             def rows(count: int) -> list[dict[str, Any]]:
-                return [self.parts.made_up_row(length)] * count
+                return [made_up_row(length, packed=self.run.data.packed)] * count
 
-        longest = self.parts.max_seq_len
+        longest = self.run.job.max_seq_len
         if longest and tokens > longest:
-            key, _ = self.parts.settings.estimate.lengths_of(self.parts.settings.probe)
+            key, _ = self.run.job.settings.estimate.lengths_of(self.run.job.settings.probe)
             raise SettingError(key, length, f"the model takes {longest} tokens at most")
         return rows, tokens
 
@@ -279,19 +276,19 @@ class _Step:
             if low.trace.program == high.trace.program:
                 return (few, low), (many, high)
         remedy = f"each number of rows of {length} tokens runs other operations, so no peak follows from another; probe it on a device"
-        raise SettingError("model", str(self.parts.cfg.model._component_), remedy)
+        raise SettingError("model", str(self.run.job.cfg.model._component_), remedy)
 
     def estimate(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthEstimate:
         """Estimate one length; `checks` it by one more size, whose tensors are attributed to modules."""
         rows, tokens = self._rows[length]
-        run = rehearsed(self.parts, rows)
+        run = self.run.forward_backward(rows)
         (fewer, few), (larger, more) = self._alike(run, length)
         curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
         fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
         check, sites = None, {}
         if checks:
             most = _COLLATED_BYTES // (128 * tokens)
-            size = max(_LEAST_CHECKED, min(max(fitting), self.parts.settings.probe.maximum, most))
+            size = max(_LEAST_CHECKED, min(max(fitting), self.run.job.settings.probe.maximum, most))
             third = self._step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
             check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
             sites = {operation: live.describe() for operation, live in third.explained.items()}

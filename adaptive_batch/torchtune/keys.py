@@ -2,7 +2,7 @@
 
 A key is one field of a frozen dataclass (:mod:`.settings`): the field has its name, type and default, and the :class:`Key` that
 it carries has the rest. What needs to know about keys derives it from these fields: names that are refused, settings that have no
-effect (:mod:`.checks`), changes on resuming (:mod:`.resume_policy`), the tables of docs/configuration.md.
+effect (:mod:`.checks`), changes on resuming (:mod:`.resumed_run`), the tables of docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib import import_module
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 from adaptive_batch._util import check_whole, nearest
 from adaptive_batch.errors import SettingError
 
 Resume = Literal["free", "report", "epoch", "refuse"]
 T = TypeVar("T")
-D = TypeVar("D")
 
 # Keys of torchtune's full fine-tune configs by what a change of them does on resuming. One that looks like ours is still torchtune's.
 _THEIRS: Mapping[Resume, str] = {
@@ -63,19 +62,6 @@ class Key:
     fills_steps: bool = False
 
 
-@overload
-def key(read: Callable[[str, Any], T], doc: str = "") -> T: ...
-@overload
-def key(
-    read: Callable[[str, Any], T],
-    doc: str = "",
-    *,
-    default: D,
-    shown: str = "",
-    needs: tuple[str, ...] = (),
-    resume: Resume = "free",
-    fills_steps: bool = False,
-) -> T | D: ...
 def key(read: Callable[[str, Any], Any], doc: str = "", *, default: Any = MISSING, **more: Any) -> Any:
     """Return the dataclass field of a key, which must be given where it has no default; for the arguments see :class:`Key`."""
     return field(default=default, metadata={"key": Key(read, doc, **more)})
@@ -87,11 +73,7 @@ def keys_of(block: type) -> dict[str, Key]:
 
 
 def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Read and check what is given of the keys of a dataclass; null is as good as absent.
-
-    Raises:
-        SettingError: a value cannot be used, or a key without a default is missing.
-    """
+    """Read and check what is given of the keys of a dataclass; null is as good as absent."""
     return {
         each.name: each.metadata["key"].read(prefix + each.name, config.get(each.name))
         for each in fields(block)
@@ -100,11 +82,7 @@ def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> di
 
 
 def check_names(names: Iterable[Any], config: Mapping[str, Any]) -> None:
-    """Refuse a top-level key that is nearly one of `names`, which are ours; a user's own key is left alone.
-
-    Raises:
-        SettingError: with the key that was probably meant.
-    """
+    """Refuse a top-level key that is nearly one of `names`, which are ours; a user's own key is left alone."""
     ours = list(names)
     for name in config:
         if name in ours or name in TORCHTUNE_KEYS:
@@ -125,11 +103,9 @@ def block(keys: type[T]) -> Callable[[str, Any], T]:
             raise SettingError(name, value, f"give a block of keys, such as {name}.{known[0]}=...")
         for each in value:
             full = f"{name}.{each}"
-            if full in RENAMED:
-                remedy = f"{RENAMED[full]} is meant: tune run adaptive_estimate --config NAME estimate.devices=..."
-                raise SettingError(full, value[each], f"there is no such key; {remedy}")
             if each not in known:
-                raise SettingError(full, value[each], f"there is no such key; {nearest(str(each), known)}")
+                meant = f"{RENAMED[full]} is meant" if full in RENAMED else nearest(str(each), known)
+                raise SettingError(full, value[each], f"there is no such key; {meant}")
         return keys(**read_keys(keys, value, prefix=f"{name}."))
 
     return read
@@ -190,11 +166,7 @@ def checked(check: Callable[[str, Any], object]) -> Callable[[str, Any], Any]:
 
 
 def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
-    """Return the reader of a key that names a function, by a dotted path or by a block whose `_component_` builds one.
-
-    Args:
-        check: called with the function and ``key=``; raises SettingError where it cannot be called as it will be.
-    """
+    """Return the reader of a key that names a function, by a dotted path or by a block whose `_component_` builds one."""
 
     def read(name: str, value: Any) -> Any:
         found = _load(value, key=name)
@@ -205,11 +177,7 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
 
 def load_function(path: str, *, key: str) -> Any:
-    """Import what a dotted path names.
-
-    Raises:
-        SettingError: naming `key`, the path and what is missing.
-    """
+    """Import what a dotted path names; refuse one that cannot be imported, naming what is missing."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise SettingError(key, path, "give the dotted path of a function, such as my_module.my_function")
@@ -217,23 +185,19 @@ def load_function(path: str, *, key: str) -> Any:
         module = ".".join(parts[:split])
         try:
             found: Any = import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name and (module == error.name or module.startswith(error.name + ".")):
-                continue
-            raise SettingError(key, path, f"importing {module} failed: {error}") from error
         except Exception as error:
-            raise SettingError(key, path, f"importing {module} failed: {type(error).__name__}: {error}") from error
+            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+                continue
+            why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+            raise SettingError(key, path, f"importing {module} failed: {why}") from error
         for part in parts[split:]:
             if not hasattr(found, part):
                 names = [name for name in dir(found) if not name.startswith("_")]
                 raise SettingError(key, path, f"{module} has no {part}; {nearest(part, names)}")
             found = getattr(found, part)
         return found
-    raise SettingError(
-        key,
-        path,
-        f"no module {parts[0]} can be imported; run from the folder that holds it, or put that folder on PYTHONPATH",
-    )
+    remedy = "run from the folder that holds it, or put that folder on PYTHONPATH"
+    raise SettingError(key, path, f"no module {parts[0]} can be imported; {remedy}")
 
 
 def _load(value: object, *, key: str) -> Any:

@@ -16,7 +16,9 @@ from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
 from .batch_size_finder import BatchSizeFinder
-from .parts import TrainingParts
+from .data import Data
+from .job import Job
+from .trainer import Trainer
 
 _TRIALS = {"trial_rows": "", "trial_rows_val": "of validation "}  # that ended all ranks: which, in words
 
@@ -25,7 +27,7 @@ class LimitFinder:
     """Keeps the bound and the limit of a run, and logs every change.
 
     Args:
-        parts: of the run.
+        job, data, trainer: of the run.
         bounds: finds what fits.
         record: of the run.
         run: its name; why it ended on all ranks is kept for it.
@@ -34,11 +36,14 @@ class LimitFinder:
         limits: what it has found.
     """
 
-    def __init__(self, parts: TrainingParts, bounds: BatchSizeFinder, record: RunLog, *, run: str = "") -> None:
-        self._parts, self._settings, self._bounds, self._record, self._run = parts, parts.settings, bounds, record, run
-        self._lost_file = Path(parts.cfg.output_dir) / "adaptive_batch" / "lost.json"
+    def __init__(
+        self, job: Job, data: Data, trainer: Trainer, bounds: BatchSizeFinder, record: RunLog, *, run: str = ""
+    ) -> None:
+        self._data, self._trainer, self._settings = data, trainer, job.settings
+        self._bounds, self._record, self._run = bounds, record, run
+        self._lost_file = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._lost: dict[str, Any] = {}  # what is to be known when training is started again
-        self.limits = parts.new_limits()
+        self.limits = data.new_limits()
 
     def find(self, batch_size: int, *, keeps_batch: bool, saved: Mapping[str, Any]) -> int:
         """Find how many rows fit at once, where any setting needs it.
@@ -55,10 +60,10 @@ class LimitFinder:
             SettingError: what is configured does not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
-        parts, settings, limits = self._parts, self._settings, self.limits
+        data, settings, limits = self._data, self._settings, self.limits
         if saved:
             limits.num_out_of_memory = saved["limits"]["num_out_of_memory"]
-        if has_batch_norm(parts.model) and (settings.adaptive or settings.on_out_of_memory == "shrink"):
+        if has_batch_norm(self._trainer.model) and (settings.adaptive or settings.on_out_of_memory == "shrink"):
             message = (
                 "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones change results"
             )
@@ -80,16 +85,16 @@ class LimitFinder:
             message = f"a micro-batch holds {limits.lowered}: more ran out of memory before all ranks ended"
             self._record.decision("capacity", message, after=limits.lowered.amount, unit=limits.lowered.unit)
         if limits.bound:
-            (longest,) = longest_rows(parts.lengths, 1)
-            if int(parts.lengths[longest]) > limits.tried_length:
-                self.try_longer([parts.read(longest)], batch_size=batch_size)
+            (longest,) = longest_rows(data.lengths, 1)
+            if int(data.lengths[longest]) > limits.tried_length:
+                self.try_longer([data.read_row(longest)], batch_size=batch_size)
         return batch_size
 
     def _search(self, batch_size: int, *, keeps_batch: bool) -> int:
         """Search for the bound, log the table, and refuse a configured batch that is above it; return the batch to train with."""
         settings, limits = self._settings, self.limits
         results = self._bounds.of_training(
-            length=settings.probe.sequence_length, batch_size=batch_size, keeps_batch=keeps_batch
+            self._trainer, length=settings.probe.sequence_length, batch_size=batch_size, keeps_batch=keeps_batch
         )
         for result in results:
             out_of_memory = 0 if result.from_cache else result.num_out_of_memory
@@ -135,11 +140,11 @@ class LimitFinder:
         length, before = len(row["tokens"]), limits.tried_length
         if not before or length <= before:
             return
-        limit, shapes = limits.of(batch_size), self._parts.shapes
+        limit, shapes = limits.of(batch_size), self._data.shapes
         most = shapes.rows_within(limit, length)
         if settings.grows and settings.micro_batch_size is None and limits.bound and limit.unit == "rows":
             most = max(most, limits.bound)  # what the batch may grow to
-        result = self._bounds.of_row(row, maximum=most, accumulates=not settings.optimizer_in_bwd)
+        result = self._bounds.of_row(self._trainer, row, maximum=most, accumulates=not settings.optimizer_in_bwd)
         limits.num_out_of_memory += result.num_out_of_memory
         fit = result.max_batch_size
         message = f"a row of {length} tokens is longer than the {before} that were tried: {fit} of these fit at once"
@@ -195,7 +200,7 @@ class LimitFinder:
         if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
         limit, rows = self.limits.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
-        most = self._parts.shapes.rows_within(limit, int(self._parts.lengths.max()))
+        most = self._data.shapes.rows_within(limit, int(self._data.lengths.max()))
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
             self._record.decision(
                 "uniform_micro_batches",

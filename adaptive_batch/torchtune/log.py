@@ -1,4 +1,4 @@
-"""What a run says and writes down: where it starts, what differs, each epoch, each step."""
+"""What a run logs and writes down: where it starts, what differs, each epoch, each step."""
 
 from __future__ import annotations
 
@@ -10,39 +10,27 @@ from typing import Any
 from torchtune import config, training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.data import StepPlanner
+from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
 
 from .checkpoints import Checkpoints
-from .limit_finder import LimitFinder
-from .parts import TrainingParts
+from .data import Data
+from .job import Job
 from .preview import TrainingPreview
-from .ranks import describe_ranks
 from .rate import RateController, reference_batch
-from .resume_policy import say_changes
 from .resumed_run import ResumedRun
 
 log = utils.get_logger("INFO")
 
 
 class TrainingLog:
-    """The record of a run and its metric logger; of several ranks, rank zero writes them.
+    """The run log (`record`) and the metric logger of a run; of several ranks, rank zero writes them."""
 
-    Args:
-        parts: of the run, with their data built.
-
-    Attributes:
-        record: of decisions and steps.
-
-    Raises:
-        SettingError: another run writes there.
-    """
-
-    def __init__(self, parts: TrainingParts) -> None:
-        cfg = parts.cfg
-        self._parts, self._settings, self._cfg = parts, parts.settings, cfg
+    def __init__(self, job: Job, data: Data) -> None:
+        cfg = job.cfg
+        self._job, self._data, self._settings, self._cfg = job, data, job.settings, cfg
         path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
         self.record = distributed.on_rank_zero(lambda: RunLog(path)) or RunLog(path, enabled=False)
         self._metrics: Any = None
@@ -50,7 +38,7 @@ class TrainingLog:
             self._metrics = config.instantiate(cfg.metric_logger)
             self._metrics.log_config(cfg)
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
-        self._memory = bool(cfg.get("log_peak_memory_stats", False)) and parts.device.type != "cpu"
+        self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
         if cfg.get("log_peak_memory_stats", False) and not self._memory:
             log.info("log_peak_memory_stats has no effect on a CPU")
 
@@ -60,74 +48,69 @@ class TrainingLog:
             self._metrics.close()
         self.record.close()
 
+    # --- where a run begins -----------------------------------------------------------------------------------------
+
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
-        progress = run.progress
+        event, progress, rows = self.record.decision, run.progress, len(self._data.dataset)
         for line in checkpoints.found.passed_over:
-            self.record.decision("passed_over", line)
-        rows, resumed = len(self._parts.dataset), checkpoints.found.recipe_state is not None
-        where = f"epoch {progress.epoch}"
-        if progress.epoch_steps:
-            where += f", row {progress.epoch_rows} of it (step {progress.steps})"
-        of_ranks = f", {distributed.world_size()} ranks" if distributed.world_size() > 1 else ""
-        self.record.decision(
+            event("passed_over", line)
+        resumed, ranks = checkpoints.found.recipe_state is not None, distributed.world_size()
+        begins = f"resuming from {checkpoints.found.source}" if resumed else "starting"
+        within = f", row {progress.epoch_rows} of it (step {progress.steps})" if progress.epoch_steps else ""
+        of_ranks = f", {ranks} ranks" if ranks > 1 else ""
+        event(
             "start",
-            f"{f'resuming from {checkpoints.found.source}' if resumed else 'starting'} with {where}; {rows} rows{of_ranks}",
+            f"{begins} with epoch {progress.epoch}{within}; {rows} rows{of_ranks}",
             resumed=resumed,
             run=run.name,
             rows=rows,
-            ranks=distributed.world_size(),
+            ranks=ranks,
             progress=progress.state_dict(),
         )
         if run.begins_epoch_again:
             message = f"epoch {progress.epoch} begins again: which of its rows are left is not known with other rows"
-            self.record.decision("epoch_restarted", message, epoch=progress.epoch)
+            event("epoch_restarted", message, epoch=progress.epoch)
         if not resumed and checkpoints.found.holds_earlier_run:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
-            self.record.decision("replaces", f"{message}; until its first save, resuming goes on with the earlier")
+            event("replaces", f"{message}; until its first save, resuming takes the earlier")
 
     def changes(self, run: ResumedRun, *, without_effect: Sequence[tuple[str, str]]) -> None:
-        """Log each setting that differs from the checkpoint's, or that has no effect.
-
-        Args:
-            run: what the checkpoint brings.
-            without_effect: settings that do nothing, each with the reason.
-        """
-        saved, epochs = run.saved, run.epochs
-        settings, record = self._settings, self.record
-        if epochs is not None and epochs != settings.epochs:
-            message = f"epochs {epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
-            record.decision("epochs", message, before=epochs, after=settings.epochs)
-        if distributed.data_parallel_size() != self._parts.ranks:
-            step_rows = (
-                0 if settings.batch_tokens else saved["steps"]["batch_size"] * settings.gradient_accumulation_steps
-            )
-            message = describe_ranks(began_on=self._parts.ranks, step_rows=step_rows * self._parts.ranks)
-            record.decision("ranks", message, before=self._parts.ranks, after=distributed.data_parallel_size())
-        configured = settings.batch_size
+        """Log each setting that differs from the checkpoint's, or that has no effect, with the reason."""
+        settings, event, saved = self._settings, self.record.decision, run.saved
+        if run.epochs not in (None, settings.epochs):
+            message = f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
+            event("epochs", message, before=run.epochs, after=settings.epochs)
+        configured, ranks, began_on = settings.batch_size, distributed.data_parallel_size(), self._job.ranks
         before = saved["steps"]["batch_size"] if saved else configured
-        scheduled = settings.batch_size_schedule is not None  # which says what a step holds
-        if run.keeps_batch and configured != before:
-            message = f"batch_size {before}: configured is {configured}, the checkpoint's goes on"
-            record.decision("batch_size", message, before=before, after=before)
-        elif configured != before and not (run.keeps_batch or scheduled or settings.use_maximum_batch_size):
+        if ranks != began_on:
+            rows = before * settings.gradient_accumulation_steps * began_on
+            share = f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
+            if settings.batch_tokens:
+                share = "the rows of each step are dealt to them by their tokens"
+            message = (
+                f"{ranks} ranks, and {began_on} began the run: batches, their order and the learning rate stay; {share}"
+            )
+            event("ranks", message, before=began_on, after=ranks)
+        scheduled = settings.batch_size_schedule is not None  # which decides what a step holds
+        if configured != before and run.keeps_batch:
+            message = f"batch_size {before}: configured is {configured}, the checkpoint's is kept"
+            event("batch_size", message, before=before, after=before)
+        elif configured != before and not (scheduled or settings.use_maximum_batch_size):
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
-            record.decision("batch_size", message, before=before, after=configured)
-        say_changes(run.differs, saved.get("conditions", {}), run.conditions, record=record)
-        for name, (value, goes_on) in run.ignored.items():
-            message = f"{name}={value} has no effect: the checkpoint's {goes_on} goes on"
-            record.decision("no_effect", message, key=name, configured=value, after=goes_on)
+            event("batch_size", message, before=before, after=configured)
+        run.log_changes(self.record)
         for key, reason in without_effect:
-            record.decision("no_effect", f"{key} has no effect: {reason}", key=key)
+            event("no_effect", f"{key} has no effect: {reason}", key=key)
         if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
-            record.decision("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
+            event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
 
-    def whose_rate(self) -> None:
-        """A line where the checkpoint's learning rate is not the configured one."""
-        configured, saved = self._cfg.optimizer.get("lr"), base_rate(self._parts)
+    def whose_rate(self, saved: float) -> None:
+        """Log where the checkpoint's learning rate is not the configured one."""
+        configured = self._cfg.optimizer.get("lr")
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
-            message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} goes on"
+            message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} is kept"
             self.record.decision("lr", message, configured=float(configured), lr=saved)
 
     def rate_and_stages(
@@ -136,39 +119,41 @@ class TrainingLog:
         plan: TrainingPreview,
         progress: Progress,
         *,
+        base: float,
         limits: MicroBatchLimits,
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
-        settings, parts, record = self._settings, self._parts, self.record
+        settings, event = self._settings, self.record.decision
         if message := rate.describe():
-            record.decision("lr", message, reference=str(reference_batch(parts)), rule=settings.lr_scaling)
+            event("lr", message, reference=str(reference_batch(self._job)), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
-        base = base_rate(parts)
         table, stages = plan.table(progress, base_rate=base, capacity=limits, saved=saved)
-        record.decision("stages", f"the plan:\n{table}", stages=stages)
-        most, configured = plan.full_batch_rows, settings.step_rows * parts.ranks
-        if settings.batch_size_schedule and settings.lr_scaling == "none" and most != configured:
-            message = describe_unscaled(base, batch=most, reference=configured)
-            record.decision("lr", message, lr=base, global_batch=most, reference=configured)
+        event("stages", f"the plan:\n{table}", stages=stages)
+        if settings.batch_size_schedule:
+            self._log_unscaled(base, batch=plan.full_batch_rows)
 
-    def epoch(self, epoch: int, batches: StepPlanner, capacity: LimitFinder) -> None:
-        """A line on the epoch that begins, where anything adaptive is on."""
+    def _log_unscaled(self, rate: float, *, batch: int) -> None:
+        """Log that the rate stays where the batch is another than the configured one."""
+        reference = self._settings.step_rows * self._job.ranks
+        if self._settings.lr_scaling == "none" and batch != reference:
+            message = describe_unscaled(rate, batch=batch, reference=reference)
+            self.record.decision("lr", message, lr=rate, global_batch=batch, reference=reference)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def epoch(self, epoch: int, batches: StepPlanner, *, rate: float) -> None:
+        """Log the epoch that begins, where anything adaptive is on."""
         plan, settings, holds = batches.plan, self._settings, batches.limit
         if not settings.adaptive:
             return
-        if plan.sizes is not None:
-            least, most = min(plan.sizes, default=0), max(plan.sizes, default=0)
-            rows = f"{least} to {most} rows" if least < most else f"{most} rows"
-            if settings.batch_tokens and settings.batch_size_schedule is None:
-                what = f"{plan.steps} steps of up to {settings.batch_tokens * self._parts.ranks} tokens, {rows} each"
-            else:
-                what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
-        else:
-            accumulated = f"batch_size {batches.batch_size} x {settings.gradient_accumulation_steps} accumulated"
-            accumulated += f" x {self._parts.ranks} ranks" if self._parts.ranks > 1 else ""
-            what = f"global batch {plan.step_rows} = {accumulated}, {plan.steps} steps"
+        sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
+        least, most = min(sizes, default=0), max(sizes, default=0)
+        rows = f"{least} to {most} rows" if least < most else f"{most} rows"
+        what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
+        if settings.batch_tokens and settings.batch_size_schedule is None:
+            what += f", up to {settings.batch_tokens * self._job.ranks} tokens"
         self.record.decision(
             "plan",
             f"epoch {epoch}: {what}; a micro-batch holds {holds}",
@@ -180,13 +165,24 @@ class TrainingLog:
             unit=holds.unit,
             steps=plan.steps,
         )
-        configured = settings.step_rows * self._parts.ranks
-        rate = base_rate(self._parts)
-        scheduled = settings.batch_size_schedule is not None  # the plan shows its batches
-        if settings.lr_scaling == "none" and plan.step_rows != configured and not scheduled:
-            message = describe_unscaled(rate, batch=plan.step_rows, reference=configured)
-            self.record.decision("lr", message, lr=rate, global_batch=plan.step_rows, reference=configured)
-        capacity.log_if_one_by_one(batches.batch_size)
+        if settings.batch_size_schedule is None:  # whose plan shows its batches
+            self._log_unscaled(rate, batch=plan.step_rows)
+
+    def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int) -> None:
+        """Log the rows of an epoch that were trained and left out, and how many steps had no label."""
+        if unlabelled:
+            message = f"{unlabelled} of {progress.epoch_steps} steps had no label at all, and changed nothing"
+            self.record.decision("no_labels", message, steps=unlabelled)
+        reasons = planner.epochs.left_out(progress)
+        left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
+        self.record.decision(
+            "epoch",
+            f"epoch {progress.epoch}: {progress.epoch_rows} rows trained{left_out}",
+            epoch=progress.epoch,
+            used=progress.epoch_rows,
+            left_out=sum(reasons.values()),
+            reasons=reasons,
+        )
 
     def step(
         self,
@@ -195,21 +191,11 @@ class TrainingLog:
         *,
         rate: float,
         seconds: float,
-        batches: StepPlanner,
+        sampler: RowSampler,
         num_out_of_memory: int,
         full_batch_loss: FullBatchLoss,
     ) -> None:
-        """Write down a step, and log its metrics.
-
-        Args:
-            result: of the step.
-            progress: after it.
-            rate: of learning.
-            seconds: that it took.
-            batches: that handed out its rows.
-            num_out_of_memory: errors so far.
-            full_batch_loss: takes in the step.
-        """
+        """Write down a step, after which progress is as given, and log its metrics."""
         label_tokens = float(result.label_tokens)
         metrics = {
             "loss": result.loss,
@@ -230,12 +216,12 @@ class TrainingLog:
         if self._settings.measures_noise and progress.noise_scale is not None:
             metrics["gradient_noise_scale"] = progress.noise_scale
         if self._memory and self._metrics is not None:
-            metrics.update(training.get_memory_stats(device=self._parts.device))
+            metrics.update(training.get_memory_stats(device=self._job.device))
         self.record.step(
             step=progress.steps,
             epoch=progress.epoch,
-            position=batches.sampler.position,
-            rows=batches.sampler.taken,
+            position=sampler.position,
+            rows=sampler.taken,
             asked=progress.batch,
             seconds=round(seconds, 6),
             **metrics,
@@ -244,7 +230,7 @@ class TrainingLog:
             self._log(metrics, step=progress.steps)
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
-        """A line on a validation, and its metric."""
+        """Log a validation, and its metric."""
         message = f"step {step}: val_loss {loss:.4f} over {rows} rows"
         self.record.decision("validation", message, steps=step, val_loss=loss)
         self._log({"val_loss": loss}, step=step)
@@ -252,9 +238,3 @@ class TrainingLog:
     def _log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         if self._metrics is not None:
             self._metrics.log_dict(metrics, step=step)
-
-
-def base_rate(parts: TrainingParts) -> float:
-    """The rate before schedule and batch have their say."""
-    group = parts.optimizers[0].param_groups[0]
-    return float(group.get("initial_lr", group["lr"]))

@@ -1,31 +1,50 @@
-"""What differs between kinds of fine-tuning: how the model is built, which of its parameters train, what is saved."""
+"""What differs between kinds of fine-tuning: how the model is built, on one rank or divided among many, what trains, what is saved."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from omegaconf import DictConfig
-from torchtune import config, training
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtune import config, modules, training
 from torchtune.config._errors import InstantiationError
+from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
 
-from .requirements import check_all_is_trained, told
-from .sharded import Weights, apply_checkpointing, build_sharded, load_sharded
+from .checks import check_all_is_trained
+from .config_errors import one_line
+
+
+class Weights(Protocol):
+    """What loads a model's weights.
+
+    Attributes:
+        is_divided: they were saved as each rank holds them, and :meth:`load_divided` loads them.
+    """
+
+    is_divided: bool
+
+    def load_weights(self) -> Mapping[str, Any]:
+        """The whole model's state dict on rank zero, unless it is divided, and nothing on others; a collective."""
+
+    def load_divided(self, model: torch.nn.Module) -> None:
+        """Load into the parts of a model that are there; a collective."""
 
 
 class ModelBuilder(Protocol):
     """Builds the model of one kind of fine-tuning. Data, probe, loop and checkpoints are the same for all kinds."""
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
-        """Refuse a model that belongs to another kind of fine-tuning.
-
-        Args:
-            model: perhaps without memory.
-            cfg: the recipe's configuration.
+        """Refuse a model, perhaps without memory, that belongs to another kind of fine-tuning.
 
         Raises:
             SettingError: naming the key, and the recipe that fits.
@@ -60,28 +79,26 @@ class FullModel:
             with torch.device("meta"), training.set_default_dtype(dtype):
                 model: torch.nn.Module = config.instantiate(cfg.model)
         except InstantiationError as error:  # its module cannot be imported
-            raise SettingError("model", str(cfg.model._component_), told(error)) from error
+            raise SettingError("model", str(cfg.model._component_), one_line(error)) from error
         return model
 
     def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
         """Return the model with its weights on its device, compiled and checkpointed as configured."""
         if distributed.world_size() > 1:
             model = build_sharded(cfg, dtype=dtype, device=device)
-            load_sharded(model, weights, cfg, dtype=dtype, device=device)
-            self.freeze(model)
-            return model
-        state = weights.load_weights()
-        with training.set_default_dtype(dtype), device:
-            model = config.instantiate(cfg.model)
-        assert isinstance(model, torch.nn.Module)
-        self.check(model, cfg)
-        if cfg.compile:
-            training.compile_model(model)
-        apply_checkpointing(model, cfg)
-        if weights.is_divided:
-            weights.load_divided(model)
+            _load_sharded(model, weights, cfg, dtype=dtype, device=device)
         else:
-            model.load_state_dict(state)
+            state = weights.load_weights()
+            with training.set_default_dtype(dtype), device:
+                model = config.instantiate(cfg.model)
+            self.check(model, cfg)
+            if cfg.compile:
+                training.compile_model(model)
+            apply_checkpointing(model, cfg)
+            if weights.is_divided:
+                weights.load_divided(model)
+            else:
+                model.load_state_dict(state)
         self.freeze(model)
         return model
 
@@ -98,3 +115,100 @@ class FullModel:
             return model.state_dict()
         state: Mapping[str, Any] = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
         return state
+
+
+def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
+    """Recompute activations as configured: those of each layer, or with `ac_mode` of the layers that `ac_option` chooses."""
+    all_layers, mode = bool(cfg.get("enable_activation_checkpointing", False)), cfg.get("ac_mode", None)
+    if mode is not None and not all_layers:
+        apply_selective_activation_checkpointing(model, mode, cfg.get("ac_option", None))
+    elif all_layers and mode is None:
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+
+
+# --- several ranks ------------------------------------------------------------------------------------------------------
+
+
+def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """Return the model on the meta device, divided by tensor parallelism and FSDP2, in this order as torchtune's recipe divides it.
+
+    Raises:
+        SettingError: it cannot be divided as configured.
+    """
+    with training.set_default_dtype(dtype), torch.device("meta"):
+        model: torch.nn.Module = config.instantiate(cfg.model)
+    if cfg.compile:
+        training.compile_model(model, verbose=distributed.is_rank_zero())
+    ranks, dim = distributed.data_parallel_size(), distributed.world_size() // distributed.data_parallel_size()
+    mesh = init_device_mesh(device.type, mesh_shape=(ranks, dim), mesh_dim_names=("dp", "tp"))
+    tied = _tied_modules(model)
+    if dim > 1:
+        plan = config.instantiate(cfg.tensor_parallel_plan)
+        for pattern in plan if isinstance(plan, Mapping) else ():
+            if any(fnmatch(name, pattern) for name in tied):
+                remedy = f"the model's output layer is tied to {pattern}, whose weights the plan divides; give 1"
+                raise SettingError("tensor_parallel_dim", dim, f"{remedy}, and ranks divide the model by FSDP alone")
+        try:
+            model = training.prepare_mha_for_tp(model, mesh["tp"])
+        except ValueError as error:  # the heads cannot be divided
+            raise SettingError("tensor_parallel_dim", dim, f"{one_line(error)} Give a divisor of both") from error
+        parallelize_module(model, mesh["tp"], parallelize_plan=plan)
+    apply_checkpointing(model, cfg)
+    if ranks > 1:
+        reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
+        apart = [name for name in cfg.get("custom_sharded_layers", None) or () if name in tied]
+        if apart and reshards:
+            needs = f"the output layer is tied to {apart[0]}, and needs its weights after it was called"
+            remedy = f"{needs}; leave it out, or set fsdp_reshard_after_forward=False"
+            raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
+        training.shard_model(
+            model=model,
+            shard_conditions=[partial(training.get_shard_conditions, names_to_match=cfg.get("custom_sharded_layers"))],
+            cpu_offload=bool(cfg.get("fsdp_cpu_offload", False)),
+            reshard_after_forward=reshards,
+            dp_mesh=mesh["dp"],
+        )
+    return model
+
+
+def _tied_modules(model: torch.nn.Module) -> set[str]:
+    """Return the names of modules whose weights an output layer takes as its own."""
+    tied = {
+        id(attribute.tied_module)
+        for module in model.modules()
+        for attribute in vars(module).values()
+        if isinstance(attribute, modules.TiedLinear)
+    }
+    return {name for name, module in model.named_modules() if id(module) in tied}
+
+
+def _load_sharded(
+    model: torch.nn.Module, weights: Weights, cfg: DictConfig, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give each rank its part of the weights: as it was saved, or of what rank zero has read."""
+    offload = bool(cfg.get("fsdp_cpu_offload", False))
+    whole = weights.load_weights()
+    if weights.is_divided:
+        model.to_empty(device=torch.device("cpu") if offload else device)
+        for module in model.modules():  # parameters alone are offloaded
+            buffers = {name: None if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()}
+            module._buffers.update(buffers)
+    compute_rotary_buffers(model, dtype=dtype, device=device)
+    if weights.is_divided:
+        weights.load_divided(model)
+        return
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in whole.items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=offload)
+    with warnings.catch_warnings():  # torch's own words to itself
+        warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are registered")
+        set_model_state_dict(model, state, options=options)
+    training.validate_no_params_on_meta_device(model)
+
+
+def compute_rotary_buffers(model: torch.nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Fill the buffers that no checkpoint holds."""
+    with training.set_default_dtype(dtype), device:
+        for module in model.modules():
+            if hasattr(module, "rope_init"):
+                cast(Any, module).rope_init()

@@ -20,7 +20,8 @@ from adaptive_batch.schedules import (
 from adaptive_batch.training import MicroBatchLimits, same_answers
 
 from .batch_size_finder import BatchSizeFinder
-from .parts import TrainingParts
+from .data import Data
+from .job import Job
 from .rate import RateController, stand_in
 
 
@@ -32,8 +33,8 @@ class TrainingPreview:
         schedule_steps: where the learning rate's schedule ends.
     """
 
-    def __init__(self, parts: TrainingParts, batches: StepPlanner) -> None:
-        self._parts, self._settings, self._batches = parts, parts.settings, batches
+    def __init__(self, job: Job, data: Data, batches: StepPlanner) -> None:
+        self._job, self._data, self._settings, self._batches = job, data, job.settings, batches
         self._batch_sizes: dict[int, int] = {}
         self._unknown = ""
         self._stage_notes: list[str] = []
@@ -49,7 +50,7 @@ class TrainingPreview:
         settings, batches = self._settings, self._batches
         if not settings.grows or progress.epoch >= settings.epochs:
             return
-        random_state = RandomState(self._parts.device)
+        random_state = RandomState(self._job.device)
         function = settings.batch_increase_function
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
@@ -73,7 +74,7 @@ class TrainingPreview:
         self._batch_sizes, self._unknown = {}, ""
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
-            random_state = RandomState(self._parts.device)
+            random_state = RandomState(self._job.device)
             asked, why = batch_sizes_ahead(
                 settings.batch_increase_function,
                 first_epoch=epoch if first else epoch + 1,
@@ -94,7 +95,7 @@ class TrainingPreview:
             if settings.batch_size_schedule is not None:  # one that measures has a maximum
                 most = getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
                 most = min(most, batches.maximum or most)
-            self.full_batch_rows = min(most * self._parts.ranks, len(batches.sampler))
+            self.full_batch_rows = min(most * self._job.ranks, len(batches.sampler))
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
             is_same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated stays
@@ -107,7 +108,7 @@ class TrainingPreview:
         """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
         settings, batches = self._settings, self._batches
         rate = RateController(
-            self._parts,
+            self._job,
             batches,
             [stand_in(base_rate)],
             progress=progress,
@@ -116,12 +117,12 @@ class TrainingPreview:
         )
         stages = stages_of(self._planned(progress, rate, capacity))
         notes = [*filter(None, [self._unknown]), *self._stage_notes]
-        if settings.lr_clock.decay == "steps" and self._parts.cfg.get("lr_scheduler", None):
+        if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if batches.plan.is_estimate:
             notes.append("the schedule follows what training measures: this is what comes if nothing new is measured")
         unit = "tokens" if settings.batch_tokens else "rows"
-        return table(stages, unit=unit, ranks=self._parts.ranks, notes=notes), as_record(stages)
+        return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
     def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], resumes: bool) -> str:
         """Return the preview where nothing is tried or trained: with the bound that is known, if any is needed.
@@ -129,7 +130,7 @@ class TrainingPreview:
         `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
-        capacity = self._parts.new_limits()
+        capacity = self._data.new_limits()
         batch_size, lines = batches.batch_size, []
         if settings.needs_bound:
             rows, tokens, why = bounds.known()
@@ -147,7 +148,7 @@ class TrainingPreview:
             batches.first_batch_size = known_first or first[0]
             batches.begin(progress, batch_size=first[0])
             self.look_ahead(progress, saved=saved)
-        configured = saved.get("base_rate", self._parts.cfg.optimizer.get("lr"))
+        configured = saved.get("base_rate", self._job.cfg.optimizer.get("lr"))
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")
         text, _ = self.table(progress, base_rate=float(configured or 1.0), capacity=capacity, saved=saved)
@@ -160,7 +161,7 @@ class TrainingPreview:
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
     def _planned(self, progress: Progress, rate: RateController, capacity: MicroBatchLimits) -> Iterator[PlannedStep]:
-        lengths = self._parts.real_lengths
+        lengths = self._data.real_lengths
         key, num_micro_batches = None, 0
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
@@ -180,8 +181,8 @@ class TrainingPreview:
         if capacity.amount == 0:  # what fits is not known
             return 1
         mine = self._batches.rows_of_rank(rows, capacity)
-        lengths = self._parts.lengths[[rows[position] for position in mine]].tolist()
-        return max(1, len(micro_batches(lengths, capacity, self._parts.shapes)))
+        lengths = self._data.lengths[[rows[position] for position in mine]].tolist()
+        return max(1, len(micro_batches(lengths, capacity, self._data.shapes)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """Return notes on the stages of a schedule."""
@@ -202,7 +203,7 @@ class TrainingPreview:
         notes = check_stages(
             settings.batch_size_schedule,
             ahead,
-            ranks=self._parts.ranks,
+            ranks=self._job.ranks,
             rows_per_epoch=len(batches.sampler),
             drop_last=settings.drop_last,
             maximum=batches.maximum,

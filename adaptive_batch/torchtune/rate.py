@@ -24,16 +24,16 @@ from adaptive_batch.schedules import (
     write_rate,
 )
 
+from .config_errors import as_dict
+from .job import Job
 from .keys import load_function
-from .parts import TrainingParts
-from .requirements import as_dict
 
 
 class RateController:
     """Sets the rate of each step, from where training is and what the step holds.
 
     Args:
-        parts: of the run, with their data built.
+        job: of the run.
         planner: of the run, begun.
         optimizers: that follow; the first is the one that the scheduler is built around.
         progress: where training resumes.
@@ -44,7 +44,7 @@ class RateController:
 
     def __init__(
         self,
-        parts: TrainingParts,
+        job: Job,
         planner: StepPlanner,
         optimizers: list[Optimizer],
         *,
@@ -53,11 +53,11 @@ class RateController:
         saved: Mapping[str, Any],
         record: RunLog | None = None,
     ) -> None:
-        self._settings, self._optimizers = parts.settings, optimizers
-        self._total, self._reference = total_steps, reference_batch(parts)
-        block = parts.cfg.get("lr_scheduler", None)
+        self._settings, self._optimizers = job.settings, optimizers
+        self._total, self._reference = total_steps, reference_batch(job)
+        block = job.cfg.get("lr_scheduler", None)
         self._clock = TrainingClock(
-            parts.settings.lr_clock,
+            job.settings.lr_clock,
             reference=planner.reference,
             warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
             total_steps=total_steps,
@@ -73,9 +73,9 @@ class RateController:
         self._rate = LearningRate(
             optimizers,
             scheduler,
-            rule=parts.settings.lr_scaling,
+            rule=job.settings.lr_scaling,
             reference=self._reference,
-            batch_can_change=parts.settings.grows or bool(parts.settings.batch_tokens),
+            batch_can_change=job.settings.grows or bool(job.settings.batch_tokens),
         )
         if saved:
             self._rate.load_state_dict(saved["scheduler"])
@@ -124,9 +124,9 @@ class RateController:
             write_rate(group, float(group.get("initial_lr", group["lr"])))  # what was saved is scaled
 
 
-def reference_batch(parts: TrainingParts) -> Reference:
+def reference_batch(job: Job) -> Reference:
     """The global batch that the configured learning rate belongs to."""
-    return parts.settings.reference_batch_size or Reference(parts.settings.step_rows * parts.ranks, "rows")
+    return job.settings.reference_batch_size or Reference(job.settings.step_rows * job.ranks, "rows")
 
 
 def check_scheduler(cfg: DictConfig) -> None:

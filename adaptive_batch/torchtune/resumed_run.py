@@ -1,45 +1,48 @@
-"""What a checkpoint brings to the run that resumes from it."""
+"""What a checkpoint brings to the run that resumes from it, and what it is compared with; each key has its policy in :mod:`.settings`."""
 
 from __future__ import annotations
 
+import random
+import sys
 import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torchtune import training
 
 from adaptive_batch import distributed
+from adaptive_batch._util import fingerprint
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
+from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
 
 from .checkpoints import Checkpoints
+from .config_errors import as_dict
+from .data import Data
 from .epoch_checkpoints import STATE_KEY
-from .parts import TrainingParts
-from .ranks import check_fewer_ranks
-from .resume_policy import compare, run_conditions
+from .job import Job
+from .rate import reference_batch
+from .settings import FILLS_STEPS, RESUME
+
+# What the checkpoint brings with it: another one has no effect, which is logged.
+_KEPT = "optimizer_settings"
+_OWN_WORDS = ("_component_", "lr")  # of the optimizer, which have messages of their own
+_SAMPLED_ROWS = 64
 
 
 class ResumedRun:
-    """The state of the run that a checkpoint belongs to, held against the configuration of this one.
+    """The state of the run that a checkpoint belongs to, compared with the configuration of this one.
 
-    Args:
-        parts: of this run, with their data built; counts batches on the ranks that the run began with.
-        checkpoints: of this run.
-        seed: that is configured.
+    From now on `job` counts batches on the ranks that the run began with.
 
     Attributes:
         saved: the state of each part by name; empty for a new run, or for a checkpoint of torchtune's own recipe.
         progress: where training begins.
-        name: of the run.
-        seed: of the run.
-        max_steps_per_epoch: of the run.
-        conditions: what results depend on now.
-        differs: those of them that the checkpoint was not trained with.
-        ignored: settings without effect as the checkpoint's are kept, each with its value and that of the checkpoint.
+        name, seed, max_steps_per_epoch: of the run, whatever is configured now.
         epochs: of the checkpoint; None without one.
         begins_epoch_again: which rows are left of the epoch is not known, so that it begins again.
-        times_begun_again: how often that has happened.
         unlabelled: steps of the epoch so far that had no label.
         keeps_batch: the batch size of the checkpoint is kept.
 
@@ -47,20 +50,18 @@ class ResumedRun:
         SettingError: the configuration is of another run.
     """
 
-    def __init__(self, parts: TrainingParts, checkpoints: Checkpoints, *, seed: int) -> None:
-        settings, state = parts.settings, checkpoints.found.recipe_state
-        self._device = parts.device
-        self._restores = settings.restores_random_state
+    def __init__(self, job: Job, data: Data, checkpoints: Checkpoints, *, seed: int) -> None:
+        state = checkpoints.found.recipe_state
+        self._job, self._settings = job, job.settings
         self.saved: dict[str, Any] = {} if state is None else state.get(STATE_KEY, {})
         if self.saved:  # batches are counted as they were, whatever the number of ranks is now
-            parts.ranks = self.saved["steps"]["ranks"]
-        check_fewer_ranks(settings, began_on=parts.ranks)
-        self.conditions = run_conditions(parts)
-        self.progress = Progress()
-        self.name = uuid.uuid4().hex[:12]
-        self.seed, self.max_steps_per_epoch = seed, settings.max_steps_per_epoch
+            job.ranks = self.saved["steps"]["ranks"]
+        check_fewer_ranks(job)
+        self._now = {"conditions": run_conditions(job, data), "optimizer": _kind_of_optimizer(job)}
+        self.progress, self.name = Progress(), uuid.uuid4().hex[:12]
+        self.seed, self.max_steps_per_epoch = seed, self._settings.max_steps_per_epoch
         self.differs: list[str] = []
-        self.ignored: dict[str, tuple[Any, Any]] = {}
+        self._ignored: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
         self.begins_epoch_again = self.keeps_batch = False
         self.times_begun_again = self.unlabelled = 0
@@ -70,58 +71,166 @@ class ResumedRun:
         self.progress = Progress(epoch=state[training.EPOCHS_KEY])
         for name, key in (("seed", training.SEED_KEY), ("max_steps_per_epoch", training.MAX_STEPS_KEY)):
             if (configured := getattr(self, name)) != state[key]:
-                self.ignored[name] = configured, state[key]
+                self._ignored[name] = configured, state[key]
                 setattr(self, name, state[key])
-        if self.saved:
-            self._check_optimizer(parts)
-            self.name, self.unlabelled = self.saved["run"], self.saved["unlabelled"]
-            self.progress = Progress(**self.saved["progress"])
-            self.times_begun_again = self.saved["times_begun_again"]
-        self._compare(parts)
-
-    def _check_optimizer(self, parts: TrainingParts) -> None:
-        now = {
-            "optimizer._component_": str(parts.cfg.optimizer._component_),
-            "optimizer_in_bwd": parts.settings.optimizer_in_bwd,
-        }
-        for key, value in now.items():
-            if (before := self.saved["optimizer"][key]) != value:
+        saved, settings = self.saved, self._settings
+        for key, value in self._now["optimizer"].items() if saved else ():
+            if (before := saved["optimizer"][key]) != value:
                 remedy = f"the optimizer's state in the checkpoint was saved with {before}; resume with that"
                 raise SettingError(key, value, remedy)
-
-    def _compare(self, parts: TrainingParts) -> None:
-        settings = parts.settings
-        before = self.saved.get("conditions", {})
+        if saved:
+            self.name, self.unlabelled = saved["run"], saved["unlabelled"]
+            self.progress = Progress(**saved["progress"])
+            self.times_begun_again = saved["times_begun_again"]
         self.differs, self.begins_epoch_again = compare(
-            before,
-            self.conditions,
+            saved.get("conditions", {}),
+            self._now["conditions"],
             allowed=settings.resume_allow_changes,
             in_mid_epoch=self.progress.epoch_steps > 0,
         )
         if self.begins_epoch_again:
             self.times_begun_again += 1
             self.progress, self.unlabelled = self.progress.at_epoch_start(), 0
-        if self.saved and settings.batch_changes:
+        if saved and settings.batch_changes:
             # a batch that was found or grown is kept; one that now is to be found for the first time is found
-            found_before = before["use_maximum_batch_size"] or not settings.use_maximum_batch_size
-            knows_bound = self.saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
+            found_before = saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
+            knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
             self.keeps_batch = found_before and knows_bound
 
-    def state_of_steps(self, *, configured_batch_size: int, follows_schedule: bool) -> dict[str, Any]:
-        """Return the state of the step planner, with a batch that is not kept as it is configured."""
-        state: dict[str, Any] = dict(self.saved["steps"])
-        if not self.keeps_batch:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what identifies the run, and what its results depend on, as plain values."""
+        return {"run": self.name, "times_begun_again": self.times_begun_again, **self._now}
+
+    def state_of(self, name: str) -> dict[str, Any] | None:
+        """Return the state that a part resumes from; None where it begins without one."""
+        if not self.saved or (name == "full_batch_loss" and self.begins_epoch_again):
+            return None
+        state: dict[str, Any] = dict(self.saved[name])
+        if name == "steps" and not self.keeps_batch:  # the configured batch counts, and growth begins with it
             state |= {"first_batch_size": None, "grown_in": -1}
-            if not follows_schedule:
-                state["batch_size"] = configured_batch_size
+            if self._settings.batch_size_schedule is None:
+                state["batch_size"] = self._settings.batch_size
         return state
 
     def restore_random_state(self, progress: Progress) -> None:
-        """Take up the random numbers of the checkpoint, after everything that building and searching drew."""
-        if not self.saved or not (self._restores or self.saved.get("preempted") or progress.epoch_steps):
+        """Restore the random numbers of the checkpoint, after everything that building and searching drew."""
+        restores = self._settings.restores_random_state or self.saved.get("preempted") or progress.epoch_steps
+        if not self.saved or not restores:
             return
         states: list[dict[str, torch.Tensor]] = self.saved["random_states"]
         if len(states) == distributed.world_size():
-            RandomState(self._device).load_state_dict(states[distributed.rank()])
+            RandomState(self._job.device).load_state_dict(states[distributed.rank()])
         else:  # no rank's is another's
             training.set_seed(seed=self.seed + progress.steps)
+
+    def log_changes(self, record: RunLog) -> None:
+        """Log each setting that differs from the checkpoint's, or has no effect as the checkpoint's is kept."""
+        now, saved = self._now["conditions"], self.saved.get("conditions", {})
+        for name in self.differs:
+            before, after = _shown(name, saved, now), _shown(name, now, saved)
+            if name == _KEPT:
+                message = f"optimizer {after} has no effect: the checkpoint's {before} is kept"
+                record.decision("no_effect", message, key="optimizer", configured=now[name], kept=saved[name])
+                continue
+            message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
+            record.decision(name, message, before=saved[name], after=now[name])
+        for name, (value, kept) in self._ignored.items():
+            message = f"{name}={value} has no effect: the checkpoint's {kept} is kept"
+            record.decision("no_effect", message, key=name, configured=value, after=kept)
+
+
+def check_fewer_ranks(job: Job) -> None:
+    """Refuse to resume with fewer ranks where a rank would have to split its rows and cannot."""
+    ranks = distributed.data_parallel_size()
+    if job.settings.optimizer_in_bwd and ranks < job.ranks:
+        raise SettingError(
+            "optimizer_in_bwd",
+            True,
+            f"the checkpoint's steps were dealt to {job.ranks} ranks, and {ranks} cannot split the rows of the others; "
+            f"start {job.ranks} or more, or start again with optimizer_in_bwd=False",
+        )
+
+
+def _kind_of_optimizer(job: Job) -> dict[str, Any]:
+    return {
+        "optimizer._component_": str(job.cfg.optimizer._component_),
+        "optimizer_in_bwd": job.settings.optimizer_in_bwd,
+    }
+
+
+def run_conditions(job: Job, data: Data) -> dict[str, Any]:
+    """Return what a run's results depend on besides its progress, as plain values."""
+    plain, settings = as_dict(job.cfg), job.settings
+    found: dict[str, Any] = {}
+    for name, policy in RESUME.items():
+        if policy == "refuse" or (policy != "free" and not hasattr(settings, name)):
+            found[name] = plain.get(name)
+        elif policy != "free":
+            found[name] = getattr(settings, name)
+    return found | {
+        "lr_clock": str(settings.lr_clock),
+        "reference_batch_size": str(reference_batch(job)),
+        "shuffle": bool(job.cfg.shuffle),
+        "dataset": _name_of_rows(job, data),
+        "rows": len(data.dataset),
+        _KEPT: {key: value for key, value in plain["optimizer"].items() if key not in _OWN_WORDS},
+    }
+
+
+def compare(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, allowed: Sequence[str], in_mid_epoch: bool
+) -> tuple[list[str], bool]:
+    """Return the keys that differ from the checkpoint's, and whether the rows left of the epoch are not known any more.
+
+    Raises:
+        SettingError: a key differs that must not, unless it is allowed; or one is allowed that nothing compares.
+    """
+    refused = {name for name, policy in RESUME.items() if policy == "refuse"}
+    moves_rows = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
+    for name in allowed:
+        if name not in (known := refused | moves_rows | set(FILLS_STEPS)):
+            raise SettingError("resume_allow_changes", list(allowed), f"{name} is none of {', '.join(sorted(known))}")
+    if now["batch_tokens"]:
+        moves_rows |= set(FILLS_STEPS)
+    differs = [name for name in now if name in saved and saved[name] != now[name] and name != "rows"]
+    if in_mid_epoch:
+        refused |= moves_rows
+    for name in differs:
+        if name in refused and name not in allowed:
+            after, before = _shown(name, now, saved), _shown(name, saved, now)
+            remedy = (
+                f"the checkpoint was trained with {before!r}; resume with that, or set resume_allow_changes=[{name}]"
+            )
+            raise SettingError(name, after, remedy)
+    return differs, in_mid_epoch and any(name in moves_rows for name in differs)
+
+
+def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """Return what differs between two blocks; a dataset is shown as its number of rows and the head of its fingerprint."""
+    value, other = conditions[name], others[name]
+    if name == "dataset":
+        return f"{conditions['rows']} rows, {value[:8]}"
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {key: value[key] for key in value if key not in other or value[key] != other[key]}
+    return value
+
+
+def _name_of_rows(job: Job, data: Data) -> str:
+    """Return a fingerprint of the rows of the dataset: how many, and some of them, wherever their files are."""
+    rows = len(data.dataset)
+    before = RandomState(job.device)
+    torch.manual_seed(0)  # rows that are augmented when they are read are read alike
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    numbers = sorted({round(i * (rows - 1) / max(1, _SAMPLED_ROWS - 1)) for i in range(min(rows, _SAMPLED_ROWS))})
+    try:
+        sampled = [_tokens(data.dataset[number]) for number in numbers]
+    finally:
+        before.restore()
+    return fingerprint("rows", rows, numbers, sampled)
+
+
+def _tokens(row: Any) -> Any:
+    tokens = row.get("tokens") if isinstance(row, Mapping) else None
+    return tokens.tolist() if isinstance(tokens, torch.Tensor) else (None if tokens is None else list(tokens))

@@ -26,7 +26,7 @@ from adaptive_batch.schedules import (
     parse_reference,
 )
 
-from .checks import check_before_reading, check_together
+from .checks import check_together
 from .keys import (
     TORCHTUNE_KEYS,
     Resume,
@@ -62,15 +62,10 @@ def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
     return tuple(_length(name, length) for length in value)
 
 
-def _devices(name: str, value: Any) -> Any:
-    parse_devices(value)
-    return value
-
-
 def _context(name: str, value: Any) -> int:
-    if value == 0 and not isinstance(value, bool):
-        return 0
     try:
+        if value == 0 and not isinstance(value, bool):
+            return 0
         return parse_size("" if isinstance(value, float) else value, total_bytes=0)  # a share would be of nothing
     except ValueError:
         raise SettingError(name, value, 'give a size such as "600MiB", or a whole number of bytes') from None
@@ -87,8 +82,16 @@ def _number_of_batches(name: str, value: Any) -> int | None:
     return None if value == -1 else check_whole(name, value)  # torchtune's later recipes write all so
 
 
-def _clock(name: str, value: Any) -> Clock:
-    return Clock.from_config(value)
+def _norm(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:  # false for NaN
+        raise SettingError(name, value, "give the largest norm of all gradients, such as 1.0, or null")
+    return float(value)
+
+
+def _layers(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise SettingError(name, value, "give a list of names, such as [tok_embeddings,output], or null")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class EstimateSettings:
     """The `estimate` block, for ``adaptive_estimate``."""
 
     devices: object = key(
-        _devices,
+        checked(lambda name, value: parse_devices(value)),
         "for `adaptive_estimate`, which needs it: devices that are not here: a size such as `80GiB`, a name such as `H100`, or a "
         "list of them. See [estimate.md](estimate.md)",
         default=None,
@@ -176,14 +179,7 @@ class EstimateSettings:
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """Validation during training, as several keys give it together.
-
-    Attributes:
-        every_n_steps: validate after each so many optimizer steps.
-        batch_size: rows of a validation batch.
-        fits_itself: run as many rows at once as fit (``batch_size_val: auto``).
-        max_batches: validate on the first so many batches; None for all.
-    """
+    """Validation during training, as several keys give it together; with `fits_itself` as many rows run at once as fit."""
 
     every_n_steps: int
     batch_size: int
@@ -204,6 +200,9 @@ class Settings:
     epochs: int = key(check_whole)
     max_steps_per_epoch: int | None = key(check_whole, default=None)
     optimizer_in_bwd: bool = key(check_bool, default=False)
+    clip_grad_norm: float | None = key(_norm, default=None)
+    ac_mode: str | None = key(one_of("none", "full", "selective"), default=None)
+    custom_sharded_layers: tuple[str, ...] = key(_layers, default=())
     use_maximum_batch_size: bool = key(
         check_bool,
         "`True`: search, then set `batch_size` to the bound (see `probe.round_to_power_of_two`), at most the rows of an epoch; "
@@ -368,7 +367,7 @@ class Settings:
         resume="report",
     )
     lr_clock: Clock = key(
-        _clock,
+        lambda name, value: Clock.from_config(value),
         "what warm-up and decay of `lr_scheduler` count: `samples`, `tokens` or `steps`; or one for each, as in "
         "`{warmup: steps, decay: tokens}`. See below",
         default=Clock(),
@@ -475,12 +474,11 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Read and check a whole recipe configuration, as plain dicts and lists.
-
-        Raises:
-            SettingError: a key that is nearly one of ours, or a value that cannot be used.
-        """
-        check_before_reading(config)
+        """Read and check a whole recipe configuration, as plain dicts and lists."""
+        schedule = config.get("batch_size_schedule")
+        if config.get("batch_increase_function") is not None and schedule is not None:  # before either is imported
+            remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"
+            raise SettingError("batch_size_schedule", schedule, remedy)
         check_names(OURS, config)
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values.keys() & {"micro_batch_size", "micro_batch_tokens"}:

@@ -13,8 +13,10 @@ from adaptive_batch.report import RunLog
 from adaptive_batch.training import Evaluator
 
 from .batch_size_finder import BatchSizeFinder
+from .data import Data
+from .job import Job
 from .limit_finder import LimitFinder
-from .parts import TrainingParts
+from .trainer import Trainer
 
 
 class Validation:
@@ -24,7 +26,7 @@ class Validation:
     ``max_validation_batches`` alone, never on what fits.
 
     Args:
-        parts: with model and optimizer built.
+        job, data, trainer: of the run.
         bounds: finds what fits, for ``batch_size_val: auto``.
         limits: of training; out-of-memory errors are counted and logged there.
         record: of the run.
@@ -36,16 +38,25 @@ class Validation:
         DoesNotFitError: not one row fits.
     """
 
-    def __init__(self, parts: TrainingParts, bounds: BatchSizeFinder, *, limits: LimitFinder, record: RunLog) -> None:
-        settings, runner = parts.settings.validation, parts.accumulator
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        trainer: Trainer,
+        bounds: BatchSizeFinder,
+        *,
+        limits: LimitFinder,
+        record: RunLog,
+    ) -> None:
+        settings, runner = job.settings.validation, trainer.runner
         assert settings is not None
-        self._parts = parts
-        self.num_rows = settings.rows_of(len(parts.dataset_val), ranks=parts.ranks)
+        self._job, self._data = job, data
+        self.num_rows = settings.rows_of(len(data.dataset_val), ranks=job.ranks)
         limit = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
-            bound = bounds.of_validation()
+            bound = bounds.of_validation(trainer)
             limits.limits.num_out_of_memory += bound.num_out_of_memory
-            tokens = parts.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
+            tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
             limit = MicroBatchLimit(tokens, "tokens")
             record.decision(
                 "validation_bound",
@@ -60,17 +71,17 @@ class Validation:
             runner,
             replace(
                 runner.loss,
-                collate=lambda rows, length: parts.collate_val(rows),
-                dummy_row=lambda: parts.dataset_val[0],
+                collate=lambda rows, length: data.collate_val(rows),
+                dummy_row=lambda: data.dataset_val[0],
             ),
             limit=limit,
-            layout=parts.shapes_val,
+            layout=data.shapes_val,
             on_change=limits.lower_in_validation,
         )
 
     def run(self) -> float:
         """The mean loss over the label tokens of the rows. Training goes on as if this had not been."""
-        random_state = RandomState(self._parts.device)
+        random_state = RandomState(self._job.device)
         try:
             return self._evaluator.run(self._rows())
         finally:
@@ -78,4 +89,4 @@ class Validation:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())
-        return (self._parts.dataset_val[row] for row in mine)
+        return (self._data.dataset_val[row] for row in mine)

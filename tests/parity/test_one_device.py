@@ -27,7 +27,7 @@ from torchtune import config, training
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.config._errors import InstantiationError
 
-from adaptive_batch.torchtune import Settings, TrainingParts
+from adaptive_batch.torchtune import Job, Settings
 
 # Each feature at least once, and such together as could spoil one another.
 COMBINATIONS = (
@@ -169,8 +169,8 @@ def test_a_stock_configuration_is_taken_as_it_is(name):
     assert not settings.adaptive
     assert settings.drop_last
     cfg.merge_with({"device": "cpu", "enable_activation_offloading": False})  # offloading needs CUDA in both recipes
-    parts = TrainingParts(cfg, settings)
-    with torch.device("meta"), training.set_default_dtype(parts.dtype), without("torchvision", cfg.model):
+    job = Job(cfg, settings)
+    with torch.device("meta"), training.set_default_dtype(job.dtype), without("torchvision", cfg.model):
         model = config.instantiate(cfg.model)
         with without("bitsandbytes", cfg.optimizer):
             config.instantiate(cfg.optimizer, model.parameters())

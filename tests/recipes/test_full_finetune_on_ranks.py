@@ -240,7 +240,7 @@ BAD = {
     "fsdp_reshard_after_forward=2": "fsdp_reshard_after_forward=2: give True or False",
     "fsdp_cpu_offload=True": "fsdp_cpu_offload=True: device is cpu",
     "ac_mode=selective": "ac_option=None: give a whole number",
-    "batch_size=17": "one optimizer step of 2 ranks takes 34 rows and the dataset has 32",
+    "batch_size=17": "one optimizer step takes 34 rows and the dataset has 32",
 }
 
 

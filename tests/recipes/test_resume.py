@@ -373,7 +373,8 @@ def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole
     assert said["message"] == "optimizer {'weight_decay': 0.3} has no effect: the checkpoint's {} is kept"
     found = audit(folder)
     assert found.holds, found.problems
-    assert any("changed on resume: dtype fp32 -> bf16" in line for line in found.lines)
+    (changed,) = (line for line in found.lines if "changed on resume: " in line)
+    assert "dtype fp32 -> bf16" in changed
 
 
 def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):

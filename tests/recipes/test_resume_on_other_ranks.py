@@ -37,8 +37,8 @@ def test_in_mid_epoch_and_over_growth_it_goes_on_as_on_one_device(small, name, p
     assert_goes_on_as_alone(done[-1].output_dir, train_alone(small, way), weights=weights)
     if name == "3 ranks":
         assert (
-            "3 ranks, and 1 began the run: batches, their order and the learning rate go on as they were; 2 of them hold 3 rows of "
-            "the 8 of a step, and 1 holds 2 rows" in done[1].output
+            "3 ranks, and 1 began the run: batches, their order and the learning rate stay; each holds 2 to 3 of the 8 rows of a step"
+            in done[1].output
         )
 
 
@@ -63,6 +63,6 @@ def test_fewer_ranks_than_began_it_are_refused_with_the_optimizer_in_backward_an
     assert refused.exit_statuses == [1]
     assert "Traceback" not in refused.output
     assert (
-        "optimizer_in_bwd=True: the checkpoint's steps were dealt to 2 ranks; 1 would have to hold more rows than batch_size each, "
-        "and cannot split them; start 2 or more, or begin anew with optimizer_in_bwd=False" in refused.output
+        "optimizer_in_bwd=True: the checkpoint's steps were dealt to 2 ranks, and 1 cannot split the rows of the others; "
+        "start 2 or more, or start again with optimizer_in_bwd=False" in refused.output
     )

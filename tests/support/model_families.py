@@ -20,7 +20,7 @@ from torchtune.models.qwen2 import qwen2
 
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.probe import ProbeResult, Search, Trial
-from adaptive_batch.torchtune import BatchSizeFinder, Settings, TrainingParts, estimate_devices
+from adaptive_batch.torchtune import BatchSizeFinder, Data, Job, Settings, Trainer, estimate_devices
 
 _NARROW = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "intermediate_dim": 160, "max_seq_len": 256}
 _GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}
@@ -135,35 +135,23 @@ class Combination:
         return estimate_devices(self.to_estimate(**settings), show=lambda text: None).lengths[0]
 
 
-class RealParts(TrainingParts):
+class RealRun:
     """What the recipes build, with random weights and as many rows of one length as anybody asks for."""
 
     def __init__(self, combination: Combination, **probe: Any) -> None:
         cfg = combination.config(**probe)
-        super().__init__(cfg, Settings.from_config(OmegaConf.to_container(cfg, resolve=True)))
-        self._length = combination.length
-
-    def build_data(self) -> None:
-        self.loss_fn = config.instantiate(self.cfg.loss)
-        self.packed, self._packed_val = bool(self.cfg.dataset.packed), False
-        self._choose_collate(pad_id=0)
-        self._pack_filler = 0
+        self.job = job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg, resolve=True)))
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(1, 400, (self._length,), generator=generator)
+        length, packed = combination.length, bool(cfg.dataset.packed)
+        tokens = torch.randint(1, 400, (length,), generator=generator)
         row: dict[str, Any] = {"tokens": tokens.tolist(), "labels": tokens.tolist()}
-        if self.packed:
-            spans = torch.tensor([self._length // 2, self._length - self._length // 2])
+        if packed:
+            spans = torch.tensor([length // 2, length - length // 2])
             positions = torch.cat([torch.arange(int(span)) for span in spans])
             row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": spans}
-        self.dataset = [row] * (8192 * self.ranks)
-        self.lengths = torch.full((len(self.dataset),), self._length)
-
-    def built(self) -> RealParts:
-        """With all parts there."""
-        self.build_data()
-        self.build_model(RandomWeights(self))
-        self.build_optimizer()
-        return self
+        self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
+        self.data.lengths = torch.full((len(self.data.dataset),), length)
+        self.trainer = Trainer.load(job, self.data, RandomWeights(job))
 
 
 class RandomWeights:
@@ -171,14 +159,14 @@ class RandomWeights:
 
     is_divided = False
 
-    def __init__(self, parts: TrainingParts) -> None:
-        self._parts = parts
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     def load_weights(self) -> Mapping[str, Any]:
         """Those that the model begins with."""
         torch.manual_seed(0)
-        with training.set_default_dtype(self._parts.dtype):
-            model: torch.nn.Module = config.instantiate(self._parts.cfg.model)
+        with training.set_default_dtype(self._job.dtype):
+            model: torch.nn.Module = config.instantiate(self._job.cfg.model)
         return model.state_dict()
 
     def load_divided(self, model: torch.nn.Module) -> None:
@@ -213,24 +201,25 @@ class EachSize:
 class BoundByEach(BatchSizeFinder):
     """The recipes' search with another choice of sizes."""
 
-    def __init__(self, parts: TrainingParts, search: Search) -> None:
-        super().__init__(parts)
+    def __init__(self, run: RealRun, search: Search) -> None:
+        super().__init__(run.job, run.data)
         self._each = search
 
     def _choose(self, **options: Any) -> Search:
         return self._each
 
 
-def tried(parts: TrainingParts, sizes: Sequence[int]) -> ProbeResult:
+def tried(run: RealRun, sizes: Sequence[int]) -> ProbeResult:
     """Trials of those sizes as the recipes run them."""
-    return found(BoundByEach(parts, EachSize(sizes)))
+    return found(run, BoundByEach(run, EachSize(sizes)))
 
 
-def found(search: BatchSizeFinder) -> ProbeResult:
+def found(run: RealRun, search: BatchSizeFinder | None = None) -> ProbeResult:
     """What a search of the longest rows finds."""
+    search = search or BatchSizeFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         search.path = Path(folder) / "probe.json"
-        *_, result = search.of_training(length="longest", batch_size=1)
+        *_, result = search.of_training(run.trainer, length="longest", batch_size=1)
     return result
 
 
@@ -246,10 +235,10 @@ def peaks_on_ranks(
     gc.freeze()  # trials collect garbage, and what is imported need not be looked through every time
     counted = []
     for combination in combinations:
-        parts = RealParts(combination).built()
+        run = RealRun(combination)
         peaks: dict[int, int] = {}
         for _ in range(repeats):
-            result = tried(parts, sizes)
+            result = tried(run, sizes)
             for trial in result.trials:
                 assert trial.peak_bytes is not None
                 peaks[trial.batch_size] = min(trial.peak_bytes, peaks.get(trial.batch_size, trial.peak_bytes))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-import adaptive_batch.torchtune.parts
 from adaptive_batch.distributed.fsdp import _Recorded
 from adaptive_batch.probe import DryRun
+from adaptive_batch.torchtune import Trainer
 from adaptive_batch.training import MaxBatchSearch, MicroBatchRunner
 
 
@@ -18,7 +18,7 @@ def more_than_two_rows_on_rank_one() -> None:
     """Rank one runs out of memory in the forward of its third micro-batch of training and later ones, where they have more than two rows."""
     if os.environ["RANK"] == "1":
         _fail(
-            adaptive_batch.torchtune.parts.TrainingParts,
+            Trainer,
             "mean_loss",
             from_call=6,
             where=lambda batch: len(batch["tokens"]) > 2,
@@ -32,7 +32,7 @@ def second_validation_on_rank_one() -> None:
         def where(batch: dict[str, Any]) -> bool:
             return not torch.is_grad_enabled() and len(batch["tokens"]) > 2
 
-        _fail(adaptive_batch.torchtune.parts.TrainingParts, "mean_loss", from_call=8, where=where)
+        _fail(Trainer, "mean_loss", from_call=8, where=where)
 
 
 def clipping_on_rank_one() -> None:
@@ -45,7 +45,7 @@ def first_forward_on_rank_one() -> None:
     """Rank one runs out of memory in the first micro-batch of training and later ones, where they have more than two rows."""
     if os.environ["RANK"] == "1":
         _fail(
-            adaptive_batch.torchtune.parts.TrainingParts,
+            Trainer,
             "mean_loss",
             from_call=1,
             where=lambda batch: len(batch["tokens"]) > 2,
@@ -85,7 +85,7 @@ def a_bug_on_rank_one() -> None:
     """Rank one fails in its third forward, and not for lack of memory."""
     if os.environ["RANK"] == "1":
         _fail(
-            adaptive_batch.torchtune.parts.TrainingParts,
+            Trainer,
             "mean_loss",
             from_call=3,
             error=lambda: KeyError("no such layer"),

@@ -15,7 +15,7 @@ from support.cli import SmallSetup
 from adaptive_batch.memory import DeviceMemory, Usage
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import BatchSizeFinder, Checkpoints, Settings, TrainingParts
+from adaptive_batch.torchtune import BatchSizeFinder, Checkpoints, Data, Job, Settings, Trainer
 
 BLOCK = 64 * 1024
 
@@ -46,16 +46,14 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     if "~fused" in overrides:
         del cfg.optimizer["fused"]
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
-    parts = TrainingParts(cfg, settings)
-    parts.build_data()
-    bounds = BatchSizeFinder(parts)
+    job = Job(cfg, settings)
+    data = Data.read(job)
+    bounds = BatchSizeFinder(job, data)
     bounds.check()
-    checkpoints = Checkpoints(cfg, settings)
-    parts.build_model(checkpoints)
-    parts.build_optimizer()
+    trainer = Trainer.load(job, data, Checkpoints(cfg, settings))
     if memory:
-        parts.accumulator.retry.memory = memory
-    return bounds.of_training(length="longest", batch_size=settings.batch_size)[-1]
+        trainer.runner.retry.memory = memory
+    return bounds.of_training(trainer, length="longest", batch_size=settings.batch_size)[-1]
 
 
 @pytest.fixture(autouse=True)

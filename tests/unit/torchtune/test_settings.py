@@ -9,7 +9,7 @@ from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import budget_bytes
 from adaptive_batch.schedules import Reference
-from adaptive_batch.torchtune import Settings, without_effect, without_effect_on_probe
+from adaptive_batch.torchtune import Settings, without_effect, without_effect_on
 from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, keys_of, load_function
 from adaptive_batch.torchtune.settings import OURS, EstimateSettings, ProbeSettings, ValidationSettings
 
@@ -64,7 +64,7 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
     ids=["none", "a probe", "lengths", "a probe of one rank"],
 )
 def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
-    said = without_effect_on_probe(block(ProbeSettings)("probe", keys), ranks=ranks)
+    said = without_effect_on("adaptive_probe", Settings.from_config(PLAIN | {"probe": keys}), ranks=ranks)
     assert {key for key, _ in said} == {f"probe.{key}" for key in without}
 
 

@@ -16,9 +16,9 @@ from torchtune import config
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune import Settings, TrainingParts, complete, set_up_terminal, use_shipped_config
-from adaptive_batch.torchtune.requirements import TO_TRAIN, check_all_is_trained, check_file, check_loss, plainly
-from adaptive_batch.torchtune.sharded import check_names
+from adaptive_batch.torchtune import Job, Settings, set_up_terminal, use_shipped_config
+from adaptive_batch.torchtune.checks import TO_TRAIN, check_all_is_trained, check_loss, complete
+from adaptive_batch.torchtune.config_errors import check_file, plainly
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 FULL = sorted(
@@ -44,7 +44,7 @@ def skeleton(cfg):
 def check(cfg):
     """All that is checked of what a configuration trains."""
     complete(cfg, needs=TO_TRAIN)
-    check_names(cfg)
+    Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     check_loss(config.instantiate(cfg.loss), cfg)
     if "vision" not in cfg.model._component_:  # its builders need torchvision
         check_all_is_trained(skeleton(cfg), cfg)
@@ -125,8 +125,8 @@ def test_adapters_are_refused_before_weights_load_and_data_are_read(small, recip
 def test_compile_is_off_where_it_is_missing_as_in_torchtunes_recipe():
     cfg = SMALL.config()
     del cfg.compile
-    parts = TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
-    assert parts.cfg.compile is False
+    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    assert job.cfg.compile is False
     assert cfg.compile is False  # the recipe reads it too
 
 
@@ -135,7 +135,7 @@ def test_a_key_that_is_missing_is_named(key):
     cfg = SMALL.config()
     del cfg[key]
     with pytest.raises(SettingError, match=f"^{key}=None: it is missing; give "):
-        TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+        Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_key_that_is_missing_is_named(key):
         ({"dataset": [{"source": "json"}]}, r"dataset={'source': 'json'}: give a block with _component_"),
         ({"model": "${nowhere}"}, r"model='\${nowhere}': Interpolation key 'nowhere' not found"),
         ({"mine": [1, "${nowhere}"]}, r"mine\[1\]='\${nowhere}': Interpolation key 'nowhere' not found"),
-        ({"dtype": "fp8"}, "dtype='fp8': give bf16 or fp32"),
+        ({"dtype": "fp8"}, "dtype='fp8': .* give bf16 or fp32"),
         ({"device": "gpu"}, "device='gpu': Expected one of cpu, cuda.* give cuda or cpu"),
         ({"clip_grad_norm": "lots"}, "clip_grad_norm='lots': give the largest norm"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0: give the largest norm"),
@@ -164,17 +164,16 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
     cfg = SMALL.config()
     for key, value in changed.items():
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-    settings = Settings.from_config(OmegaConf.to_container(cfg))
     with pytest.raises(SettingError, match=says):
-        TrainingParts(cfg, settings)
+        Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("- 1\n", "it holds a list; give a block of keys"),
-        ("a: [1,\n b: }\n", "it is no YAML: .* in line 2"),
-        ("a: 1\na: 2\n", "it is no YAML: found duplicate key a in line 2"),
+        ("a: [1,\n b: }\n", "it cannot be read: .* line 2"),
+        ("a: 1\na: 2\n", "it cannot be read: .*found duplicate key a .*line 2"),
         ("a: '${b'\n", "it cannot be read: no viable alternative at input"),
     ],
     ids=["a list", "torn", "a key twice", "a torn reference"],
@@ -205,12 +204,10 @@ class LooksAtValues(torch.nn.Linear):
 def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_there():
     cfg = SMALL.config()
     cfg.model = {"_component_": f"{__name__}.LooksAtValues"}
-    parts = TrainingParts(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
-    parts.check_all_is_trained()
-    with pytest.raises(
-        SettingError, match=r"^model='[\w.]*test_requirements\.LooksAtValues': adapters are not trained here"
-    ):
-        parts._build(NoWeights())
+    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    job.check_model()
+    with pytest.raises(SettingError, match=r"^model='[\w.]*test_checks\.LooksAtValues': adapters are not trained here"):
+        job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
 
 
 class NoWeights:

@@ -1,0 +1,88 @@
+"""A configuration as plain values, and what is wrong with one as a single line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+from torchtune.config._errors import InstantiationError
+
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
+
+_BLOCK = "give a block with _component_, as in torchtune's full fine-tune configs"
+_NEEDED = {
+    "device": "give cuda or cpu",
+    "dtype": "give bf16 or fp32",
+    "seed": "give a whole number, or null",
+    "output_dir": "give a folder of yours",
+    "resume_from_checkpoint": "give False, or True to resume from what was saved last",
+    "shuffle": "give True or False",
+}
+
+
+def as_dict(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration as plain dicts and lists, with its references resolved."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def missing(key: str) -> SettingError:
+    """Return the error for a key that is not there."""
+    return SettingError(key, None, f"it is missing; {_NEEDED.get(key, _BLOCK)}")
+
+
+def check_block(key: str, value: Any, *, several: bool = False) -> None:
+    """Refuse what is no block with ``_component_`` and, where there may be several, no list of them."""
+    blocks = value if several and isinstance(value, list) and value else [value]
+    for block in blocks:
+        if not (isinstance(block, dict) and isinstance(block.get("_component_"), str)):
+            raise SettingError(key, block, _BLOCK)
+
+
+def plainly(error: BaseException) -> AdaptiveBatchError | None:
+    """Return an error that is about the configuration as one of ours; None for any other."""
+    if isinstance(error, AdaptiveBatchError):
+        return error
+    plain = None
+    if isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
+        plain = missing(str(error.full_key or error.key or "config"))
+    elif isinstance(error, OmegaConfBaseException):
+        as_written = None
+        if isinstance(error, InterpolationResolutionError) and error.parent_node is not None:
+            node = error.parent_node._get_node(error.key)
+            as_written = node._value() if isinstance(node, Node) else None
+        remedy = f"{str(error).partition(chr(10))[0]}; give it a value of its own"
+        plain = SettingError(str(error.full_key or error.key or "config"), as_written, remedy)
+    elif isinstance(error, InstantiationError):
+        named = re.match("Error loading '([^']*)'", str(error))
+        plain = SettingError("_component_", named and named[1], one_line(error))
+    if plain is not None:
+        plain.__cause__ = error
+    return plain
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line: of a long one the first line and the last, which often has the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines if len(lines) <= 4 else (lines[0], "...", lines[-1]))
+
+
+def check_file(path: str) -> None:
+    """Refuse a file that cannot be read, is no YAML, or no block of keys."""
+    from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
+
+    try:
+        cfg = OmegaConf.load(path)
+    except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
+        raise SettingError("--config", path, f"it cannot be read: {one_line(error)}") from error
+    if not isinstance(cfg, DictConfig):
+        raise SettingError("--config", path, "it holds a list; give a block of keys, as in torchtune's configs")

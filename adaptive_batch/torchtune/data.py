@@ -1,0 +1,269 @@
+"""The rows of a run: tokenizer, datasets, collate functions and lengths, and the checks that need rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from omegaconf import ListConfig, OmegaConf
+from torchtune import config
+from torchtune.data import padded_collate_packed
+from torchtune.datasets import ConcatDataset
+
+from adaptive_batch import distributed
+from adaptive_batch._util import cache_directory, described_with_files, fingerprint
+from adaptive_batch.data import Batching, MicroBatchLayout, plan_token_batches, row_lengths
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import RandomState
+from adaptive_batch.training import MicroBatchLimits, lengthened
+
+from .checks import TOKEN_KEYS
+from .doctor import installed_version
+from .job import Job
+from .keys import load_function
+
+# What a row may have for its tokens to tell what it takes: images, for example, take memory of their own.
+_MEASURED_BY_TOKENS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
+
+Collate = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
+
+
+class Data:
+    """The rows that a run trains and validates on, and how they become batches.
+
+    :meth:`read` takes the configured rows; others may be given by number, without a tokenizer where they are made up.
+
+    Attributes:
+        shapes: what micro-batches are padded to; packed rows are as long as they may be.
+        shapes_val: the same of validation.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        dataset: Any,
+        *,
+        packed: bool,
+        tokenizer: Any = None,
+        dataset_val: Any = None,
+        packed_val: bool = False,
+    ) -> None:
+        self._job, self._settings, self._ignored = job, job.settings, job.loss_fn.ignore_index
+        self.dataset, self.packed, self.tokenizer, self.dataset_val = dataset, packed, tokenizer, dataset_val
+        self.pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
+        first = dataset._datasets[0] if isinstance(dataset, ConcatDataset) else dataset
+        self._pack_padding: int = getattr(first, "padding_idx", self.pad_id)  # torchtune's builders leave it at 0
+        collate = load_function(job.cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
+        self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
+        self.collate: Collate = padded_collate_packed if packed else self._padded
+        self.collate_val: Collate = padded_collate_packed if packed_val else self._collate_lengthened
+        self.shapes = self._layout(job.settings.uniform_micro_batches, packed=packed)
+        self.shapes_val = self._layout(None, packed=packed_val)
+
+    @classmethod
+    def read(cls, job: Job) -> Data:
+        """Read the configured tokenizer and datasets.
+
+        Raises:
+            SettingError: not all of the model is trained, the loss is none of next tokens, or the dataset is empty or has fewer
+                rows than there are ranks.
+        """
+        job.check_model()
+        try:
+            tokenizer = config.instantiate(job.cfg.tokenizer)
+        except FileNotFoundError as error:
+            remedy = "there is no such file; give the tokenizer's files (those of demo_cpu are made by `make demo`)"
+            raise SettingError("tokenizer", error.filename, remedy) from error
+        dataset, packed = _dataset(job, "dataset", tokenizer)
+        dataset_val, packed_val = _dataset(job, "dataset_val", tokenizer) if job.settings.validation else (None, False)
+        rows, ranks = len(dataset), distributed.data_parallel_size()
+        if rows < ranks:
+            remedy = f"its rows ({rows}) are fewer than the ranks ({ranks}); start at most {rows}, or give it more rows"
+            raise SettingError("dataset", _names(job.cfg.dataset), remedy)
+        return cls(job, dataset, packed=packed, tokenizer=tokenizer, dataset_val=dataset_val, packed_val=packed_val)
+
+    def _layout(self, uniform: str | None, *, packed: bool) -> MicroBatchLayout:
+        """Return what micro-batches are padded to.
+
+        Where ranks gather the output layer by itself, they do so for each chunk of the sequence that the loss asks for, and all
+        must have as many: n chunks where there are n (n - 1) + 1 tokens or more, fewer below that.
+        """
+        if packed:
+            return MicroBatchLayout(uniform)
+        job, multiple, shortest = self._job, self._settings.pad_to_multiple_of, 1
+        if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
+            chunks = getattr(job.loss_fn, "num_output_chunks", 1)
+            shortest = min(chunks * (chunks - 1) + 1, job.max_seq_len or sys.maxsize)
+        return MicroBatchLayout(uniform, multiple, job.max_seq_len if multiple > 1 else None, shortest)
+
+    def _collate_lengthened(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A batch of validation, padded as :attr:`shapes_val` asks for."""
+        length = self.shapes_val.padded(max(len(row["tokens"]) for row in rows))
+        return self._padded(self._lengthened(rows, length))
+
+    def collate_to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
+        """Collate rows to at least that many tokens each."""
+        return self.collate(self._lengthened(rows, length))
+
+    def _lengthened(self, rows: Sequence[dict[str, Any]], length: int) -> Sequence[dict[str, Any]]:
+        if length <= max(len(row["tokens"]) for row in rows):
+            return rows
+        return lengthened(rows, length, pad_id=self.pad_id, ignore_index=self._ignored)
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def read_row(self, row: int) -> Any:
+        """Return one row, leaving no trace in the random numbers that reading it may draw."""
+        random_state = RandomState(self._job.device)
+        try:
+            return self.dataset[row]
+        finally:
+            random_state.restore()
+
+    @cached_property
+    def dummy_row(self) -> Any:
+        """The first row, every token of it labelled, for a rank that has none when others have."""
+        row = self.read_row(0)
+        tokens = row["tokens"] if len(row["tokens"]) > 1 else [*row["tokens"]] * 2  # one has no label after the shift
+        return {**row, "tokens": tokens, "labels": tokens}
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of every row, counted once and cached on disk: int64, `[rows]`."""
+        return self._lengths("dataset", self.dataset)
+
+    @cached_property
+    def lengths_val(self) -> torch.Tensor:
+        """The same of the rows that are validated on."""
+        return self._lengths("dataset_val", self.dataset_val)
+
+    @cached_property
+    def real_lengths(self) -> torch.Tensor:
+        """Tokens of every row that are not padding, as training counts them: int64, `[rows]`."""
+        if not self.packed:
+            return self.lengths
+        rows = range(len(self.dataset))
+        return torch.tensor([self.num_real_tokens(self.read_row(row)) for row in rows], dtype=torch.int64)
+
+    def _lengths(self, key: str, dataset: Any) -> torch.Tensor:
+        blocks = (self._job.cfg[key], self._job.cfg.tokenizer)
+        described = [described_with_files(OmegaConf.to_container(block, resolve=True)) for block in blocks]
+        fingerprints = [getattr(d._data, "_fingerprint", None) for d in _leaf_datasets(dataset) if hasattr(d, "_data")]
+        name = fingerprint("lengths", described, fingerprints, installed_version("torchtune"))
+        cache_file = cache_directory() / f"lengths-{name}.bin"
+        return distributed.from_rank_zero(lambda: row_lengths(dataset, cache_file=cache_file))
+
+    def num_real_tokens(self, row: Mapping[str, Any]) -> int:
+        """Count the tokens of a row that are not padding; only a packed row carries its own."""
+        tokens = row["tokens"]
+        if not self.packed:
+            return len(tokens)
+        real = (tokens != self._pack_padding).nonzero()
+        return int(real[-1]) + 1 if len(real) else 0
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def new_limits(self) -> MicroBatchLimits:
+        """Return what a micro-batch may hold as configured, before anything was found."""
+        return MicroBatchLimits(
+            micro_batch_size=self._settings.micro_batch_size,
+            micro_batch_tokens=self._settings.micro_batch_tokens,
+            layout=self.shapes,
+        )
+
+    def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
+        """Return what a step holds and in which order rows come, as configured."""
+        settings = self._settings
+        same = {each.name: getattr(settings, each.name) for each in fields(Batching) if hasattr(settings, each.name)}
+        same |= {
+            "shuffle": bool(self._job.cfg.shuffle),
+            "seed": 0 if settings.sample_order == "dataloader" else seed,  # 0 is the seed of torchtune's sampler
+            "max_steps_per_epoch": max_steps_per_epoch,
+        }
+        return Batching(**same)
+
+    def check_rows(self) -> None:
+        """Refuse fewer rows than a step takes, rows that tokens do not measure or allow, and validation without a label."""
+        settings, ranks = self._settings, self._job.ranks
+        step_rows, rows = settings.step_rows * ranks, len(self.dataset)
+        if settings.drop_last and not settings.batch_tokens and rows < step_rows:
+            remedy = (
+                f"one optimizer step takes {step_rows} rows and the dataset has {rows}; lower batch_size or "
+                "gradient_accumulation_steps, or set drop_last=False to train the short step"
+            )
+            raise SettingError("batch_size", settings.batch_size, remedy)
+        self._check_tokens_measure_rows()
+        if isinstance(settings.micro_batch_tokens, int):
+            needed = self.shapes.padded(int(self.lengths.max()))
+            if settings.micro_batch_tokens < needed:
+                remedy = f"a row is padded to {needed} tokens; give {needed} or more, or shorten the rows (tokenizer.max_seq_len)"
+                raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
+        if settings.batch_tokens:
+            divisible = settings.uniform_micro_batches in ("rows", "both")
+            steps = plan_token_batches(self.lengths, self.batching(), ranks=ranks, order=None, divisible=divisible)
+            if len(steps) == 0:
+                remedy = f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or give alone"
+                raise SettingError("long_rows", settings.long_rows, remedy)
+            if settings.drop_last and len(steps) == 1:
+                remedy = "a step holds all rows of an epoch, and drop_last would drop it; lower batch_tokens"
+                raise SettingError("batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False")
+        if settings.validation:
+            validated = (
+                self.dataset_val[row] for row in range(settings.validation.rows_of(len(self.dataset_val), ranks=ranks))
+            )
+            random_state = RandomState(self._job.device)
+            has_labels = any(int(label) != self._ignored for row in validated for label in row["labels"][1:])
+            random_state.restore()
+            if not has_labels:
+                remedy = "no row that is validated on has a label; see its train_on_input and masks"
+                raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
+
+    def _check_tokens_measure_rows(self) -> None:
+        settings = self._settings
+        keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
+        keys += ["pad_to_multiple_of"] if settings.pad_to_multiple_of > 1 else []
+        if not keys:
+            return
+        row = self.read_row(0)
+        if not isinstance(row, Mapping) or not hasattr(row.get("tokens"), "__len__"):
+            why = "rows have no list of tokens"
+        elif others := sorted(set(row) - _MEASURED_BY_TOKENS):
+            why = f"rows have {', '.join(others)}, which no tokens measure"
+        else:
+            return
+        key = next((key for key in keys if self._job.cfg.get(key) is not None), keys[0])
+        raise SettingError(key, self._job.cfg.get(key), f"{why}; remove it, and use micro_batch_size")
+
+
+def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
+    """Return the dataset of a block, or of a list of them, and whether its rows are packed."""
+    blocks = job.cfg[key]
+    try:
+        if isinstance(blocks, ListConfig):
+            dataset = ConcatDataset([config.instantiate(block, tokenizer) for block in blocks])
+            packed = bool(dataset.packed)
+        else:
+            dataset = config.instantiate(blocks, tokenizer)
+            packed = bool(blocks.get("packed", False))
+        rows = len(dataset)
+    except StopIteration:  # what `datasets` makes of an empty file
+        rows = 0
+    if rows == 0:
+        raise SettingError(key, _names(blocks), "it has no rows; check its source, split and filter")
+    return dataset, packed
+
+
+def _leaf_datasets(dataset: Any) -> list[Any]:
+    """Return the datasets below concatenation and packing."""
+    if isinstance(dataset, ConcatDataset):
+        return [leaf for part in dataset._datasets for leaf in _leaf_datasets(part)]
+    return _leaf_datasets(dataset.ds) if hasattr(dataset, "ds") else [dataset]
+
+
+def _names(cfg_dataset: Any) -> str:
+    blocks = cfg_dataset if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
+    return ", ".join(str(block.get("source") or block.get("_component_")) for block in blocks)

@@ -1,0 +1,287 @@
+"""A run on fake tensors: the model, data and optimizer of a configuration, without weights, files or a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch.utils._python_dispatch import _disable_current_modes
+from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
+
+from adaptive_batch import distributed
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
+from adaptive_batch.memory import MemoryCurve
+
+from .checks import TO_PLAN
+from .config_errors import one_line
+from .data import Data
+from .job import Job
+from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
+from .settings import Settings
+from .trainer import Trainer
+
+Rows = Callable[[int], list[dict[str, Any]]]
+
+FEW, MORE = 2, 3  # rows of the trials that tell the curve; one row alone often runs other operations
+
+_COMPILED_OPTIMIZERS = "torchao."
+_BITSANDBYTES = "bitsandbytes."
+
+
+class FakeRun:
+    """What training would build, on a :class:`FakeDevice`.
+
+    Args:
+        cfg: the recipe's configuration, for the device that it names.
+        settings: the same, checked.
+        device: where everything is put.
+        reads_data: take rows from the configured dataset; False makes rows of any length, and reads no file.
+        builder: builds the model; None for full fine-tuning.
+
+    Attributes:
+        left_out: what is not counted as it would be on the device, a sentence each.
+
+    Raises:
+        SettingError: something is configured that cannot be counted on fake tensors.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        settings: Settings,
+        device: FakeDevice,
+        *,
+        reads_data: bool,
+        builder: ModelBuilder | None = None,
+    ) -> None:
+        self._device, self.reads_data = device, reads_data
+        self.left_out: list[str] = []
+        self._on_accelerator = not str(cfg.device).startswith("cpu")
+        self.job = Job(self._eager_on_cpu(cfg), settings, builder, needs=TO_PLAN)
+        self.data = self._read_what_is_at_hand() if reads_data else self._make_up_data()
+        if self.data.packed and self._on_accelerator:
+            self._leave_out("flex attention: packed rows are counted with a mask of tokens x tokens, and it needs less")
+        real = self.data.collate
+
+        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            with _disable_current_modes():
+                return self._collate_packed(rows) if self.data.packed else real(rows)
+
+        self.data.collate = collate
+
+    def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
+        """Return the configuration with what fake tensors on a CPU can run; note what that leaves out."""
+        on_cpu = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        assert isinstance(on_cpu, DictConfig)
+        on_cpu.device = "cpu"
+        if on_cpu.get("fsdp_cpu_offload", False):
+            remedy = "an estimate does not know what is on the host and what on the device; estimate with False, which needs more"
+            raise SettingError("fsdp_cpu_offload", True, remedy)
+        if on_cpu.get("enable_activation_offloading", False):
+            on_cpu.enable_activation_offloading = False
+            self._leave_out(
+                "enable_activation_offloading: what each layer keeps is counted on the device, so more fits than is said"
+            )
+        if on_cpu.get("compile", False):
+            on_cpu.compile = False
+            self._leave_out("compile: the eager program is counted, which holds more than a compiled one as a rule")
+        return on_cpu
+
+    def _leave_out(self, sentence: str) -> None:
+        if sentence not in self.left_out:
+            self.left_out.append(sentence)
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def _make_up_data(self) -> Data:
+        self.job.check_model()
+        blocks = self.job.cfg.dataset
+        packed = any(block.get("packed", False) for block in (blocks if isinstance(blocks, ListConfig) else [blocks]))
+        return Data(self.job, [made_up_row(8, packed=packed)], packed=packed)
+
+    def _read_what_is_at_hand(self) -> Data:
+        try:
+            with _offline():
+                return Data.read(self.job)
+        except AdaptiveBatchError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            cause: Exception = error.__cause__  # a tokenizer that is not there
+        except Exception as error:  # the tokenizer's and the dataset's own libraries have many
+            cause = error
+        key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
+        value: object = lengths[0] if len(lengths) == 1 else list(lengths)
+        if not any(isinstance(length, str) for length in lengths):  # then rows are read for it alone
+            key, value = "collate_fn", self.job.cfg.collate_fn
+        remedy = f"the rows of the dataset that it takes are not at hand ({type(cause).__name__}: {one_line(cause)})"
+        numbers = "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
+        raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from cause
+
+    def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake from the start."""
+        batch = {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels", "input_pos")}
+        count, tokens = batch["tokens"].shape
+        with self._device.mode:
+            batch["mask"] = torch.empty(count, tokens, tokens, dtype=torch.bool)
+        return batch
+
+    # --- model and optimizer ----------------------------------------------------------------------------------------
+
+    def step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
+        """Build model and optimizer, and return the step that training would run; for the arguments see :class:`FakeStep`."""
+        trainer = self.trainer = Trainer(
+            self.job, self.data, self._build(), to_device=self._device.batch, new_optimizer=self._new_optimizer
+        )
+        return FakeStep(
+            model=trainer.model,
+            optimizer=trainer.in_backward or trainer.optimizer,
+            forward_backward=self.forward_backward(rows),
+            step=trainer.rehearse_step,
+            accumulates=accumulates,
+            device=self._device,
+            sharding=trainer.runner.sharding,
+            keep_gradients=(lambda: trainer.runner.keep_gradients(rows(1))) if keeps_gradients else None,
+        )
+
+    def forward_backward(self, rows: Rows) -> Callable[[int], object]:
+        """Return forward and backward of that many rows, as training runs them."""
+        return lambda size: self.trainer.runner.try_rows(rows(size))
+
+    def _build(self) -> torch.nn.Module:
+        job = self.job
+        if distributed.world_size() > 1:
+            model = build_sharded(job.cfg, dtype=job.dtype, device=job.device)
+        else:
+            model = job.builder.skeleton(job.cfg, dtype=job.dtype)
+            apply_checkpointing(model, job.cfg)
+        job.builder.freeze(model)
+        compute_rotary_buffers(model, dtype=job.dtype, device=job.device)  # some look at their values
+        self._device.move(model)
+        if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+            self._leave_out(
+                "recurrent layers: their fused kernels keep what fake tensors do not show, so a step needs more"
+            )
+        if self._on_accelerator:  # its kernels keep no weights of attention for dropout, and a CPU's would
+            for module in model.modules():
+                if isinstance(getattr(module, "attn_dropout", None), float):
+                    cast(Any, module).attn_dropout = 0.0
+        return model
+
+    def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        component = str(self.job.cfg.optimizer._component_)
+        if component.startswith(_BITSANDBYTES):
+            self._leave_out(
+                "bitsandbytes: its states by their documented sizes, paged ones as if they stayed on the device"
+            )
+            with self._device.mode:
+                return StatesOfBitsandbytes(parameters, component)
+        if component.startswith(_COMPILED_OPTIMIZERS):
+            from torchao.optim import subclass_4bit, subclass_8bit
+
+            for states in (subclass_4bit, subclass_8bit):  # tables that are looked into when they are made, and kept
+                states.get_qmap_signed()
+                states.get_qmap_unsigned()
+        with self._device.mode:
+            optimizer = self.job.new_optimizer(parameters)
+        if not self._on_accelerator:
+            return optimizer
+        is_plain = all(optimizer.defaults.get(key) is None for key in ("fused", "foreach"))
+        if component.startswith("torch.optim.") and is_plain and "foreach" in optimizer.defaults:
+            for group in optimizer.param_groups:  # what torch takes there
+                group["foreach"] = True
+        if component.startswith(_COMPILED_OPTIMIZERS):
+            self._leave_out("torchao: its step is compiled on a device, so only the states that it keeps are counted")
+            step = optimizer.step
+
+            def uncounted(*args: Any, **kwargs: Any) -> Any:
+                with self._device.uncounted():
+                    return step(*args, **kwargs)
+
+            optimizer.step = uncounted  # type: ignore[method-assign]
+        return optimizer
+
+
+def made_up_row(tokens: int, *, packed: bool) -> dict[str, Any]:
+    """Return a row of text of that many tokens, each with a label."""
+    if not packed:
+        return {"tokens": [0] * tokens, "labels": [0] * tokens}
+    row = torch.zeros(tokens, dtype=torch.int64)
+    return {"tokens": row, "labels": row, "input_pos": torch.arange(tokens), "seq_lens": torch.tensor([tokens])}
+
+
+def expected_curve(
+    cfg: DictConfig, settings: Settings, rows: Rows, *, accumulates: bool, builder: ModelBuilder | None = None
+) -> MemoryCurve:
+    """Return what trials of these rows should peak at on the configured device."""
+    capability = torch.cuda.get_device_capability() if str(cfg.device).startswith("cuda") else None
+    device = FakeDevice(workspace=partial(workspace_bytes, compute_capability=capability))
+    run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
+    if run.data.packed and _SUPPORTS_FLEX_ATTENTION:
+        raise SettingError(
+            "dataset.packed", True, "flex attention, which packed rows have here, cannot run on fake tensors"
+        )
+    step = run.step(rows, accumulates=accumulates)
+    few, more = (step.trace(size) for size in (FEW, MORE))
+    return MemoryCurve.from_traces((FEW, few.trace), (MORE, more.trace))
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Inside, the libraries that fetch datasets take what is on the disk."""
+    import datasets
+    from huggingface_hub import constants
+
+    places = (
+        (constants, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_DATASETS_OFFLINE"),
+    )
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(places, before, strict=True):
+            setattr(module, name, value)
+
+
+class StatesOfBitsandbytes(torch.optim.Optimizer):
+    """The states that an optimizer of bitsandbytes makes, and no step: it cannot be run on fake tensors.
+
+    8-bit ones hold a byte for each element and a float32 for each block of 256 of them, parameters of fewer than 4096 elements
+    float32; others hold float32 (bitsandbytes 0.50.2, optim/optimizer.py: ``init_state``). There are two states where there are
+    two moments, else one.
+
+    Raises:
+        SettingError: an optimizer whose states are not known.
+    """
+
+    _MOMENTS: ClassVar[dict[str, int]] = {"AdamW": 2, "Adam": 2, "Lion": 1, "SGD": 1, "RMSprop": 1, "Adagrad": 1}
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], component: str) -> None:
+        name = component.rpartition(".")[2].removeprefix("Paged")
+        kind = name.removesuffix("8bit").removesuffix("32bit")
+        if kind not in self._MOMENTS:
+            remedy = (
+                f"the size of its states is not known; estimate with one of {', '.join(self._MOMENTS)} of bitsandbytes"
+            )
+            raise SettingError("optimizer._component_", component, remedy)
+        self._moments = self._MOMENTS[kind]
+        self._is_8bit = name.endswith("8bit")
+        super().__init__(parameters, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state, is_8bit = self.state[parameter], self._is_8bit and parameter.numel() >= 4096
+            for number in range(self._moments if not state else 0):
+                dtype = torch.uint8 if is_8bit else torch.float32
+                state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
+                if is_8bit:
+                    state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // 256), dtype=torch.float32)

@@ -1,0 +1,85 @@
+"""What every part of a run is built from: the checked configuration, the device, the dtype and the model without memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig
+from torchtune import config, training, utils
+
+from adaptive_batch import distributed
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
+
+from .checks import TO_TRAIN, check_loss, complete
+from .config_errors import one_line
+from .model import FullModel, ModelBuilder
+from .settings import Settings
+
+log = logging.getLogger("adaptive_batch")
+T = TypeVar("T")
+
+
+class Job:
+    """The configuration of a run, in which torchtune's defaults are filled in, and the model builder (None: full fine-tuning).
+
+    Attributes:
+        ranks: that a batch is counted on, as many as saw different rows when the run began.
+
+    Raises:
+        SettingError: a key is missing or another recipe's, or the device or dtype cannot be used.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        settings: Settings,
+        builder: ModelBuilder | None = None,
+        *,
+        needs: Sequence[str] = TO_TRAIN,
+    ) -> None:
+        complete(cfg, needs=needs)
+        self.cfg, self.settings, self.builder = cfg, settings, builder or FullModel()
+        self.ranks = distributed.data_parallel_size()
+        self.device = _usable("device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device))
+        self.dtype = _usable("dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device))
+        if cfg.get("enable_activation_offloading", False) and self.device.type != "cuda":
+            raise SettingError("enable_activation_offloading", True, "it needs CUDA; set it to False")
+        self.loss_fn = config.instantiate(cfg.loss)
+
+    def check_model(self) -> None:
+        """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is checked once it is built."""
+        check_loss(self.loss_fn, self.cfg)
+        try:
+            model = self.skeleton
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:
+            log.debug("the model cannot be built without memory: %s", error)
+            return
+        self.builder.check(model, self.cfg)
+
+    @cached_property
+    def skeleton(self) -> torch.nn.Module:
+        """The model without memory."""
+        return self.builder.skeleton(self.cfg, dtype=self.dtype)
+
+    @cached_property
+    def max_seq_len(self) -> int | None:
+        """The most tokens that the model takes; None where it does not say."""
+        return getattr(getattr(self.skeleton, "decoder", self.skeleton), "max_seq_len", None)
+
+    def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Build the configured optimizer of some parameters."""
+        optimizer: torch.optim.Optimizer = config.instantiate(self.cfg.optimizer, parameters)
+        return optimizer
+
+
+def _usable(key: str, value: Any, usable: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SettingError(key, value, f"{one_line(error).rstrip('.')}; give {usable}") from error

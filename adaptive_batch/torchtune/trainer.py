@@ -1,0 +1,169 @@
+"""The model of a run with its loss and optimizer: a step of training, as micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torchtune import training, utils
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
+from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
+from adaptive_batch.training import LimitChange, MicroBatchRunner, OOMRetry, RowLoss, count_shifted_labels
+
+from .data import Data
+from .job import Job
+from .model import Weights
+
+
+class Trainer:
+    """Model, loss and optimizer, and the runner of their micro-batches.
+
+    Args:
+        job, data: of the run.
+        model: in its dtype on its device, loaded and divided.
+        limit: returns what one micro-batch of training may hold now; None for a configured batch.
+        lower: takes a limit that an out-of-memory error lowers.
+        to_device: moves a batch, in place; None moves it to the job's device.
+        new_optimizer: builds an optimizer of some parameters; None takes the configured one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        model: torch.nn.Module,
+        *,
+        limit: Callable[[], MicroBatchLimit] | None = None,
+        lower: Callable[[LimitChange], object] = lambda change: None,
+        to_device: Callable[[dict[str, Any]], None] | None = None,
+        new_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        cfg, settings, self._loss_fn = job.cfg, job.settings, job.loss_fn
+        if cfg.compile:
+            training.compile_loss(self._loss_fn, verbose=distributed.is_rank_zero())
+        training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
+        if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
+            cast(Any, model).set_num_output_chunks(self._loss_fn.num_output_chunks)
+        self.model, self._device, self._builder = model, job.device, job.builder
+        self._offloading = bool(cfg.get("enable_activation_offloading", False))
+        self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
+        configured = MicroBatchLimit(settings.batch_size)
+        self.runner = MicroBatchRunner(
+            model,
+            RowLoss(
+                collate=data.collate_to_length,
+                to_device=to_device or self._to_device,
+                mean_loss=self.mean_loss,
+                count_labels=partial(count_shifted_labels, ignore_index=self._loss_fn.ignore_index),
+                row_length=lambda row: len(row["tokens"]),
+                num_real_tokens=data.num_real_tokens,
+                dummy_row=lambda: data.dummy_row,
+            ),
+            retry=OOMRetry(
+                limit or (lambda: configured),
+                lower,
+                memory=device_memory(job.device, shared_by=distributed.local_world_size()),
+                retries=settings.on_out_of_memory == "shrink",
+            ),
+            layout=data.shapes,
+            max_grad_norm=settings.clip_grad_norm,
+            scale_gradients=not settings.optimizer_in_bwd,
+            measures_noise=settings.measures_noise,
+            sharding=Sharding(
+                model,
+                finishes=distributed.data_parallel_size() == distributed.world_size(),
+                syncs_every_micro_batch=settings.sync_gradients_every_micro_batch,
+            ),
+        )
+        new_optimizer = new_optimizer or job.new_optimizer
+        parameters = job.builder.trained(model)
+        self.in_backward: OptimizerInBackward | None = None
+        if settings.optimizer_in_bwd:
+            optimizers = {parameter: new_optimizer([parameter]) for parameter in parameters}
+            self.in_backward = OptimizerInBackward(optimizers)
+            self.optimizer = training.create_optim_in_bwd_wrapper(model, optimizers)
+            self.optimizers = list(optimizers.values())
+        else:
+            self.optimizer = new_optimizer(parameters)
+            self.optimizers = [self.optimizer]
+
+    @classmethod
+    def load(
+        cls,
+        job: Job,
+        data: Data,
+        weights: Weights,
+        *,
+        limit: Callable[[], MicroBatchLimit] | None = None,
+        lower: Callable[[LimitChange], object] = lambda change: None,
+    ) -> Trainer:
+        """Build the model with its weights, and its optimizer."""
+        model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
+        return cls(job, data, model, limit=limit, lower=lower)
+
+    def _to_device(self, batch: dict[str, Any]) -> None:
+        utils.batch_to_device(batch, self._device)
+
+    def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the mean loss of a batch over its label tokens; position `i` predicts the label at `i + 1`."""
+        labels = batch.pop("labels")
+        if self._offloading and self._activations.tracker:  # a step that failed has left it as it was
+            self._activations = training.OffloadActivations()
+        with self._activations:
+            logits = self.model(**batch)
+        nothing = labels.new_full((labels.shape[0], 1), self._loss_fn.ignore_index)
+        labels = torch.hstack((labels[..., 1:], nothing))
+        if not isinstance(logits, list):
+            labels = labels.reshape(-1)
+            logits = logits.reshape(-1, logits.size(-1))
+        loss: torch.Tensor = self._loss_fn(logits, labels)
+        return loss
+
+    @property
+    def names_of_parameters(self) -> dict[torch.nn.Parameter, str]:
+        """The names that checkpoints know parameters by."""
+        return {parameter: name for name, parameter in self.model.named_parameters()}
+
+    def to_save(self) -> Any:
+        """Return what a checkpoint of an epoch holds of the model, on rank zero; a collective."""
+        return self._builder.to_save(self.model, device=self._device)
+
+    @property
+    def base_rate(self) -> float:
+        """The learning rate before it is scheduled and scaled."""
+        group = self.optimizers[0].param_groups[0]
+        return float(group.get("initial_lr", group["lr"]))
+
+    def step(self) -> None:
+        """Step and clear the gradients.
+
+        Raises:
+            DoesNotFitError: out of memory; some weights are stepped already, so this cannot be tried again.
+        """
+        if self.in_backward:  # each parameter has been stepped
+            return
+        failure = None
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = str(error)
+        if failure is not None:  # outside the except block, which keeps the tensors of the step alive
+            raise DoesNotFitError(
+                f"the optimizer's step ran out of memory on {self._device}: {failure}; some weights are stepped and others are "
+                "not, so it cannot be tried again: what was saved before is whole, resume from it with "
+                f"resume_from_checkpoint=True and use_maximum_batch_size=True (its trials know this phase), or {MEMORY_REMEDIES}"
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def rehearse_step(self) -> None:
+        """Clip and step, as a trial does."""
+        self.runner.clip()
+        self.optimizer.step()
