@@ -335,7 +335,7 @@ def test_a_truncated_recipe_state_is_named(small, interrupted):
 
 def test_missing_weights_are_named(small, interrupted):
     shutil.rmtree(interrupted / "epoch_0")
-    with pytest.raises(CheckpointError, match="epoch_0 does not exist"):
+    with pytest.raises(CheckpointError, match="epoch_0 is incomplete"):
         go_on(small, interrupted)
 
 
