@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -209,7 +210,8 @@ class TrainingPreview:
             maximum=batches.maximum,
             unit="tokens" if settings.batch_tokens else "rows",
         )
-        for _ in ahead:  # a rule of the user's has no stages to look for, and is asked about every step all the same
-            pass
+        deque(
+            ahead, maxlen=0
+        )  # a rule of the user's has no stages to look for, and is asked about every step all the same
         same_answers(changes)
         return notes
