@@ -40,27 +40,27 @@ if TYPE_CHECKING:
     from .validation import Validation as Validation
 
 _NAMES_OF = {
-    ".batch_size_finder": "BatchSizeFinder",
-    ".checkpoints": "Checkpoints",
-    ".checks": "check_output_dir without_effect without_effect_on",
-    ".config_errors": "as_dict",
-    ".configs": "config_path copy_config shipped_configs",
-    ".data": "Data",
-    ".doctor": "check",
-    ".epoch_checkpoints": "STATE_KEY",
-    ".estimates": "estimate_devices",
-    ".job": "Job",
-    ".launch": "all_ranks set_up_terminal use_shipped_config",
-    ".limit_finder": "LimitFinder",
-    ".log": "TrainingLog",
-    ".model": "FullModel ModelBuilder",
-    ".preview": "TrainingPreview",
-    ".rate": "RateController check_scheduler",
-    ".resumed_run": "ResumedRun",
-    ".settings": "Settings reference_tables write_reference",
-    ".trainer": "Trainer",
-    ".validation": "Validation",
+    ".batch_size_finder": ("BatchSizeFinder",),
+    ".checkpoints": ("Checkpoints",),
+    ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
+    ".config_errors": ("as_dict",),
+    ".configs": ("config_path", "copy_config", "shipped_configs"),
+    ".data": ("Data",),
+    ".doctor": ("check",),
+    ".epoch_checkpoints": ("STATE_KEY",),
+    ".estimates": ("estimate_devices",),
+    ".job": ("Job",),
+    ".launch": ("all_ranks", "set_up_terminal", "use_shipped_config"),
+    ".limit_finder": ("LimitFinder",),
+    ".log": ("TrainingLog",),
+    ".model": ("FullModel", "ModelBuilder"),
+    ".preview": ("TrainingPreview",),
+    ".rate": ("RateController", "check_scheduler"),
+    ".resumed_run": ("ResumedRun",),
+    ".settings": ("Settings", "reference_tables", "write_reference"),
+    ".trainer": ("Trainer",),
+    ".validation": ("Validation",),
 }
-_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 __all__ = [*_MODULE_OF]
 __getattr__ = lazy_names(__name__, _MODULE_OF)
