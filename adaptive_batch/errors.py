@@ -52,7 +52,7 @@ class RankLostError(AdaptiveBatchError, RuntimeError):
 
     Args:
         message: what happened, with numbers.
-        facts: the same as plain values, for the record; ``capacity`` and ``unit`` say what a micro-batch may hold when
+        facts: the same as plain values, for the record; ``limit`` and ``unit`` say what a micro-batch may hold when
             training is started again.
     """
 

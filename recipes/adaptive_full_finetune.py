@@ -124,7 +124,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _setup_log(self) -> None:
         self.log = TrainingLog(self.job, self.data)
         self.record = self.log.record
-        self.planner.event = self.record.decision
+        self.planner.event = self.record.event
         self.checkpoints.begin_job(self.resumed.name)
         self.checkpoints.on_failure = self._log_failed_save
         self.log.starts(self.checkpoints, self.resumed)
@@ -172,7 +172,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
             message = f"the run has {settings.epochs * steps} steps, so nothing is validated"
-            self.record.decision("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
+            self.record.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not saved:
             self.progress = replace(self.progress, steps=self.progress.epoch * steps)
         changed = bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
@@ -217,7 +217,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         first_epoch, epochs = self.progress.epoch, self.settings.epochs
         if first_epoch >= epochs:
             message = f"nothing to train: {first_epoch} epochs are done and epochs={epochs}"
-            self.record.decision("nothing_to_train", message)
+            self.record.event("nothing_to_train", message)
         with Preemption(same_within=10.0 if self.watch else 0.0) as self.preemption:
             for epoch in range(first_epoch, epochs):
                 if epoch > first_epoch:
@@ -236,7 +236,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
         if first_epoch < epochs:
-            self.record.decision("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
+            self.record.event("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
         self.profiler.stop()
 
     def _train_epoch(self) -> None:
@@ -323,7 +323,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             state[STATE_KEY]["preempted"] = distributed.any_of_ranks(self.preemption.requested)
         self.record.sync()
         self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
-        self.record.decision("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
+        self.record.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
         if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
             self.checkpoints.wait()
@@ -347,17 +347,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self._log_failed_save(error)
             return
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
-        self.record.decision("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
+        self.record.event("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
         if ends:
             self._end_early()
 
     def _log_failed_save(self, error: CheckpointError) -> None:
         message = f"training goes on without a resume point: {error}"
-        self.record.decision("checkpoint_failed", message, step=self.progress.steps)
+        self.record.event("checkpoint_failed", message, step=self.progress.steps)
 
     def _end_early(self) -> None:
         message = f"asked to end: saved at step {self.progress.steps}; resume_from_checkpoint=True resumes from it"
-        self.record.decision("preempted", message, step=self.progress.steps, exit_status=EXIT_STATUS)
+        self.record.event("preempted", message, step=self.progress.steps, exit_status=EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)
 
     def _add(self, name: str, part: Part) -> Part:
@@ -389,7 +389,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _write_down_end(self, end: End) -> None:
         """On rank zero, log why all ranks end, and keep what a restart should know."""
-        self.record.decision("ended", end.message, says=False, rank=end.rank, reason=end.kind, **end.facts)
+        self.record.event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
         if hasattr(self, "limits"):
             self.limits.keep_lost(end.facts)
 

@@ -240,9 +240,9 @@ class StepPlanner:
         batch = self._on_all_ranks(lambda: request_batch(rule, progress, maximum=self.maximum))
         if batch.after != self.batch_size or not (progress.steps or self._logged):
             # a ramp may change it with each step: what is near to what was printed last is written to the run log only
-            says = not 0.8 * self._logged < batch.after < 1.25 * self._logged
-            self._logged = batch.after if says else self._logged
-            self._change(batch, "step", progress.steps, says=says)
+            prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
+            self._logged = batch.after if prints else self._logged
+            self._change(batch, "step", progress.steps, prints=prints)
         return batch.after
 
     def _grow(self, epoch: int) -> None:
@@ -256,10 +256,10 @@ class StepPlanner:
             self._grown_in = epoch
             self._change(batch, "epoch", epoch)
 
-    def _change(self, batch: ClampedBatch, unit: str, at: int, *, says: bool = True) -> None:
+    def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
         before, self.batch_size = self.batch_size, batch.after
         facts = {unit: at, "before": before, "requested": batch.requested, "after": batch.after}
-        self.event("batch_size", f"{unit} {at}: {batch.describe(before)}", says=says, **facts)
+        self.event("batch_size", f"{unit} {at}: {batch.describe(before)}", prints=prints, **facts)
 
     # --- state ------------------------------------------------------------------------------------------------------
 

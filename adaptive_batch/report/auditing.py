@@ -374,7 +374,7 @@ class _Repeats:
             self.starts.append(_Start(steps))
         elif "before" not in record or before == after:
             return
-        elif kind == "capacity":
+        elif kind == "limit":
             self._lowered_at.append(steps)
         elif self.starts and not self.starts[-1].has_step and "requested" not in record:
             self.starts[-1].changed.append(f"{kind} {before} -> {after}")
@@ -440,7 +440,7 @@ class _Changes:
         self.unit = "rows"  # of what a step is asked for
         self._asked = 0
         self._rates: list[tuple[float, int]] = []  # the lowest and the highest, each with its step
-        self._lines: dict[str, list[str]] = {"batch size": [], "lr": [], "capacity": []}
+        self._lines: dict[str, list[str]] = {"batch size": [], "lr": [], "limit": []}
 
     def step(self, step: int, record: Record, rows: int) -> None:
         """Add a step. The short last step of an epoch was asked for as many rows as the others, so it is no change."""
@@ -455,11 +455,11 @@ class _Changes:
     def event(self, record: Record, steps: int, *, counts: bool) -> None:
         """Add what was logged about the rate, once, or a change of what a micro-batch may hold."""
         kind, before, after = str(record.get("kind")), record.get("before"), record.get("after")
-        if kind == "capacity" and before != after:
+        if kind == "limit" and before != after:
             why = " (out of memory)" if record.get("out_of_memory") else ""
             back = "" if counts else "; rolled back with the next step"
             change = f"{before} -> {after} {record.get('unit', 'rows')}{why}{back}"
-            self._lines["capacity"].append(f"after step {steps:,}: {change}")
+            self._lines["limit"].append(f"after step {steps:,}: {change}")
         elif counts and (kind.startswith("lr") or kind == "reference_batch_size"):
             message = str(record.get("message") or kind)
             if not any(line.endswith(f": {message}") for line in self._lines["lr"]):

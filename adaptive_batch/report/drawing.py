@@ -43,7 +43,7 @@ GROUNDS = {"light": ("#ffffff", "#f6f8fa"), "dark": ("#0d1117", "#161b22")}  # o
 MARKS: Mapping[str, tuple[str, str, str]] = {
     "batch size changed": ("^", "▲", "blue"),
     "out of memory": ("X", "✖", "vermilion"),
-    "capacity changed": ("v", "▼", "purple"),
+    "limit changed": ("v", "▼", "purple"),
     "saved": ("o", "●", "muted"),
     "restarted": (">", "▶", "green"),
     "preempted": ("s", "■", "vermilion"),

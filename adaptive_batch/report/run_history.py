@@ -78,7 +78,7 @@ class RunHistory:
             elif kind == "step" and record is not None:
                 steps = whole(record, "step") or 0
             if record is None or self._attempts[place].run is self._run:
-                within = steps + (kind == "capacity")  # which is lowered in the middle of the next step
+                within = steps + (kind == "limit")  # which is lowered in the middle of the next step
                 yield record, steps, within <= self._kept.get(place, -1)
 
     def _started(self, start: Record) -> _Attempt:
@@ -221,7 +221,7 @@ def _mark(record: Record) -> str | None:
         "checkpoint": "saved",
         "resume_point": "saved",
         "batch_size": changed and "batch size changed",
-        "capacity": changed and "capacity changed",
-        "validation_capacity": changed and "capacity changed",
+        "limit": changed and "limit changed",
+        "validation_limit": changed and "limit changed",
     }
     return marks.get(record["kind"]) or None

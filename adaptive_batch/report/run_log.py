@@ -47,9 +47,9 @@ class RunLog:
         """Record one optimizer step."""
         self._write("step", metrics)
 
-    def decision(self, kind: str, message: str, *, says: bool = True, **values: Any) -> None:
-        """Record one event with its numbers, and log its message unless `says` is False."""
-        if self._file and says:
+    def event(self, kind: str, message: str, *, prints: bool = True, **values: Any) -> None:
+        """Record one event with its numbers, and log its message unless `prints` is False."""
+        if self._file and prints:
             log.info("%s", message)
         self._write(kind, {"message": message, **values})
 

@@ -93,7 +93,7 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
         watch.fail(_INTERRUPTED)
     except BaseException as error:
         facts = error.facts if isinstance(error, RankLostError) else {}
-        kind = "out_of_memory" if "capacity" in facts else "error"
+        kind = "out_of_memory" if "limit" in facts else "error"
         watch.fail(plainly(error) or error, kind=kind, facts=facts)
     watch.stop()
     distributed.destroy_process_group()

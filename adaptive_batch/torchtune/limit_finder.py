@@ -67,23 +67,23 @@ class LimitFinder:
             message = (
                 "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones change results"
             )
-            self._record.decision("batch_norm", message)
+            self._record.event("batch_norm", message)
         self._lost = distributed.from_rank_zero(lambda: self._read_lost(resumes=bool(saved)))
         self._bounds.indeterminate, self._bounds.indeterminate_val = map(self._lost.get, _TRIALS)
         for key, which in _TRIALS.items():
             if rows := self._lost.get(key):
                 message = f"a trial {which}of {rows} rows ended all ranks, so whether they fit is not known; up to half are tried"
-                self._record.decision("indeterminate", message, rows=rows)
+                self._record.event("indeterminate", message, rows=rows)
         if settings.needs_bound:
             batch_size = self._search(batch_size, keeps_batch=keeps_batch)
         if saved:
             limits.load_state_dict(saved["limits"] | {"num_out_of_memory": limits.num_out_of_memory})
         lost = self._lost
-        if lost.get("capacity") and all(lost[key] == value for key, value in limits.lowered_from().items()):
-            less = MicroBatchLimit(lost["capacity"], lost["unit"])
+        if lost.get("limit") and all(lost[key] == value for key, value in limits.lowered_from().items()):
+            less = MicroBatchLimit(lost["limit"], lost["unit"])
             limits.lowered = min(filter(None, (limits.lowered, less)), key=lambda limit: limit.amount)
             message = f"a micro-batch holds {limits.lowered}: more ran out of memory before all ranks ended"
-            self._record.decision("capacity", message, after=limits.lowered.amount, unit=limits.lowered.unit)
+            self._record.event("limit", message, after=limits.lowered.amount, unit=limits.lowered.unit)
         if limits.bound:
             (longest,) = longest_rows(data.lengths, 1)
             if int(data.lengths[longest]) > limits.tried_length:
@@ -99,7 +99,7 @@ class LimitFinder:
         for result in results:
             out_of_memory = 0 if result.from_cache else result.num_out_of_memory
             limits.num_out_of_memory += out_of_memory
-            self._record.decision(
+            self._record.event(
                 "bound",
                 "probe of the largest batch:\n" + result.table(),
                 max_batch_size=result.max_batch_size,
@@ -114,12 +114,12 @@ class LimitFinder:
         if keeps_batch:
             if batch_size > bound:
                 message = f"batch_size {batch_size} is kept; {bound} rows fit here, so it runs as more micro-batches"
-                self._record.decision("capacity", message, batch_size=batch_size, micro_batch_size=bound)
+                self._record.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
             return batch_size
         if settings.use_maximum_batch_size and not scheduled:
             before, batch_size = batch_size, result.batch_size
             message = f"batch_size {before} -> {batch_size} (use_maximum_batch_size; bound {bound})"
-            self._record.decision("batch_size", message, before=before, after=batch_size, bound=bound)
+            self._record.event("batch_size", message, before=before, after=batch_size, bound=bound)
         if not (limits.splits or scheduled) and batch_size > bound:
             remedy = (
                 f"{bound} rows fit; set batch_size={bound} or less (gradient_accumulation_steps makes up for it), or "
@@ -160,8 +160,8 @@ class LimitFinder:
             limits.lowered = limit
         limits.tried_length = length
         after = limits.of(batch_size)
-        self._record.decision(
-            "capacity",
+        self._record.event(
+            "limit",
             f"{message}; a micro-batch holds {after}",
             before=limit.amount,
             after=after.amount,
@@ -174,16 +174,16 @@ class LimitFinder:
     def lower(self, change: LimitChange) -> None:
         """Take and log, at once, that training ran out of memory, and what a micro-batch holds from now on."""
         self.limits.lower(change)
-        self.log_change(change, kind="capacity")
+        self.log_change(change, kind="limit")
 
     def lower_in_validation(self, change: LimitChange) -> None:
         """Count and log that validation ran out of memory; its limit is not training's."""
         self.limits.num_out_of_memory += change.out_of_memory
-        self.log_change(change, kind="validation_capacity")
+        self.log_change(change, kind="validation_limit")
 
     def log_change(self, change: LimitChange, *, kind: str) -> None:
         """Log a limit that was lowered."""
-        self._record.decision(
+        self._record.event(
             kind,
             change.describe(),
             before=change.before.amount,
@@ -202,7 +202,7 @@ class LimitFinder:
         limit, rows = self.limits.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
         most = self._data.shapes.rows_within(limit, int(self._data.lengths.max()))
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
-            self._record.decision(
+            self._record.event(
                 "uniform_micro_batches",
                 f"the {rows} rows of a step divide into equal micro-batches of up to {most} only one by one, which is slow; "
                 "a batch_size with divisors, such as a power of two, would do",
@@ -213,8 +213,8 @@ class LimitFinder:
         kept = {key: facts[key] for key in _TRIALS if key in facts}
         if kept:
             kept["trial_settings"] = self._bounds.trials_name
-        if "capacity" in facts and self._settings.on_out_of_memory == "shrink":
-            kept |= {"capacity": facts["capacity"], "unit": facts["unit"], **self.limits.lowered_from()}
+        if "limit" in facts and self._settings.on_out_of_memory == "shrink":
+            kept |= {"limit": facts["limit"], "unit": facts["unit"], **self.limits.lowered_from()}
         if kept:  # with what an earlier attempt has kept
             self._lost |= {"run": self._run, "launch": distributed.launch_name(), **kept}
             atomic_write(self._lost_file, json.dumps(self._lost))

@@ -52,7 +52,7 @@ class TrainingLog:
 
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
-        event, progress, rows = self.record.decision, run.progress, len(self._data.dataset)
+        event, progress, rows = self.record.event, run.progress, len(self._data.dataset)
         for line in checkpoints.found.passed_over:
             event("passed_over", line)
         resumed, ranks = checkpoints.found.recipe_state is not None, distributed.world_size()
@@ -77,7 +77,7 @@ class TrainingLog:
 
     def changes(self, run: ResumedRun, *, without_effect: Sequence[tuple[str, str]]) -> None:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the reason."""
-        settings, event, saved = self._settings, self.record.decision, run.saved
+        settings, event, saved = self._settings, self.record.event, run.saved
         if run.epochs not in (None, settings.epochs):
             message = f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
             event("epochs", message, before=run.epochs, after=settings.epochs)
@@ -111,7 +111,7 @@ class TrainingLog:
         configured = self._cfg.optimizer.get("lr")
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} is kept"
-            self.record.decision("lr", message, configured=float(configured), lr=saved)
+            self.record.event("lr", message, configured=float(configured), lr=saved)
 
     def rate_and_stages(
         self,
@@ -124,12 +124,12 @@ class TrainingLog:
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
-        settings, event = self._settings, self.record.decision
+        settings, event = self._settings, self.record.event
         if message := rate.describe():
             event("lr", message, reference=str(reference_batch(self._job)), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
-        table, stages = plan.table(progress, base_rate=base, capacity=limits, saved=saved)
+        table, stages = plan.table(progress, base_rate=base, limits=limits, saved=saved)
         event("stages", f"the plan:\n{table}", stages=stages)
         if settings.batch_size_schedule:
             self._log_unscaled(base, batch=plan.full_batch_rows)
@@ -139,7 +139,7 @@ class TrainingLog:
         reference = self._settings.step_rows * self._job.ranks
         if self._settings.lr_scaling == "none" and batch != reference:
             message = describe_unscaled(rate, batch=batch, reference=reference)
-            self.record.decision("lr", message, lr=rate, global_batch=batch, reference=reference)
+            self.record.event("lr", message, lr=rate, global_batch=batch, reference=reference)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -154,14 +154,14 @@ class TrainingLog:
         what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
         if settings.batch_tokens and settings.batch_size_schedule is None:
             what += f", up to {settings.batch_tokens * self._job.ranks} tokens"
-        self.record.decision(
+        self.record.event(
             "plan",
             f"epoch {epoch}: {what}; a micro-batch holds {holds}",
             epoch=epoch,
             global_batch=plan.step_rows,
             batch_size=batches.batch_size,
             batch_tokens=settings.batch_tokens,
-            capacity=holds.amount,
+            limit=holds.amount,
             unit=holds.unit,
             steps=plan.steps,
         )
@@ -172,10 +172,10 @@ class TrainingLog:
         """Log the rows of an epoch that were trained and left out, and how many steps had no label."""
         if unlabelled:
             message = f"{unlabelled} of {progress.epoch_steps} steps had no label at all, and changed nothing"
-            self.record.decision("no_labels", message, steps=unlabelled)
+            self.record.event("no_labels", message, steps=unlabelled)
         reasons = planner.epochs.left_out(progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
-        self.record.decision(
+        self.record.event(
             "epoch",
             f"epoch {progress.epoch}: {progress.epoch_rows} rows trained{left_out}",
             epoch=progress.epoch,
@@ -232,7 +232,7 @@ class TrainingLog:
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log a validation, and its metric."""
         message = f"step {step}: val_loss {loss:.4f} over {rows} rows"
-        self.record.decision("validation", message, steps=step, val_loss=loss)
+        self.record.event("validation", message, steps=step, val_loss=loss)
         self._log({"val_loss": loss}, step=step)
 
     def _log(self, metrics: Mapping[str, Any], *, step: int) -> None:

@@ -104,7 +104,7 @@ class TrainingPreview:
             self.schedule_steps = known or progress.steps + self._count_steps(progress)
 
     def table(
-        self, progress: Progress, *, base_rate: float, capacity: MicroBatchLimits, saved: Mapping[str, Any]
+        self, progress: Progress, *, base_rate: float, limits: MicroBatchLimits, saved: Mapping[str, Any]
     ) -> tuple[str, list[dict[str, Any]]]:
         """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
         settings, batches = self._settings, self._batches
@@ -116,7 +116,7 @@ class TrainingPreview:
             total_steps=self.schedule_steps,
             saved=saved.get("learning_rate", {}),
         )
-        stages = stages_of(self._planned(progress, rate, capacity))
+        stages = stages_of(self._planned(progress, rate, limits))
         notes = [*filter(None, [self._unknown]), *self._stage_notes]
         if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
@@ -131,18 +131,18 @@ class TrainingPreview:
         `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
-        capacity = self._data.new_limits()
+        limits = self._data.new_limits()
         batch_size, lines = batches.batch_size, []
         if settings.needs_bound:
             rows, tokens, why = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
             lines.append(f"bound: {rows or unknown} ({why})")
             if rows:
-                capacity.bound, capacity.tried_length = rows, tokens
+                limits.bound, limits.tried_length = rows, tokens
                 if settings.use_maximum_batch_size and not resumes and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
         known_first = batches.first_batch_size
-        batches.limits = capacity
+        batches.limits = limits
         batches.begin(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, first=batches.grows_now(progress))
         if first := list(self._batch_sizes.values())[:1]:
@@ -152,7 +152,7 @@ class TrainingPreview:
         configured = saved.get("base_rate", self._job.cfg.optimizer.get("lr"))
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")
-        text, _ = self.table(progress, base_rate=float(configured or 1.0), capacity=capacity, saved=saved)
+        text, _ = self.table(progress, base_rate=float(configured or 1.0), limits=limits, saved=saved)
         return "\n".join([*lines, text])
 
     def _count_steps(self, progress: Progress) -> int:
@@ -161,14 +161,14 @@ class TrainingPreview:
         stays = dict.fromkeys(unknown, last)  # where it is not known, that nothing changes is the best guess
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
-    def _planned(self, progress: Progress, rate: RateController, capacity: MicroBatchLimits) -> Iterator[PlannedStep]:
+    def _planned(self, progress: Progress, rate: RateController, limits: MicroBatchLimits) -> Iterator[PlannedStep]:
         lengths = self._data.real_lengths
         key, num_micro_batches = None, 0
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
             tokens = int(lengths[rows].sum())
             if key != (key := (at.epoch, at.batch)):
-                limit = capacity.of(at.batch if scheduled else self._batch_sizes[at.epoch])
+                limit = limits.of(at.batch if scheduled else self._batch_sizes[at.epoch])
                 num_micro_batches = self._num_micro_batches(rows, limit)
             yield PlannedStep(
                 at,
@@ -178,12 +178,12 @@ class TrainingPreview:
                 tokens=tokens,
             )
 
-    def _num_micro_batches(self, rows: list[int], capacity: MicroBatchLimit) -> int:
-        if capacity.amount == 0:  # what fits is not known
+    def _num_micro_batches(self, rows: list[int], limit: MicroBatchLimit) -> int:
+        if limit.amount == 0:  # what fits is not known
             return 1
-        mine = self._batches.rows_of_rank(rows, capacity)
+        mine = self._batches.rows_of_rank(rows, limit)
         lengths = self._data.lengths[[rows[position] for position in mine]].tolist()
-        return max(1, len(micro_batches(lengths, capacity, self._data.shapes)))
+        return max(1, len(micro_batches(lengths, limit, self._data.shapes)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """Return notes on the stages of a schedule."""

@@ -119,7 +119,7 @@ class RateController:
             return
         if record:
             message = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
-            record.decision("lr_scaling", message, before=before, after=now)
+            record.event("lr_scaling", message, before=before, after=now)
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             write_rate(group, float(group.get("initial_lr", group["lr"])))  # what was saved is scaled
 

@@ -130,13 +130,13 @@ class ResumedRun:
             before, after = _shown(name, saved, now), _shown(name, now, saved)
             if name == _KEPT:
                 message = f"optimizer {after} has no effect: the checkpoint's {before} is kept"
-                record.decision("no_effect", message, key="optimizer", configured=now[name], kept=saved[name])
+                record.event("no_effect", message, key="optimizer", configured=now[name], kept=saved[name])
                 continue
             message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
-            record.decision(name, message, before=saved[name], after=now[name])
+            record.event(name, message, before=saved[name], after=now[name])
         for name, (value, kept) in self._ignored.items():
             message = f"{name}={value} has no effect: the checkpoint's {kept} is kept"
-            record.decision("no_effect", message, key=name, configured=value, after=kept)
+            record.event("no_effect", message, key=name, configured=value, after=kept)
 
 
 def check_fewer_ranks(job: Job) -> None:

@@ -58,7 +58,7 @@ class Validation:
             limits.limits.num_out_of_memory += bound.num_out_of_memory
             tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
             limit = MicroBatchLimit(tokens, "tokens")
-            record.decision(
+            record.event(
                 "validation_bound",
                 f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",
                 max_batch_size=bound.max_batch_size,

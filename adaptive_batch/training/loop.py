@@ -494,8 +494,8 @@ class AdaptiveLoop:
         if distributed.is_rank_zero():
             log.warning("%s", change.describe())
 
-    def _log_event(self, kind: str, message: str, *, says: bool = True, **facts: Any) -> None:
-        if distributed.is_rank_zero() and says:
+    def _log_event(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+        if distributed.is_rank_zero() and prints:
             log.info("%s", message)
         if kind == "batch_size" and facts["before"] != facts["after"]:
             self._rate.log_unscaled(facts["after"])

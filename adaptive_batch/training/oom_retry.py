@@ -218,7 +218,7 @@ class OOMRetry:
         after = self._policy.after_out_of_memory(limit, rows=rows, length=length)
         facts: dict[str, Any] = {"rows": rows, "length": length, "before": limit.amount, "error": message}
         if after is not None and self._is_of_training:
-            facts |= {"capacity": after.amount, "unit": after.unit}
+            facts |= {"limit": after.amount, "unit": after.unit}
         what_next = f"{after} would be less" if after is not None else self.remedies
         return RankLostError(
             f"{self.memory.device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: "

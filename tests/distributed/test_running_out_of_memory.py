@@ -19,7 +19,7 @@ def test_a_step_has_places_of_every_kind(seen):
     assert {phase for phase, _ in seen} == {"before", *told, "collective", "counting", "clipping"}
 
 
-def test_a_step_is_replayed_to_the_bit_or_all_ranks_end(seen):
+def test_a_step_is_retried_to_the_bit_or_all_ranks_end(seen):
     way = Way(False, measures_noise=True)
     replayed, lost = chosen(seen, every=max(1, len(seen) // 10), lost_of_each_phase=1)
     collective = next(

@@ -124,9 +124,9 @@ def test_the_probe_finds_what_fits_on_the_smallest_rank(setup):
     assert "2 ranks, which all must have room" in alike.output
 
 
-def test_a_rank_that_runs_out_of_memory_costs_a_replay(setup):
+def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup):
     attempt = finished(setup, "batch_size=4", "epochs=1", before="support.rank_faults.more_than_two_rows_on_rank_one")
-    (change,) = decisions(attempt.output_dir, "capacity")
+    (change,) = decisions(attempt.output_dir, "limit")
     assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
     assert "out of memory on rank 1 with 4 rows" in change["message"]
     undisturbed = finished(setup, "batch_size=4", "epochs=1")
@@ -141,9 +141,9 @@ def test_parameters_are_divided_again_after_a_validation(setup):
     keys = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "max_validation_batches=2", "epochs=1", "batch_size=4")
     kept = ("fsdp_reshard_after_forward=False", "save_every_n_steps=1", "micro_batch_size=2")
     attempt = finished(setup, *keys, *kept, before="support.rank_faults.second_validation_on_rank_one")
-    (change,) = decisions(attempt.output_dir, "validation_capacity")
+    (change,) = decisions(attempt.output_dir, "validation_limit")
     assert (change["before"], change["after"]) == (4, 2)
-    assert decisions(attempt.output_dir, "capacity") == []
+    assert decisions(attempt.output_dir, "limit") == []
     undisturbed = finished(setup, *keys)
     validated = [
         [r["val_loss"] for r in decisions(d, "validation")] for d in (attempt.output_dir, undisturbed.output_dir)
@@ -168,8 +168,8 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
     assert "Traceback" not in first.output
     folder = second.output_dir
     (ended,) = decisions(folder, "ended")
-    assert (ended["rank"], ended["reason"], ended["capacity"], ended["unit"]) == (1, "out_of_memory", 2, "rows")
-    assert json.loads((folder / "adaptive_batch" / "lost.json").read_text())["capacity"] == 2
+    assert (ended["rank"], ended["reason"], ended["limit"], ended["unit"]) == (1, "out_of_memory", 2, "rows")
+    assert json.loads((folder / "adaptive_batch" / "lost.json").read_text())["limit"] == 2
     starts = decisions(folder, "start")
     assert [start["resumed"] for start in starts] == [False, True]
     assert starts[1]["progress"]["steps"] == 4

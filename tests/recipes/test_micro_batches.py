@@ -89,7 +89,7 @@ def test_however_a_step_is_split_its_rows_and_its_loss_are_the_same(small, whole
     multiple = 8 if "pad_to_multiple_of=8" in overrides else 1
     for step in components.STEPS:
         lengths = [-(-LENGTHS[row] // multiple) * multiple for micro_batch in step for row in micro_batch.rows]
-        assert len(step) == fewest(lengths, plan["capacity"], plan["unit"]) > 1
+        assert len(step) == fewest(lengths, plan["limit"], plan["unit"]) > 1
     assert figures(finished, "micro_batches") == [len(step) for step in components.STEPS]
 
 
@@ -100,7 +100,7 @@ def test_auto_is_the_bound_that_was_tried_unrounded(small, unit):
     (plan,) = records(finished, "plan")
     bound = records(finished, "bound")[-1]["max_batch_size"]
     assert bound & (bound - 1)  # no power of two
-    assert (plan["capacity"], plan["unit"]) == (bound if unit == "rows" else bound * max(LENGTHS), unit)
+    assert (plan["limit"], plan["unit"]) == (bound if unit == "rows" else bound * max(LENGTHS), unit)
 
 
 def test_a_step_that_does_not_fit_is_searched_for_again_beside_gradients_and_one_that_fits_is_not(small):
@@ -156,13 +156,13 @@ def test_lengths_are_padded_to_a_multiple_but_never_beyond_the_model(small, whol
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
 def test_a_row_longer_than_the_probes_is_tried_before_training(small, whole, key):
     finished = small.run_in_process(OURS, *BASE, f"{key}=auto", SMALL_MEMORY, "probe.sequence_length=20")
-    (said,) = records(finished, "capacity")
+    (said,) = records(finished, "limit")
     assert said["length"] == max(LENGTHS)
     assert f"a row of {max(LENGTHS)} tokens is longer than the 20 that were tried" in said["message"]
     kinds = [record["kind"] for record in all_records(finished)]
-    assert kinds.index("capacity") < kinds.index("step")
+    assert kinds.index("limit") < kinds.index("step")
     (plan,) = records(finished, "plan")
-    assert plan["capacity"] == said["after"]
+    assert plan["limit"] == said["after"]
     if key == "micro_batch_size":
         bound = records(finished, "bound")[-1]["max_batch_size"]
         assert said["after"] < said["before"] == bound  # as many rows of 20 tokens fit
@@ -176,14 +176,14 @@ def test_a_batch_that_grows_runs_no_more_of_the_longest_rows_at_once_than_fit(sm
     finished = small.run_in_process(OURS, *grows, "probe.sequence_length=20")
     (plan,) = records(finished, "plan")
     assert plan["batch_size"] > fit  # as many rows of 20 tokens fit
-    assert plan["capacity"] <= fit
+    assert plan["limit"] <= fit
 
 
-def test_a_capacity_in_tokens_counts_rows_as_they_are_padded(small):
+def test_a_limit_in_tokens_counts_rows_as_they_are_padded(small):
     padded = ("pad_to_multiple_of=40", f"batch_size={len(LENGTHS)}", "micro_batch_tokens=auto", MUCH_MEMORY)
     finished = small.run_in_process(OURS, *BASE, *padded)
     (plan,) = records(finished, "plan")
-    assert plan["capacity"] == len(LENGTHS) * 64  # 80, but for what the model takes
+    assert plan["limit"] == len(LENGTHS) * 64  # 80, but for what the model takes
     assert figures(finished, "micro_batches") == [1]
 
 
@@ -195,10 +195,10 @@ def test_a_row_that_grows_in_mid_run_is_tried_first_and_the_trial_leaves_no_trac
     rows = (*BASE, *GROWS, DROPOUT, "batch_size=8")
     tried = small.run_in_process(OURS, *rows, f"micro_batch_{unit}=auto", MUCH_MEMORY, "probe.maximum=64")
     knew = small.run_in_process(OURS, *rows, f"micro_batch_{unit}={1 << 12}")
-    (said,) = records(tried, "capacity")
+    (said,) = records(tried, "limit")
     assert said["length"] == 60
     kinds = [record["kind"] for record in all_records(tried)]
-    assert kinds.index("capacity") == kinds.index("step") + 1  # after one step, and before the one with the row
+    assert kinds.index("limit") == kinds.index("step") + 1  # after one step, and before the one with the row
     if unit == "size":
         assert tried.losses == knew.losses
         assert same_weights(tried.weights(0), knew.weights(0))
@@ -209,7 +209,7 @@ def test_a_row_that_grows_in_mid_run_lowers_what_is_run_at_once(small):
     rows = (*BASE, *GROWS)
     tried = small.run_in_process(OURS, *rows, "micro_batch_size=auto", SMALL_MEMORY)
     knew = small.run_in_process(OURS, *rows)
-    (said,) = records(tried, "capacity")
+    (said,) = records(tried, "limit")
     assert figures(tried, "micro_batches") == [-(-16 // said["before"]), -(-16 // said["after"])]
     assert said["after"] < said["before"]
     assert figures(tried, "loss") == pytest.approx(figures(knew, "loss"), rel=1e-5)
@@ -228,12 +228,12 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("overrides", FAILURES.values(), ids=FAILURES)
-def test_a_step_that_ran_out_of_memory_is_as_if_its_capacity_had_been_known(small, overrides):
+def test_a_step_that_ran_out_of_memory_is_as_if_its_limit_had_been_known(small, overrides):
     survived = small.run_in_process(OURS, *BASE, DROPOUT, *overrides)
     run_as = components.STEPS[:]
-    changes = records(survived, "capacity")
+    changes = records(survived, "limit")
     kinds = [record["kind"] for record in all_records(survived)]
-    assert "capacity" not in kinds[kinds.index("step") :]  # all of it in the first step
+    assert "limit" not in kinds[kinds.index("step") :]  # all of it in the first step
     assert all(change["out_of_memory"] for change in changes)
     assert figures(survived, "oom_count") == [len(changes)] * 2
     key = {"rows": "micro_batch_size", "tokens": "micro_batch_tokens"}[changes[-1]["unit"]]
@@ -253,10 +253,10 @@ def test_in_mid_run_no_row_is_lost_or_repeated_and_nothing_is_logged_twice(small
     assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3]) == list(range(32))
     assert figures(finished, "step") == [1, 2, 3, 4]
     assert len(losses(finished.output_dir)) == 4
-    assert [change["after"] for change in records(finished, "capacity")] == [8, 4, 2]
+    assert [change["after"] for change in records(finished, "limit")] == [8, 4, 2]
     assert figures(finished, "oom_count") == [0, 3, 3, 3]
     assert figures(finished, "micro_batches") == [1, 8, 8, 8]
-    (said, *_) = records(finished, "capacity")
+    (said, *_) = records(finished, "limit")
     assert said["message"].startswith("out of memory with 16 rows of ")
     assert "a micro-batch holds 8 rows from now on, not 16 rows (CUDA out of memory." in said["message"]
 
@@ -265,7 +265,7 @@ def test_in_mid_run_no_row_is_lost_or_repeated_and_nothing_is_logged_twice(small
 ANOTHER_MODEL = ("resume_from_checkpoint=True", "resume_allow_changes=[model]")
 
 
-def test_a_lowered_capacity_outlives_a_resume(small):
+def test_a_lowered_limit_outlives_a_resume(small):
     settings = (*BASE, DROPOUT, "epochs=2", "micro_batch_size=16")
     uninterrupted = small.run_in_process(OURS, *settings, "model.rows_fit=5")
     folder = interrupted_after_first_epoch(uninterrupted, small)
@@ -275,7 +275,7 @@ def test_a_lowered_capacity_outlives_a_resume(small):
     assert same_weights(rest.weights(1), uninterrupted.weights(1))
 
 
-def test_a_resume_with_another_setting_finds_its_capacity_anew(small):
+def test_a_resume_with_another_setting_finds_its_limit_anew(small):
     settings = (*BASE, "epochs=2")
     uninterrupted = small.run_in_process(OURS, *settings, "micro_batch_size=16", "model.rows_fit=5")
     folder = interrupted_after_first_epoch(uninterrupted, small)
@@ -283,14 +283,14 @@ def test_a_resume_with_another_setting_finds_its_capacity_anew(small):
     assert figures(rest, "micro_batches")[-2:] == [2, 2]
 
 
-def test_growth_does_not_win_capacity_back(small):
+def test_growth_does_not_win_limit_back(small):
     finished = small.run_in_process(
         OURS, *BASE, "batch_increase_function=support.components.four_more", "batch_size=8", MUCH_MEMORY, "epochs=2",
         "metric_logger.after_step=1", "metric_logger.rows_fit=5",
     )  # fmt: skip
     steps = [(step["batch_size"], step["micro_batches"]) for step in records(finished, "step")]
     assert steps == [(8, 1), (8, 2), (8, 2), (8, 2), (12, 3), (12, 3), (8, 2)]
-    assert [plan["capacity"] for plan in records(finished, "plan")] == [8, 4]
+    assert [plan["limit"] for plan in records(finished, "plan")] == [8, 4]
 
 
 def test_one_row_that_fails_alone_is_an_error_with_numbers_and_remedies(small):
@@ -321,7 +321,7 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
     )
     survived = small.run(OURS, *large, *confined)
     undisturbed = small.run_in_process(OURS, *large)
-    changes = records(survived, "capacity")
+    changes = records(survived, "limit")
     assert changes
     assert all(change["out_of_memory"] for change in changes)
     counted = figures(survived, "oom_count")
@@ -370,7 +370,7 @@ def test_a_save_that_runs_out_of_memory_leaves_the_last_checkpoint_whole(small):
 # --- what is said -------------------------------------------------------------------------------------------------------
 
 
-def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_replayed(small):
+def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_retried(small):
     in_backward = ("optimizer_in_bwd=True", "epochs=1", "max_steps_per_epoch=1")
     (said,) = records(small.run_in_process(OURS, *in_backward), "on_out_of_memory")
     assert said["message"].startswith("on_out_of_memory=raise: with the optimizer in backward a step that runs out")

@@ -94,7 +94,7 @@ def test_what_is_run_at_once_changes_no_step(small):
         assert figures(split, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     (plan,) = records(split, "plan")  # nothing said what is run at once: as many tokens as fit
     bound = records(split, "bound")[-1]["max_batch_size"]
-    assert (plan["capacity"], plan["unit"], plan["batch_tokens"]) == (bound * max(LENGTHS), "tokens", BUDGET)
+    assert (plan["limit"], plan["unit"], plan["batch_tokens"]) == (bound * max(LENGTHS), "tokens", BUDGET)
 
 
 def test_rows_over_the_budget_are_dropped_and_listed_or_each_a_step_of_its_own(small):

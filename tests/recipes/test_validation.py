@@ -125,14 +125,14 @@ def test_running_out_of_memory_in_it_takes_nothing_from_training(small):
     settings = (*WATCHED, *STEPS, *VALIDATED, "batch_size_val=10")
     expected = small.run_in_process(OURS, *settings)
     finished = small.run_in_process(OURS, *settings, "model.rows_fit_evaluated=4")
-    changes = records(finished, "validation_capacity")
+    changes = records(finished, "validation_limit")
     assert [(change["before"], change["after"]) for change in changes] == [(10, 5), (5, 2)]  # once for both validations
     assert values(finished) == pytest.approx(values(expected), rel=1e-6)
     steps = records(finished, "step")
     assert {step["micro_batches"] for step in steps} == {1}
     assert [step["oom_count"] for step in steps] == [0, 0, 2, 2]
     assert finished.losses == expected.losses
-    assert not records(finished, "capacity")
+    assert not records(finished, "limit")
 
 
 def test_running_out_of_memory_in_training_takes_nothing_from_it(small):

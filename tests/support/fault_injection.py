@@ -1,6 +1,6 @@
 """A small training that runs out of memory at a chosen operation, for facts about replays.
 
-Shared by tests/unit/training/test_replay.py (a short form) and benchmarks/faults.py (every operation).
+Shared by tests/unit/training/test_oom_retry.py (a short form) and benchmarks/faults.py (every operation).
 """
 
 from __future__ import annotations

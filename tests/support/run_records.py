@@ -73,7 +73,7 @@ def full_records(num_steps: int = 600) -> Records:
             if number == grow + 1:
                 records.add("batch_size", message="batch_size 16 -> 64", before=16, after=64)
             if number == fail + 1:
-                records.add("capacity", message="out of memory with 16 rows of 512 tokens at once", before=16, after=8,
+                records.add("limit", message="out of memory with 16 rows of 512 tokens at once", before=16, after=8,
                             out_of_memory=True)  # fmt: skip
             noise = {"gradient_noise_scale": 8 + number / 10} if number > 20 else {}
             full = {"loss_per_full_batch": 2 + 5 * math.exp(-number / 200)} if number % 4 == 0 else {}

@@ -129,7 +129,7 @@ def holds(capacity, piece):
 
 
 @given(LENGTHS, CAPACITIES, SHAPES)
-def test_every_row_of_a_step_is_in_one_micro_batch_that_is_long_enough_and_within_capacity(lengths, capacity, shapes):
+def test_every_row_of_a_step_is_in_one_micro_batch_that_is_long_enough_and_within_limit(lengths, capacity, shapes):
     pieces = micro_batches(lengths, capacity, shapes)
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
     for piece in pieces:
@@ -157,7 +157,7 @@ def test_by_rows_they_are_those_of_a_split_by_rows(lengths, rows):
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60), st.integers(1, 4))
-def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_capacity_is_alone(lengths, tokens, multiple):
+def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_limit_is_alone(lengths, tokens, multiple):
     shapes = MicroBatchLayout(pad_to_multiple_of=multiple)
     pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), shapes)
     padded = [shapes.padded(length) for length in lengths]
@@ -200,7 +200,7 @@ def test_a_row_without_tokens_is_padded_to_one():
         assert [piece.length for piece in micro_batches([0, 0], capacity)] == [1, 1]
 
 
-def test_a_capacity_says_what_it_counts():
+def test_a_limit_says_what_it_counts():
     assert str(MicroBatchLimit(4)) == "4 rows"
     assert str(MicroBatchLimit(512, "tokens")) == "512 padded tokens"
 

@@ -402,7 +402,7 @@ def test_in_backward_each_parameter_is_stepped_and_its_gradient_freed_at_once():
         assert not torch.equal(parameter, old)
 
 
-def test_in_backward_state_made_in_a_rehearsal_is_resident_in_its_trials_and_gone_after():
+def test_in_backward_state_made_in_a_dry_run_is_resident_in_its_trials_and_gone_after():
     training = Training(Case("AdamW", in_backward=True))
     trained = sum(p.nbytes for p in training.model.parameters() if p.requires_grad)
     with training.rehearsal() as trial:

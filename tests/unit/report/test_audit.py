@@ -238,10 +238,10 @@ def test_a_step_done_again_with_another_loss_is_a_failure_unless_a_change_on_res
     assert not audit_records(late).holds
 
 
-def test_a_lowered_capacity_explains_another_loss_and_not_another_row_or_rate():
+def test_a_lowered_limit_explains_another_loss_and_not_another_row_or_rate():
     records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
     places = [i for i, record in enumerate(records) if record.get("step") == 4 and record["kind"] == "step"]
-    lowered = {"kind": "capacity", "before": 8, "after": 4, "unit": "rows", "out_of_memory": True}
+    lowered = {"kind": "limit", "before": 8, "after": 4, "unit": "rows", "out_of_memory": True}
 
     def with_(at, **values):
         changed = [*records]
@@ -413,14 +413,14 @@ def test_a_batch_that_shrinks_within_an_epoch_is_a_change():
     assert any("step 3: 2 rows" in line for line in found.lines)
 
 
-def test_a_capacity_lowered_in_a_step_that_was_rolled_back_is_marked():
+def test_a_limit_lowered_in_a_step_that_was_rolled_back_is_marked():
     records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
-    lowered = {"kind": "capacity", "before": 8, "after": 4, "unit": "rows"}
+    lowered = {"kind": "limit", "before": 8, "after": 4, "unit": "rows"}
     place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
     lines = audit_records([*records[: place + 1], lowered, *records[place + 1 :]]).lines
-    assert "capacity    after step 3: 8 -> 4 rows; rolled back with the next step" in lines
+    assert "limit    after step 3: 8 -> 4 rows; rolled back with the next step" in lines
     lines = audit_records([*records[: place - 1], lowered, *records[place - 1 :]]).lines
-    assert "capacity    after step 2: 8 -> 4 rows" in lines
+    assert "limit    after step 2: 8 -> 4 rows" in lines
 
 
 def test_steps_filled_by_tokens_are_one_batch():
@@ -474,7 +474,7 @@ def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
     with RunLog(tmp_path / "adaptive_batch" / "run.jsonl") as record:
         for one in Run().records():
             values = {key: value for key, value in one.items() if key != "kind"}
-            record.step(**values) if one["kind"] == "step" else record.decision(one["kind"], "", **values)
+            record.step(**values) if one["kind"] == "step" else record.event(one["kind"], "", **values)
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(first + b"\n" + garbage + b"\n" + rest)

@@ -94,7 +94,7 @@ def test_a_figure_without_numbers_is_left_out_and_named(metric, figures, title):
 
 def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run():
     records = full_records()
-    records.add("capacity", message="longer rows: a micro-batch holds 4", before=8, after=4)
+    records.add("limit", message="longer rows: a micro-batch holds 4", before=8, after=4)
     timeline = timeline_of(records)
     page, _ = render(timeline, PROBE, name="run")
     explained = re.search(r'<ul class="marks".*?</ul>', page, re.DOTALL)
@@ -249,7 +249,7 @@ def test_what_a_restart_rolled_back_is_not_marked_but_what_happened_stays_marked
     for number in range(1, 11):
         records.step(number)
     records.add("batch_size", message="taken", before=16, after=32)
-    records.add("capacity", message="out", before=16, after=8, out_of_memory=True)
+    records.add("limit", message="out", before=16, after=8, out_of_memory=True)
     records.start(after=5, resumed=True)
     records.step(6)
     timeline = timeline_of(records)

@@ -12,7 +12,7 @@ from adaptive_batch.report.run_log import iterate_records
 def test_steps_and_decisions_are_read_back_in_order(tmp_path, caplog):
     path = tmp_path / "deep" / "run.jsonl"
     with caplog.at_level("INFO", logger="adaptive_batch"), RunLog(path) as record:
-        record.decision("batch_size", "batch_size 4 -> 16", before=4, after=16)
+        record.event("batch_size", "batch_size 4 -> 16", before=4, after=16)
         record.step(step=1, loss=2.5)
     first, second = read_records(path)
     assert (first["kind"], first["before"], first["after"]) == ("batch_size", 4, 16)
@@ -45,7 +45,7 @@ def test_a_line_torn_by_a_kill_at_any_byte_costs_that_line_alone(tmp_path):
 
 def test_other_ranks_write_nothing(tmp_path, caplog):
     with caplog.at_level("INFO", logger="adaptive_batch"), RunLog(tmp_path / "run.jsonl", enabled=False) as record:
-        record.decision("batch_size", "said once")
+        record.event("batch_size", "said once")
         record.step(step=1)
     assert not list(tmp_path.iterdir())
     assert not caplog.text
@@ -87,7 +87,7 @@ def test_a_record_that_another_run_is_writing_is_refused(tmp_path):
             SettingError, match=r"output_dir=.*another run is writing there; give this one another folder"
         ):
             RunLog(path)
-        first.decision("still", "written")
+        first.event("still", "written")
     with RunLog(path) as second:  # it ended, by whatever means
-        second.decision("next", "written")
+        second.event("next", "written")
     assert [record["kind"] for record in read_records(path)] == ["still", "next"]

@@ -438,7 +438,7 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
 
 @pytest.mark.parametrize("most", [4, 2])
 @pytest.mark.parametrize("goes_well", [0, 2], ids="after {} steps".format)
-def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_less_capacity(most, goes_well):
+def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_less_limit(most, goes_well):
     """With dropout, running statistics and random numbers of all kinds; one or two replays."""
     options: dict[str, Any] = {"batch_size": 8, "max_grad_norm": 0.5, "lr_scaling": "linear"}
     model = Decoder(draws=True)
@@ -539,7 +539,7 @@ def test_going_on_from_a_saved_state_gives_the_bits_of_training_without_a_stop(s
     assert goes_on.loop.state_dict() == whole.loop.state_dict()
 
 
-def test_a_lowered_capacity_goes_on_unless_another_bound_is_found():
+def test_a_lowered_limit_goes_on_unless_another_bound_is_found():
     model = Decoder()
     one = training(model=model, mean_loss=RunsOut(model, most=5), batch_size=10)
     one.loop.find_bound(device_memory="1GiB", maximum=5)
@@ -854,7 +854,7 @@ def test_two_ranks_train_as_one_device_does(two_ranks, alone):
 
 
 @pytest.mark.parametrize("syncs", [True, False])
-def test_a_step_that_runs_out_of_memory_on_one_rank_is_replayed_on_all(two_ranks, alone, syncs):
+def test_a_step_that_runs_out_of_memory_on_one_rank_is_retried_on_all(two_ranks, alone, syncs):
     for rank in two_ranks:
         found = rank[f"fails, {syncs}"]
         assert_alike(found, alone)

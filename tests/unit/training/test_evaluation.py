@@ -90,7 +90,7 @@ CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 9), st.just("rows")) | st
 
 @given(batch=st.lists(rows(), max_size=9), capacity=CAPACITIES)
 @settings(max_examples=60, deadline=None)
-def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_capacity(batch, capacity):
+def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_limit(batch, capacity):
     validated = Validated(capacity)
     found = validated.evaluator.run(iter(batch))
     assert found == pytest.approx(mean_of_label_tokens(validated.model, batch), rel=1e-12, nan_ok=True)
@@ -169,7 +169,7 @@ def test_gradients_statistics_and_random_numbers_are_as_they_were():
     [(MicroBatchLimit(8), MicroBatchLimit(2)), (MicroBatchLimit(72, "tokens"), MicroBatchLimit(18, "tokens"))],
     ids=str,
 )
-def test_running_out_lowers_its_own_capacity_and_never_that_of_training(capacity, after):
+def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, after):
     batch = [row(9, masked=seed % 4, seed=seed) for seed in range(8)]
     expected = Validated(capacity).evaluator.run(batch)
     validated = Validated(capacity)
@@ -222,7 +222,7 @@ class Thrashing(CountedMemory):
     [(MicroBatchLimit(32), MicroBatchLimit(30)), (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens"))],
     ids=str,
 )
-def test_where_it_thrashes_the_largest_micro_batch_is_made_a_little_smaller(capacity, after):
+def test_where_it_is_near_its_limit_the_largest_micro_batch_is_made_a_little_smaller(capacity, after):
     """Not the rest that comes last."""
     validated = Validated(capacity, memory=Thrashing())
     validated.evaluator.run([row(9)] * 32 + [row(3)] * 2)
@@ -230,7 +230,7 @@ def test_where_it_thrashes_the_largest_micro_batch_is_made_a_little_smaller(capa
     assert validated.evaluator.limit == after
 
 
-def test_as_many_rows_are_run_at_once_as_the_capacity_holds():
+def test_as_many_rows_are_run_at_once_as_the_limit_holds():
     validated = Validated(MicroBatchLimit(1000))
     validated.evaluator.run([row(2, seed=i) for i in range(1100)])
     assert [rows for rows, _ in validated.shapes_run] == [1000, 100]

@@ -26,7 +26,7 @@ def may_hold(capacity, rows, length):
 @given(
     LENGTHS, CAPACITIES, SHAPES, st.sampled_from([OOMPolicy().after_out_of_memory, OOMPolicy().after_allocator_retry])
 )
-def test_with_less_capacity_no_micro_batch_is_as_large_as_the_one_that_was_too_large(lengths, capacity, shapes, how):
+def test_with_less_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_large(lengths, capacity, shapes, how):
     for piece in micro_batches(lengths, capacity, shapes):
         lower = how(capacity, rows=len(piece.rows), length=piece.length)
         if lower is None:
@@ -57,7 +57,7 @@ def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(lengths, c
 
 
 @given(rows=st.integers(2, 500), length=st.integers(1, 100), unit=UNITS)
-def test_capacity_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, unit):
+def test_limit_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, unit):
     tokens = length if unit == "tokens" else 1
     capacity = MicroBatchLimit(10**6, unit)
     assert OOMPolicy().after_out_of_memory(capacity, rows=rows, length=length) == MicroBatchLimit(

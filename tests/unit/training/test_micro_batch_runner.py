@@ -275,7 +275,7 @@ def test_parameters_without_a_gradient_have_no_part_in_the_norm():
     assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-12)
 
 
-def test_the_sample_of_a_replayed_step_is_of_the_attempt_that_went_well():
+def test_the_sample_of_a_retried_step_is_of_the_attempt_that_went_well():
     class Limited(Causal):
         """Runs out of memory at the second micro-batch, unless that is of one row."""
 

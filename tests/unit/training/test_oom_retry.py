@@ -47,13 +47,13 @@ def one_thread():
 @pytest.mark.parametrize("nested", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
-def test_training_goes_on_as_if_it_had_had_less_capacity_wherever_it_ran_out(unit, checkpointing, nested):
+def test_training_goes_on_as_if_it_had_had_less_limit_wherever_it_ran_out(unit, checkpointing, nested):
     swept = list(sweep(Way(unit, checkpointing, nested), every=79))
     assert {phase for phase, _ in swept} == set(PHASES)
     assert [differing for _, differing in swept if differing] == []
 
 
-def test_the_comparison_sees_another_step_and_another_capacity():
+def test_the_comparison_sees_another_step_and_another_limit():
     """Else the fact above could not fail."""
     way = Way("rows", checkpointing=False)
     trained = train(way)
@@ -91,7 +91,7 @@ class Step:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_nothing_of_a_failed_attempt_is_alive_when_its_replay_begins(checkpointing):
+def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointing):
     """Neither by the error's frames nor by what a failed backward leaves in autograd's engine."""
     alive, still_alive, failed_in = [], [], set()
     step = Step(
@@ -120,7 +120,7 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_replay_begins(checkpointi
     assert set(still_alive) == {0}
 
 
-def test_the_largest_micro_batch_is_replayed_until_it_fits_and_capacity_stays_lowered():
+def test_the_largest_micro_batch_is_retried_until_it_fits_and_limit_stays_lowered():
     step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape[0] > 3
     assert step.runner.run(step_rows(0)).micro_batches == 4
@@ -138,7 +138,7 @@ def rows(*lengths):
     return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
 
 
-def test_by_rows_capacity_becomes_half_of_the_micro_batch_that_failed():
+def test_by_rows_limit_becomes_half_of_the_micro_batch_that_failed():
     """Also where that was a rest below the capacity."""
     step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape == (6, 9)
@@ -147,7 +147,7 @@ def test_by_rows_capacity_becomes_half_of_the_micro_batch_that_failed():
     assert step.shapes_run == [(8, 3), (6, 9), (3, 3), (3, 3), (3, 9), (3, 9), (2, 9)]
 
 
-def test_by_tokens_capacity_becomes_half_of_the_group_that_failed():
+def test_by_tokens_limit_becomes_half_of_the_group_that_failed():
     step = Step(capacity=MicroBatchLimit(40, "tokens"))
     step.too_large = lambda tokens: tokens.shape == (6, 3)
     step.runner.run(rows(20, 20, *[3] * 6))
@@ -194,7 +194,7 @@ def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(c
 # what is not replayed
 
 
-def test_another_error_is_raised_as_it_is_and_nothing_is_replayed():
+def test_another_error_is_raised_as_it_is_and_nothing_is_retried():
     step = Step()
     error = RuntimeError("CUDA error: device-side assert triggered")
 
@@ -209,7 +209,7 @@ def test_another_error_is_raised_as_it_is_and_nothing_is_replayed():
     assert (len(step.shapes_run), step.changes, step.runner.retry.limit()) == (2, [], FOUR)
 
 
-def test_without_replays_the_error_comes_through():
+def test_without_retries_the_error_comes_through():
     step = Step(retries=False)
     step.too_large = lambda tokens: True
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
@@ -241,7 +241,7 @@ class Thrashing(CountedMemory):
     ],
     ids=str,
 )
-def test_a_size_that_thrashes_is_made_a_little_smaller_once_and_nothing_is_replayed(capacity, after):
+def test_a_size_that_is_near_its_limit_is_made_a_little_smaller_once_and_nothing_is_retried(capacity, after):
     """The largest, not the rest that comes last."""
     step = Step(capacity=capacity, memory=Thrashing())
     for _ in range(3):
@@ -253,13 +253,13 @@ def test_a_size_that_thrashes_is_made_a_little_smaller_once_and_nothing_is_repla
     assert sum(shape[0] for shape in step.shapes_run) == 3 * 34
 
 
-def test_one_row_that_thrashes_is_left_as_it_is():
+def test_one_row_that_is_near_its_limit_is_left_as_it_is():
     step = Step(capacity=MicroBatchLimit(1), memory=Thrashing())
     step.runner.run(rows(9, 9))
     assert (step.changes, step.runner.retry.limit()) == ([], MicroBatchLimit(1))
 
 
-def test_after_thrashing_it_may_still_run_out():
+def test_after_allocator_retries_it_may_still_run_out():
     step = Step(capacity=MicroBatchLimit(32), memory=Thrashing())
     step.runner.run(rows(*[9] * 32))
     step.too_large = lambda tokens: tokens.shape[0] > 20
