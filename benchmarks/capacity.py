@@ -109,7 +109,7 @@ def built(folder: Path, case: Case, *, steps: int, overrides: list[str]) -> Adap
 
 def first_gradient(recipe: AdaptiveFullFinetuneRecipe, case: Case) -> torch.Tensor:
     """Of the first step, which is then forgotten."""
-    rows = [recipe.data.dataset[row] for row in recipe.stream.order(0)[:STEP_ROWS].tolist()]
+    rows = [recipe.data.dataset[row] for row in recipe.planner.sampler.order(0)[:STEP_ROWS].tolist()]
     torch.manual_seed(case.seed)
     recipe.trainer.runner.run(rows[::-1] if case.reversed_rows else rows)
     gradient = joined(parameter.grad for parameter in recipe.trainer.model.parameters())
@@ -122,13 +122,14 @@ def train(folder: Path, case: Case, *, steps: int, overrides: list[str]) -> Resu
     recipe = built(folder, case, steps=steps, overrides=overrides)
     gradient = first_gradient(recipe, case)
     if case.reversed_rows:
-        take = recipe.stream.take
-        recipe.stream.take = lambda count: take(count)[::-1]  # type: ignore[method-assign]
+        sampler = recipe.planner.sampler
+        take = sampler.take
+        sampler.take = lambda count, **only: take(count, **only)[::-1]  # type: ignore[method-assign]
     start = joined(recipe.trainer.model.parameters())
     torch.manual_seed(case.seed)
     recipe.train()
     recipe.cleanup()
-    lines = map(json.loads, (recipe.output_dir / "adaptive_batch" / "run.jsonl").read_text().splitlines())
+    lines = map(json.loads, (Path(recipe.cfg.output_dir) / "adaptive_batch" / "run.jsonl").read_text().splitlines())
     logged = [line for line in lines if "micro_batches" in line]
     assert {line["micro_batches"] for line in logged} == {case.micro_batches}
     return Result(gradient, start, joined(recipe.trainer.model.parameters()), [line["loss"] for line in logged])
@@ -140,7 +141,7 @@ def gradient_in_fp32(folder: Path, case: Case, *, overrides: list[str]) -> torch
     without_dtype = tuple(override for override in case.overrides if not override.startswith("dtype="))
     single = Case(case.kind, "reference", without_dtype)
     recipe = built(folder, single, steps=1, overrides=overrides)
-    recipe.trainer.model.load_state_dict(in_own_dtype.parts.model.state_dict())
+    recipe.trainer.model.load_state_dict(in_own_dtype.trainer.model.state_dict())
     return first_gradient(recipe, single)
 
 

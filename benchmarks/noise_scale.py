@@ -128,16 +128,16 @@ class Population:
     """
 
     def __init__(self, recipe: AdaptiveFullFinetuneRecipe, count: int) -> None:
-        parts = recipe.parts
-        rows = [parts.dataset[row] for row in range(count)]
+        trainer = recipe.trainer
+        rows = [recipe.data.dataset[row] for row in range(count)]
         gradients, labels = [], []
         for row in tqdm(rows, desc="gradients", leave=False):
-            parts.model.zero_grad()
-            num_labels = float(parts.accumulator.run([row]).label_tokens)
-            mean = torch.cat([p.grad.flatten() for p in parts.model.parameters() if p.grad is not None])
+            trainer.model.zero_grad()
+            num_labels = float(trainer.runner.run([row]).label_tokens)
+            mean = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
             gradients.append(mean * num_labels)
             labels.append(num_labels)
-        parts.model.zero_grad()
+        trainer.model.zero_grad()
         summed = torch.stack(gradients)
         self.lengths = [len(row["tokens"]) for row in rows]
         self._labels = torch.tensor(labels, dtype=torch.float64)
@@ -247,11 +247,11 @@ def spreads(population: Population, *, runs: int, samples: int) -> list[dict[str
 
 def train(recipe: AdaptiveFullFinetuneRecipe, steps: int, big: int = 16) -> None:
     """With the demo's optimizer and learning rate."""
-    parts = recipe.parts
-    order = torch.randperm(len(parts.dataset), generator=torch.Generator().manual_seed(SEED)).tolist()
+    trainer, dataset = recipe.trainer, recipe.data.dataset
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(SEED)).tolist()
     for step in tqdm(range(steps), desc="training", leave=False):
-        parts.accumulator.run([parts.dataset[row] for row in order[step * big : (step + 1) * big]])
-        parts.step()
+        trainer.runner.run([dataset[row] for row in order[step * big : (step + 1) * big]])
+        trainer.step()
 
 
 # --- cost ----------------------------------------------------------------------------------------------------------------
@@ -265,22 +265,24 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
     for number in range(rounds):
         with printing_into(folder / "printed.txt"):
             recipe = our_recipe(recipe_configuration(folder, f"cost_{number}", overrides))
-        parts = recipe.parts
+        trainer, dataset = recipe.trainer, recipe.data.dataset
         step_rows = recipe.cfg.batch_size
         measuring = measuring_runner(recipe)
         of_round = []
         for pair in range(pairs + 5):  # allocators and lazy initialisation
-            start = pair * step_rows % (len(parts.dataset) - step_rows)
-            rows = [parts.dataset[row] for row in range(start, start + step_rows)]
+            start = pair * step_rows % (len(dataset) - step_rows)
+            rows = [dataset[row] for row in range(start, start + step_rows)]
 
-            def plain(rows: list[Any] = rows, parts: Any = parts) -> None:
-                parts.accumulator.run(rows)
-                parts.step()
+            def plain(rows: list[Any] = rows, trainer: Any = trainer) -> None:
+                trainer.runner.run(rows)
+                trainer.step()
 
-            def measured(rows: list[Any] = rows, parts: Any = parts, measuring: MicroBatchRunner = measuring) -> None:
+            def measured(
+                rows: list[Any] = rows, trainer: Any = trainer, measuring: MicroBatchRunner = measuring
+            ) -> None:
                 sample = measuring.run(rows).noise
                 assert sample is not None
-                parts.step()
+                trainer.step()
                 scale.update(sample)
 
             timed: dict[Callable[[], None], float] = {}
@@ -307,14 +309,13 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
 
 def measuring_runner(recipe: AdaptiveFullFinetuneRecipe) -> MicroBatchRunner:
     """As the recipe's own, on the same model."""
-    parts = recipe.parts
-    limit = recipe.cfg.get("clip_grad_norm")
+    runner = recipe.trainer.runner
     return MicroBatchRunner(
-        parts.model,
-        parts.accumulator.loss,
-        retry=parts.accumulator.retry,
-        layout=parts.accumulator.layout,
-        max_grad_norm=None if limit is None else float(limit),
+        runner.model,
+        runner.loss,
+        retry=runner.retry,
+        layout=runner.layout,
+        max_grad_norm=recipe.settings.clip_grad_norm,
         measures_noise=True,
     )
 
@@ -367,7 +368,7 @@ def main() -> None:
                 recipe = our_recipe(recipe_configuration(folder, "rows", ["batch_size=16"]))
             done = 0
             for steps in (0, 20) if few else (0, 100, 400):
-                train(recipe, (steps - done) if steps * 16 <= len(recipe.parts.dataset) else 100)
+                train(recipe, (steps - done) if steps * 16 <= len(recipe.data.dataset) else 100)
                 done = steps
                 population = Population(recipe, 64 if few else 512)
                 found.append(

@@ -142,7 +142,7 @@ def train(folder: Path, ways: list[Way], *, seed: int, num_rows: int, overrides:
         run = runs[name]
         ends_turn = run.step_done()
         if run.samples * POINTS >= total * (len(run.held_out) + 1):
-            loss = held_out_loss(run.recipe.parts.model, held_out_rows, pad_id=tokenizer.pad_id)
+            loss = held_out_loss(run.recipe.trainer.model, held_out_rows, pad_id=tokenizer.pad_id)
             run.held_out.append((run.samples, loss))
         return ends_turn
 
@@ -182,7 +182,7 @@ def held_out_loss(model: Any, rows: list[dict[str, Any]], *, pad_id: int) -> flo
 
 def summary(run: Run, seconds: list[float], cpu_seconds: list[float], *, num_rows: int) -> dict[str, Any]:
     """What a run came to, from its record; its audit must hold."""
-    output_dir = run.recipe.output_dir
+    output_dir = Path(run.recipe.cfg.output_dir)
     proof = audit(output_dir)
     assert proof.holds, "\n".join(proof.lines)
     recorded = read_records(output_dir / "adaptive_batch" / "run.jsonl")

@@ -35,6 +35,7 @@ from torchtune import config
 from turns import Enough, Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval, stock_recipe
 
 from adaptive_batch.data import row_lengths
+from adaptive_batch.schedules import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
@@ -165,7 +166,7 @@ def with_blocks(cfg: DictConfig, blocks: dict[str, Any]) -> DictConfig:
 
 
 def model_of(recipe: Any) -> torch.nn.Module:
-    return recipe.parts.model if hasattr(recipe, "parts") else recipe._model
+    return recipe.trainer.model if hasattr(recipe, "trainer") else recipe._model
 
 
 def held_out_loss(model: Any, rows: list[dict[str, Any]], *, pad_id: int, device: torch.device) -> float:
@@ -219,10 +220,10 @@ def stock_rows(dataset: Any, batch_size: int, epoch: int) -> list[list[int]]:
 
 
 def our_rows(recipe: Any, epoch: int) -> list[list[int]]:
-    order = recipe.stream.order(epoch)
+    planner = recipe.planner
     if recipe.settings.batch_tokens:
-        return recipe.planner._token_plan(order).tolist()
-    return [piece.tolist() for piece in order.split(recipe.batch_size)]
+        return list(planner.epochs.token_batches(Progress(epoch=epoch)))
+    return [piece.tolist() for piece in planner.sampler.order(epoch).split(planner.batch_size)]
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -292,7 +293,9 @@ def summary(run: Run, relay: Relay, total: int) -> dict[str, Any]:
             turns[step["turn"]] = [one + other for one, other in zip(turns[step["turn"]], figures, strict=True)]
     micro_batches, padded = len(run.done), sum(step["padded_tokens"] for step in run.done)
     if run.way.kind == "ours":
-        lines = map(json.loads, (run.recipe.output_dir / "adaptive_batch" / "run.jsonl").read_text().splitlines())
+        lines = map(
+            json.loads, (Path(run.recipe.cfg.output_dir) / "adaptive_batch" / "run.jsonl").read_text().splitlines()
+        )
         logged = [line for line in lines if "padding_fraction" in line]
         assert logged[-1]["tokens_seen"] == run.tokens
         micro_batches = sum(line["micro_batches"] for line in logged)
@@ -303,7 +306,7 @@ def summary(run: Run, relay: Relay, total: int) -> dict[str, Any]:
         "way": name,
         "kind": run.way.kind,
         "overrides": list(run.way.overrides),
-        "limit": str(run.recipe.parts.accumulator.retry.limit()) if run.way.kind == "ours" else None,
+        "limit": str(run.recipe.trainer.runner.retry.limit()) if run.way.kind == "ours" else None,
         "setup_seconds": run.setup_seconds,
         "steps": len(run.done),
         "rows_per_step": sum(step["rows"] for step in run.done) / len(run.done),
