@@ -3,7 +3,7 @@
     python benchmarks/noise_scale.py [--only closed|rows|cost] [--quick] [--output DIR]      a record of each
 
 ``closed``: estimating a mean from normal rows, whose noise scale is tr(covariance) / |theta - mean|^2, through the real
-accumulator, for several sizes of the small batch.
+runner of micro-batches, for several sizes of the small batch.
 
 ``rows``: the demo's model and rows, whose gradients are means over label tokens. The gradients of 512 rows, all their inner
 products known, are the population that steps are drawn from, so the truth is known. A prefix of a step whose micro-batches are

@@ -33,7 +33,7 @@ from .search import Trial
 class DryRun:
     """Runs trials of a training step; entering copies what training has, leaving puts it back bit for bit.
 
-    Entering also rehearses one whole step with a single row, so that the optimizer's state is resident during every trial as
+    Entering also tries one whole step with a single row, so that the optimizer's state is resident during every trial as
     it is in training, and so that the optimizer's own phase, which does not grow with the batch, is measured once.
 
     Args:
@@ -101,7 +101,7 @@ class DryRun:
                 stack.enter_context(self._in_backward.dry_run())
             if not self._model.training:
                 self._model.train()
-            self._rehearse_one_step(snapshot)
+            self._try_one_step(snapshot)
             self._exit = stack.pop_all()
         return self
 
@@ -142,7 +142,7 @@ class DryRun:
                 module.training = training
         return Trial(batch_size, True, usage.peak_bytes, None, usage.trace) if usage else Trial(batch_size, False)
 
-    def _rehearse_one_step(self, snapshot: TrainingSnapshot) -> None:
+    def _try_one_step(self, snapshot: TrainingSnapshot) -> None:
         """Run one row, so that the optimizer's state is there; raise an error with numbers if it does not fit."""
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:

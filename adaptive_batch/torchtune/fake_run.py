@@ -141,7 +141,7 @@ class FakeRun:
             model=trainer.model,
             optimizer=trainer.in_backward or trainer.optimizer,
             forward_backward=self.forward_backward(rows),
-            step=trainer.rehearse_step,
+            step=trainer.try_step,
             accumulates=accumulates,
             device=self._device,
             sharding=trainer.runner.sharding,

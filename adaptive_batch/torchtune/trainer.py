@@ -163,7 +163,7 @@ class Trainer:
             )
         self.optimizer.zero_grad(set_to_none=True)
 
-    def rehearse_step(self) -> None:
+    def try_step(self) -> None:
         """Clip and step, as a trial does."""
         self.runner.clip()
         self.optimizer.step()

@@ -124,7 +124,7 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
 
 
 def steps_in_a_row(way: Way) -> float:
-    """Three deals after each other with one accumulator, as training has them: how far the weights are from those by hand."""
+    """Three deals after each other with one runner, as training has them: how far the weights are from those by hand."""
     world_size, rank = distributed.world_size(), distributed.rank()
     model = Decoder(checkpointing=way.checkpointing)
     reference = twin(model)

@@ -68,7 +68,7 @@ SAID = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has none."
 
 
 class Step:
-    """One small model and its accumulator, which runs out where the test says."""
+    """One small model and its runner, which runs out where the test says."""
 
     def __init__(self, *, checkpointing=False, capacity=FOUR, begin=lambda: None, **settings):
         torch.manual_seed(0)
