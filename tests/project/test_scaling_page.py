@@ -61,11 +61,11 @@ def test_our_collectives_of_a_step_send_no_more_bytes_with_more_ranks_than_twice
     assert sent[-1] < 2 * 100
 
 
-def test_a_watch_holds_two_connections_to_the_store(measured):
+def test_a_watchdog_holds_one_connection_to_the_store(measured):
     _, record = measured
-    assert record["store"]["connections_of_watch"] == 2
+    assert record["store"]["connections_of_watch"] == 1
     assert record["sync"]["connections_of_a_group"] == 1
-    assert [row["connections"] for row in record["store"]["ranks"]] == [3 * 8, 3 * 64]
+    assert [row["connections"] for row in record["store"]["ranks"]] == [2 * 8, 2 * 64]
 
 
 def test_what_is_sent_with_gradients_reduced_once_a_step_is_what_the_formula_says(measured):

@@ -418,9 +418,9 @@ def test_a_limit_lowered_in_a_step_that_was_rolled_back_is_marked():
     lowered = {"kind": "limit", "before": 8, "after": 4, "unit": "rows"}
     place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
     lines = audit_records([*records[: place + 1], lowered, *records[place + 1 :]]).lines
-    assert "limit    after step 3: 8 -> 4 rows; rolled back with the next step" in lines
+    assert "limit       after step 3: 8 -> 4 rows; rolled back with the next step" in lines
     lines = audit_records([*records[: place - 1], lowered, *records[place - 1 :]]).lines
-    assert "limit    after step 2: 8 -> 4 rows" in lines
+    assert "limit       after step 2: 8 -> 4 rows" in lines
 
 
 def test_steps_filled_by_tokens_are_one_batch():
