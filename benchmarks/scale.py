@@ -414,7 +414,10 @@ def train_two_ways(pairs: int) -> dict[str, Any]:
     sent = {}
     for every, way in ways.items():
         calls = {  # of a micro-batch, as it was run first
-            kind: sum(abs(call.sizes[0] - call.sizes[1]) * call.dtype.itemsize for call in calls)
+            kind: sum(
+                abs(sizes[0] - sizes[1]) * zeros.keywords["dtype"].itemsize
+                for _, sizes, zeros in (call.args for call in calls)
+            )
             for kind, calls in way.sharding._known.items()
         }
         others = calls["training" if every else "training, gradients kept"]

@@ -10,6 +10,8 @@ from adaptive_batch import distributed
 from adaptive_batch.checkpoint.dcp import Ranks, reason
 from adaptive_batch.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 
 class HoldsALambda(Exception):
     def __init__(self, text="held"):

@@ -18,6 +18,8 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import OptimizerInBackward
 from adaptive_batch.training import MicroBatchRunner
 
+pytestmark = pytest.mark.slow
+
 ROWS = (5, 6)
 
 

@@ -249,6 +249,7 @@ def test_a_sample_is_the_same_each_time(made):
 # growth and the command
 
 
+@pytest.mark.slow
 def test_a_demo_that_was_not_made_is_one_line(small, tmp_path):
     finished = small.run("adaptive_full_finetune", f"demo_dir={tmp_path}", config="demo_cpu", expect=1)
     assert f"tokenizer='{tmp_path}/base/tokenizer.json': there is no such file" in finished.output

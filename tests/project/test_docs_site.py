@@ -60,6 +60,7 @@ def test_every_page_is_on_the_site_in_its_navigation_and_fetches_nothing(site):
     assert not (folder / "tools").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "text", "said"),
     [

@@ -130,6 +130,7 @@ def test_the_core_depends_on_torch_alone(wheel):
 # installed with torch alone
 
 
+@pytest.mark.slow
 def test_the_core_imports_with_torch_alone(with_torch_alone, tmp_path):
     program = (
         "import importlib, importlib.util, pkgutil, sys, adaptive_batch\n"
@@ -157,6 +158,7 @@ def test_configs_are_listed_and_copied_with_torch_alone(with_torch_alone, tmp_pa
     assert (tmp_path / "mine.yaml").read_bytes() == (ROOT / "configs" / "demo_cpu.yaml").read_bytes()
 
 
+@pytest.mark.slow
 def test_check_says_with_torch_alone_that_the_recipes_need_more(with_torch_alone, tmp_path):
     done = run(with_torch_alone, "-m", "adaptive_batch", "check", cwd=tmp_path, status=1)
     assert re.search(r"torchtune .*not installed", done.stdout)

@@ -323,6 +323,7 @@ def test_torchtunes_own_configurations_can_be_planned(name):
     assert length.check.counted_bytes == length.check.expected_bytes
 
 
+@pytest.mark.slow
 def test_a_model_of_real_size_is_planned_in_little_memory():
     before = _resident_bytes()
     plan, _ = planned(Combination("qwen2_5_0_5b", 256, dtype="bf16").to_estimate(sequence_lengths=[256]))
@@ -505,6 +506,7 @@ def test_the_search_by_brute_force_of_the_benchmark_finds_the_largest(benchmark)
         assert search.best == true
 
 
+@pytest.mark.slow
 def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
     combination = Combination("qwen2", 32, "AdamW fused", "chunked")
     (row,) = benchmark.measure_on_device([combination], "12MiB", maximum=64)
@@ -518,6 +520,7 @@ def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
 # --- a plan is not lost ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_change_that_components_refuse_is_said_and_the_plan_stands(tmp_path):
     cfg = SMALL.to_estimate()
     cfg = OmegaConf.merge(

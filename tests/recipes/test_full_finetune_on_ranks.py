@@ -94,6 +94,7 @@ TENSOR_PARALLEL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [TENSOR_PARALLEL, ("custom_sharded_layers=[tok_embeddings,output]",)],
@@ -109,6 +110,7 @@ def test_the_model_is_divided_in_other_ways_with_the_same_results(setup, keys):
     assert audit(many.output_dir).holds
 
 
+@pytest.mark.slow
 def test_the_probe_finds_what_fits_on_the_smallest_rank(setup):
     overrides = (
         "use_maximum_batch_size=True",
@@ -137,6 +139,7 @@ def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup):
     assert audit(attempt.output_dir).holds
 
 
+@pytest.mark.slow
 def test_parameters_are_divided_again_after_a_validation(setup):
     keys = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "max_validation_batches=2", "epochs=1", "batch_size=4")
     kept = ("fsdp_reshard_after_forward=False", "save_every_n_steps=1", "micro_batch_size=2")
@@ -151,12 +154,14 @@ def test_parameters_are_divided_again_after_a_validation(setup):
     assert close(*validated)
 
 
+@pytest.mark.slow
 def test_so_does_one_in_the_first_micro_batch_of_all(setup):
     attempt = finished(setup, "batch_size=4", "epochs=1", before="support.rank_faults.first_forward_on_rank_one")
     assert [step["micro_batches"] for step in steps(attempt.output_dir)] == [2] * 4
     assert audit(attempt.output_dir).holds
 
 
+@pytest.mark.slow
 def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less(setup):
     overrides = ("batch_size=4", "epochs=2", "clip_grad_norm=1.0", "save_every_n_steps=2", "micro_batch_size=4")
     attempts = launch(setup, 2, *overrides, restarts=1, before="support.rank_faults.clipping_on_rank_one")
@@ -203,6 +208,7 @@ def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_
     assert steps(last.output_dir)[-1]["micro_batches"] == in_two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", ["halve", "binary"])
 def test_a_first_trial_of_validation_that_does_not_fit_is_one_that_does_not_fit(setup, search):
     keys = ("epochs=1", "batch_size=2", "dataset_val=${dataset}", "run_val_every_n_steps=3", "batch_size_val=auto")
@@ -212,6 +218,7 @@ def test_a_first_trial_of_validation_that_does_not_fit_is_one_that_does_not_fit(
     assert bound["out_of_memory"] >= 1
 
 
+@pytest.mark.slow
 def test_a_restart_before_anything_was_saved_begins_again(setup):
     attempts = launch(
         setup,
@@ -266,6 +273,7 @@ def test_a_bug_on_one_rank_ends_all_with_its_traceback_alone(setup):
     assert output.count("Traceback (most recent call last)") == 1
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_fit_ends_all(setup):
     output = refused(setup, "use_maximum_batch_size=True", "probe.device_memory=2MiB")
     assert "DoesNotFitError" in output or "SettingError" in output

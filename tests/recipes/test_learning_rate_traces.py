@@ -76,6 +76,7 @@ def torchs_own(build, steps):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "clock", "schedule"),
     TRACES,

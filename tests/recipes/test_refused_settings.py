@@ -509,6 +509,7 @@ def test_on_the_terminal_a_mistake_is_one_line(small):
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.slow
 def test_a_config_that_is_neither_file_nor_shipped_is_refused_with_what_there_is(small):
     finished = small.run(OURS, config="demo_gpu", expect=1)
     assert "--config='demo_gpu'" in finished.output

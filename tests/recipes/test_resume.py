@@ -120,6 +120,7 @@ def ends_early(small, folder, *overrides):
     return records(folder, "preempted")[-1]["step"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_asked_to_end_saves_at_the_next_step_and_says_so_by_its_status(small, whole):
     folder = small.fresh_folder()
     command = [str(TUNE), "run", OURS, "--config", str(small.config), f"output_dir={folder}", SAVES, *DROPOUT]
@@ -388,6 +389,7 @@ def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
 # --- what is left to look at ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_with_restarts_is_audited_and_drawn_by_the_command_line(small, whole):
     folder = stopped_after(whole, small, 9, taken_back=2)
     go_on(small, folder, SAVES, *DROPOUT)

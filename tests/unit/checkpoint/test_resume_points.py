@@ -694,6 +694,7 @@ def test_the_save_after_one_that_failed_is_complete(tmp_path, asynchronous):
     assert latest_complete(output_dir)[0].step == 2
 
 
+@pytest.mark.slow
 def test_the_process_ends_when_the_save_is_whole(tmp_path):
     program = (
         "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import CheckpointManager;"

@@ -272,6 +272,7 @@ def test_rows_that_wait_cost_no_more_than_time_in_proportion(lengths, divisible)
     assert plan.rows.sort().values.equal(torch.arange(len(lengths)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
     program = textwrap.dedent(

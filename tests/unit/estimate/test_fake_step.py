@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case.values())))
 def test_a_fake_step_holds_what_a_real_one_holds_after_each_operation(case):
     step = fake_step(**case)

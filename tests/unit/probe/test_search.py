@@ -319,6 +319,7 @@ def traced(rows: int, program: list[tuple[int, int]], budget: int) -> Trial:
     return Trial(rows, fits, max(alive) if fits else None, trace=Trace(hash(tuple(program)), alive) if fits else None)
 
 
+@pytest.mark.slow
 @given(program=lines, room=st.floats(1, 60))
 @settings(max_examples=300)
 def test_two_traces_give_the_exact_maximum_without_an_oom_beyond_two_rows(program, room):

@@ -52,6 +52,7 @@ SHORT_FORM = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHORT_FORM, ids=str)
 def test_a_probe_leaves_no_trace_however_it_ends(case):
     assert {outcome: differing for outcome, differing in traces(case) if differing} == {}
@@ -142,6 +143,7 @@ class RunsOutAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_a_trial_that_ran_out_anywhere_holds_nothing_afterwards(checkpointing):
     """A failed backward may leave tasks in autograd's engine that keep its graph alive."""

@@ -71,6 +71,7 @@ def test_every_figure_is_there_when_its_numbers_are(page):
     assert "Not recorded" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "figures", "title"),
     [
@@ -293,6 +294,7 @@ def test_torn_lines_and_numbers_that_are_none_still_make_a_page(tmp_path):
     assert "loss-over-samples" in figures_in(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", 1e300, -1e300, 0, 1e-300, True, "text", [], 10**400])
 def test_any_value_of_a_metric_makes_a_page(value):
     records = Records()
@@ -321,6 +323,7 @@ def test_a_probe_alone_makes_a_page(tmp_path):
     assert figures_in(write_report(folder)[0].read_text()) == ["probe"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"trials": 3}', '{"trials": [3, {"batch_size": "x"}]}'])
 def test_a_probe_that_cannot_be_read_is_left_out(tmp_path, content):
     records = Records()
@@ -386,6 +389,7 @@ def test_the_running_mean_is_the_mean_of_the_values_before(y, window):
         assert mean == pytest.approx(math.fsum(values) / len(values), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_a_small_page_soon_and_keeps_its_spike(tmp_path):
     records = full_records(100_000)
     place, step = next((p, r) for p, line in enumerate(records.lines) if (r := json.loads(line)).get("step") == 55_555)

@@ -261,6 +261,7 @@ def test_a_report_of_a_folder_with_a_plan_alone_shows_its_figures_and_tables(tmp
     assert "Not recorded" not in page
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_error_names_the_extra(tmp_path):
     full_plan().save(tmp_path / "estimate.json")
     program = textwrap.dedent(

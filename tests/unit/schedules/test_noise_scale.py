@@ -173,6 +173,7 @@ class MeanEstimation:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("true", "capacity", "big", "settings"),

@@ -135,6 +135,7 @@ def test_no_tune_of_this_python_is_wrong_even_with_another_on_path():
         assert check_tune(None, on_path=on_path).fix == "pip install --force-reinstall --no-deps 'torchtune==0.6.1'"
 
 
+@pytest.mark.slow
 def test_findings_are_one_aligned_line_each():
     lines = []
     assert check(lines.append)
@@ -171,6 +172,7 @@ def test_devices_are_printed_with_their_memory_in_gib():
     assert len(found) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["torchao", "torch", "packaging"])
 def test_the_command_ends_with_1_and_the_fix_where_a_distribution_is_broken(tmp_path, broken):
     (tmp_path / broken).mkdir()

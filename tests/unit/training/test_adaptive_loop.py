@@ -438,7 +438,7 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
 
 @pytest.mark.parametrize("most", [4, 2])
 @pytest.mark.parametrize("goes_well", [0, 2], ids="after {} steps".format)
-def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_less_limit(most, goes_well):
+def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_limit(most, goes_well):
     """With dropout, running statistics and random numbers of all kinds; one or two replays."""
     options: dict[str, Any] = {"batch_size": 8, "max_grad_norm": 0.5, "lr_scaling": "linear"}
     model = Decoder(draws=True)
@@ -916,6 +916,7 @@ def one_rank() -> dict[str, Any]:
     return run_on_ranks(on_one_rank, 1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_model_that_is_divided_over_one_rank_goes_on_after_running_out_of_memory(one_rank, phase):
     assert one_rank[phase] < 1e-12

@@ -26,7 +26,7 @@ def may_hold(capacity, rows, length):
 @given(
     LENGTHS, CAPACITIES, SHAPES, st.sampled_from([OOMPolicy().after_out_of_memory, OOMPolicy().after_allocator_retry])
 )
-def test_with_less_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_large(lengths, capacity, shapes, how):
+def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_large(lengths, capacity, shapes, how):
     for piece in micro_batches(lengths, capacity, shapes):
         lower = how(capacity, rows=len(piece.rows), length=piece.length)
         if lower is None:

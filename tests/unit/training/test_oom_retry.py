@@ -44,10 +44,10 @@ def one_thread():
 # what a replay leaves
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
-def test_training_goes_on_as_if_it_had_had_less_limit_wherever_it_ran_out(unit, checkpointing, nested):
+def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(unit, checkpointing, nested):
     swept = list(sweep(Way(unit, checkpointing, nested), every=79))
     assert {phase for phase, _ in swept} == set(PHASES)
     assert [differing for _, differing in swept if differing] == []
@@ -90,6 +90,7 @@ class Step:
         return [parameter.grad for parameter in self.model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointing):
     """Neither by the error's frames nor by what a failed backward leaves in autograd's engine."""
