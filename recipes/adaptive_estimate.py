@@ -16,18 +16,28 @@ from torchtune import config
 from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.estimate import MemoryEstimate
 from adaptive_batch.report import write_estimate_picture
-from adaptive_batch.torchtune import check_output_dir, estimate_devices, set_up_terminal, use_shipped_config
+from adaptive_batch.torchtune import (
+    ModelBuilder,
+    check_output_dir,
+    estimate_devices,
+    set_up_terminal,
+    use_shipped_config,
+)
 
 
-def estimate(cfg: DictConfig) -> MemoryEstimate:
+def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryEstimate:
     """Estimate the memory, print the tables and write the files.
+
+    Args:
+        cfg: the configuration: YAML and key=value.
+        builder: builds the model; None for full fine-tuning.
 
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
     path = Path(cfg.output_dir) / "adaptive_batch" / "estimate.json"
     check_output_dir(path.parent)
-    estimated = estimate_devices(cfg, save=lambda one: one.save(path))
+    estimated = estimate_devices(cfg, save=lambda one: one.save(path), builder=builder)
     print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
     try:
         write_estimate_picture(estimated, path.with_suffix(".png"))

@@ -51,6 +51,7 @@ from .config_errors import as_dict
 from .estimate_changes import candidates, share_of_layers, with_overrides
 from .fake_run import FEW, MORE, FakeRun, Rows, made_up_row
 from .keys import load_function
+from .model import ModelBuilder
 from .settings import Settings
 
 _LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least
@@ -70,6 +71,7 @@ def estimate_devices(
     *,
     show: Callable[[str], object] = print,
     save: Callable[[MemoryEstimate], object] = lambda estimate: None,
+    builder: ModelBuilder | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory on the devices that ``estimate.devices`` names, without weights, network or accelerator.
 
@@ -77,6 +79,7 @@ def estimate_devices(
         cfg: the configuration: YAML and key=value.
         show: is called with each table as soon as it is ready.
         save: is called with the estimate as soon as it is ready, and again when it has the single changes.
+        builder: builds the model; None for full fine-tuning.
 
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
@@ -90,7 +93,7 @@ def estimate_devices(
         raise SettingError("estimate.devices", asked.devices, remedy)
     for key, reason in without_effect_on("adaptive_estimate", settings):
         show(f"{key} has no effect: {reason}")
-    estimator = Estimator(cfg, settings, parse_devices(asked.devices))
+    estimator = Estimator(cfg, settings, parse_devices(asked.devices), builder)
     lengths, not_counted = estimator.lengths()
     estimate = MemoryEstimate(
         devices=estimator.targets,
@@ -124,9 +127,14 @@ def estimate_devices(
 class Estimator:
     """Estimates one configuration and its variants for devices; `targets` are these with their budgets."""
 
-    def __init__(self, cfg: DictConfig, settings: Settings, devices: Sequence[EstimatedDevice]) -> None:
-        self._cfg = cfg
-        self._settings = settings
+    def __init__(
+        self,
+        cfg: DictConfig,
+        settings: Settings,
+        devices: Sequence[EstimatedDevice],
+        builder: ModelBuilder | None = None,
+    ) -> None:
+        self._cfg, self._settings, self._builder = cfg, settings, builder
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
@@ -219,7 +227,7 @@ class Estimator:
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-                    yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data), lengths)
+                    yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data, builder=self._builder), lengths)
             except Exception as error:
                 names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
                 if not isinstance(error, _NEEDS_VALUES) and not (

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from support.cli import OURS, interrupted_after_first_epoch, losses, same_weights, weights
+from support.model_families import Combination
+from support.norms_finetune import NormsAlone
 
 from adaptive_batch.report import read_records
+from adaptive_batch.torchtune import estimate_devices
 
 RECIPE = "support/norms_finetune"
 GROWS = (
@@ -44,3 +48,11 @@ def test_a_run_that_was_interrupted_resumes_to_the_bit(small, norms):
     resumed = small.run_in_process(RECIPE, *GROWS, f"output_dir={folder}", "resume_from_checkpoint=True")
     assert same_weights(resumed.weights(1), norms.weights(1))
     assert losses(folder) == norms.losses[3:]
+
+
+def test_the_estimate_takes_another_builder_too():
+    asked = {"estimate": {"devices": ["1GiB"], "changes": False}}
+    cfg = OmegaConf.merge(Combination("qwen2", 32, "AdamW").to_estimate(sequence_lengths=[32]), asked)
+    whole, norms = (estimate_devices(cfg, show=lambda text: None, builder=one) for one in (None, NormsAlone()))
+    assert norms.lengths[0].max_rows(2**30) > whole.lengths[0].max_rows(2**30)
+    assert norms.lengths[0].optimizer_peak_bytes < whole.lengths[0].optimizer_peak_bytes
