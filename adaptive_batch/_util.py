@@ -87,8 +87,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def move_into_place(folder: Path, target: Path) -> None:
-    """Rename a folder to `target`; one that was there is kept as ``.replaced-NAME`` until then, and removed."""
+def move_into_place(folder: Path, target: Path, *, then: Callable[[], object] = lambda: None) -> None:
+    """Rename a folder to `target`, and call `then`; one that was there is ``.replaced-NAME`` until that is done, and removed."""
     replaced = target.with_name(f".replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
@@ -100,6 +100,7 @@ def move_into_place(folder: Path, target: Path) -> None:
             replaced.rename(target)
         raise
     sync_folder(target.parent)
+    then()
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -117,12 +118,12 @@ def fingerprint(*parts: object) -> str:
     as its text and a tuple as a list.
 
     Args:
-        parts: None, bool, int, float, str, path, and lists of these and mappings from str to these.
+        parts: None, bool, int, float, str, path, and lists of these and mappings of these.
 
     Raises:
         TypeError: a part is something else, a tensor for instance.
     """
-    text = json.dumps(parts, sort_keys=True, default=_plain)
+    text = json.dumps(_with_typed_keys(parts), sort_keys=True, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -173,6 +174,13 @@ def _listing(folder: Path) -> Iterator[tuple[str, int, int]]:
             except OSError:  # a link that leads nowhere
                 status = file.lstat()
             yield file.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns
+
+
+def _with_typed_keys(part: object) -> object:
+    """Replace the keys of mappings by JSON texts, which tell 1 from "1"."""
+    if isinstance(part, Mapping):
+        return {json.dumps(key): _with_typed_keys(value) for key, value in part.items()}
+    return [_with_typed_keys(one) for one in part] if isinstance(part, list | tuple) else part
 
 
 def _plain(part: object) -> object:

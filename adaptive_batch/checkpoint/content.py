@@ -157,7 +157,7 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     def form(path: _Path, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return _plain_value(path, value)
-        tensor = value.detach()
+        tensor = value.detach().resolve_conj().resolve_neg() if type(value) is torch.Tensor else value.detach()
         local = local_part(tensor)
         is_wrapper: bool = is_traceable_wrapper_subclass(local)
         if not is_wrapper and (type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided):
@@ -285,7 +285,8 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What is the same for two tensors that are the same memory; also on a rank whose shards are empty and lie at no address."""
-    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+    place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _map_leaves(function: Callable[[_Path, Any], Any], tree: Any, kind: Any = object, path: _Path = ()) -> Any:

@@ -193,7 +193,7 @@ def all_reduce_max(values: Sequence[int]) -> list[int]:
         return list(values)
     # gloo where the group has it, otherwise this process's accelerator (NCCL)
     on_host = "cpu:" in dist.get_backend_config()
-    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
     reduced = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
     return [int(value) for value in reduced.tolist()]

@@ -226,7 +226,7 @@ class Watchdog:
             if not process and self._store.check([f"process/{other}"]):
                 process = self._neighbours[other] = self._store.get(f"process/{other}").decode()
             namespace, _, number = process.rpartition(" ")
-            is_gone = namespace and namespace == _namespace() and not os.path.exists(f"/proc/{number}")
+            is_gone = namespace and namespace == _namespace() and _has_ended(number)
             if is_gone and not self._store.check([f"left/{other}"]):
                 self._end_of_this("lost_peer", _lost_peer(f"rank {other} is no longer there"))
 
@@ -272,6 +272,15 @@ def _namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def _has_ended(process: str) -> bool:
+    """Return whether a process is no longer there, or waits to be reaped by its parent."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _print(text: str) -> None:

@@ -273,7 +273,8 @@ class AcceleratorMemory:
     def release(self) -> None:
         gc.collect()
         self._backend.synchronize(self.device)
-        self._backend.empty_cache()
+        if hasattr(self._backend, "empty_cache"):  # torch.accelerator has it since torch 2.9
+            self._backend.empty_cache()
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
@@ -324,7 +325,8 @@ def _kernel_fields(path: str) -> dict[str, int]:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return {}
-    return {name: int(number) for name, number, *_ in map(str.split, lines)}
+    fields = [line.split() for line in lines]
+    return {field[0]: int(field[1]) for field in fields if len(field) > 1 and field[1].isdigit()}
 
 
 def _cgroup_bytes(name: str) -> int | None:

@@ -99,7 +99,7 @@ class _Auditor:
             self._repeats.roll_back(steps, record)
         self._changes.event(record, steps, counts=counts)
         if kind == "start":
-            self._num_rows = max(0, whole(record, "rows") or 0)
+            self._num_rows = max(0, rows) if (rows := whole(record, "rows")) is not None else self._num_rows
         if not counts:
             return
         if kind == "start":

@@ -112,7 +112,9 @@ def check_output_dir(folder: Path) -> None:
 
 def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
     """Refuse what is configured for several ranks and cannot be used; return how many ranks hold one copy of the model."""
-    several, component = world_size > 1, str(cfg.optimizer._component_)
+    block = cfg.get("optimizer", None)  # which is refused elsewhere, if it is no block
+    block = block if isinstance(block, DictConfig) else DictConfig({})
+    several, component = world_size > 1, str(block.get("_component_", ""))
     dim = cfg.get("tensor_parallel_dim", None)
     dim = 1 if dim is None else check_whole("tensor_parallel_dim", dim)
     for key in ("fsdp_cpu_offload", "fsdp_reshard_after_forward"):
@@ -138,7 +140,7 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
             f"{component} cannot step parameters that lie on the host; set it to False, or take torch.optim.AdamW with fused=True",
         ),
     )
-    if cfg.optimizer.get("fused", False) and (dim > 1 or (several and component == "torch.optim.SGD")):
+    if block.get("fused", False) and (dim > 1 or (several and component == "torch.optim.SGD")):
         raise SettingError("optimizer.fused", True, f"{component} cannot step divided parameters so; set it to False")
     return dim
 

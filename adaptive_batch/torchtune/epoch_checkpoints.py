@@ -173,12 +173,15 @@ class EpochCheckpoints:
                 f"saving {self._output_dir / folder} failed ({error}); what was saved before is untouched: "
                 f"{remedy}, and resume with resume_from_checkpoint=True"
             ) from error
-        move_into_place(saved, self._output_dir / folder)  # the weights are there before the recipe state names them
-        if (self._temporary / _RECIPE_STATE).exists():
-            state_file = self._output_dir / _RECIPE_STATE
-            state_file.parent.mkdir(parents=True, exist_ok=True)
-            (self._temporary / _RECIPE_STATE).replace(state_file)
-            sync_folder(state_file.parent)
+
+        def replace_recipe_state() -> None:  # once the weights that it names are there, and while those before are
+            if (self._temporary / _RECIPE_STATE).exists():
+                state_file = self._output_dir / _RECIPE_STATE
+                state_file.parent.mkdir(parents=True, exist_ok=True)
+                (self._temporary / _RECIPE_STATE).replace(state_file)
+                sync_folder(state_file.parent)
+
+        move_into_place(saved, self._output_dir / folder, then=replace_recipe_state)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def mark_preempted(self, epoch: int) -> None:

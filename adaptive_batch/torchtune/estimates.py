@@ -266,8 +266,10 @@ class _Step:
             assert isinstance(length, int)
             tokens = length
 
+            row = made_up_row(length, packed=self.run.data.packed)  # on the host, and not counted
+
             def rows(count: int) -> list[dict[str, Any]]:
-                return [made_up_row(length, packed=self.run.data.packed)] * count
+                return [row] * count
 
         longest = self.run.job.max_seq_len
         if longest and tokens > longest:

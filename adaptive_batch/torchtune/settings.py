@@ -5,6 +5,7 @@ The tables in docs/configuration.md are written from here by ``python -m adaptiv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,9 +84,13 @@ def _number_of_batches(name: str, value: Any) -> int | None:
 
 
 def _norm(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:  # false for NaN
+    try:
+        norm = math.nan if isinstance(value, bool) else float(value)  # torchtune's recipes take "inf"
+    except (TypeError, ValueError):
+        norm = math.nan
+    if not norm >= 0:
         raise SettingError(name, value, "give the largest norm of all gradients, such as 1.0, or null")
-    return float(value)
+    return norm
 
 
 def _layers(name: str, value: Any) -> tuple[str, ...]:

@@ -386,7 +386,7 @@ class AdaptiveLoop:
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """What one micro-batch may hold now; lowered after an out-of-memory error; it does not grow back."""
+        """What one micro-batch may hold now; lowered after an out-of-memory error; 0 where :meth:`find_bound` has to find it."""
         return self._limits.of(self._rows_at_most(self.batch_size))
 
     @property
@@ -534,7 +534,7 @@ class AdaptiveLoop:
         self._handed_out.clear()
         self.progress = Progress(**state["progress"])
         if self.bound is None and (bound := state["limits"]["bound"]) is not None:
-            self._limits.set_bound(bound, tried_length=state["limits"]["tried_length"])
+            self._limits.bound, self._limits.tried_length = bound, state["limits"]["tried_length"]
             self._bound_accumulates = state["bound_accumulates"]
         self._limits.load_state_dict(state["limits"])
         self._rate.load_state_dict(state["learning_rate"])

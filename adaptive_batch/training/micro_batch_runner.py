@@ -386,6 +386,8 @@ class _Sums:
 
     def __init__(self, *, rows: int, tokens: int, device: torch.device) -> None:
         self.rows, self.tokens, self.padded, self.failed, self.micro_batches = rows, tokens, 0, 0, 0
+        if distributed.world_size() == 1:
+            device = torch.device("cpu")  # adds to a loss wherever that lies
         self.loss = torch.zeros((), device=device)
         self.label_tokens = torch.zeros((), dtype=torch.int64, device=device)
 

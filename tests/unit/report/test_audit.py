@@ -489,3 +489,11 @@ def test_an_epoch_may_end_in_a_start_that_does_no_step():
     found = audit_records([json.loads(line) for line in run.lines([(4, 1.0, 0), (3, 1.0, 0)])])
     assert found.holds
     assert found.lines[-1] == "verdict     holds: 4 of 7 rows exactly once in epoch 0, 3 left out as recorded"
+
+
+def test_a_resumed_start_that_does_not_say_its_rows_leaves_those_that_are_known():
+    records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
+    assert sum(record["kind"] == "start" for record in records) == 2
+    last = max(place for place, record in enumerate(records) if record["kind"] == "start")
+    del records[last]["rows"]
+    assert audit_records(records).problems == ()

@@ -168,6 +168,13 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
         Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
 
 
+def test_a_norm_may_be_written_as_torchtune_takes_it():
+    """Its recipes document `inf`, by which norms are logged and nothing is clipped."""
+    cfg = OmegaConf.to_container(SMALL.config())
+    assert Settings.from_config(cfg | {"clip_grad_norm": "inf"}).clip_grad_norm == float("inf")
+    assert Settings.from_config(cfg | {"clip_grad_norm": "1.0"}).clip_grad_norm == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

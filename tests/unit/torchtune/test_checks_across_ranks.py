@@ -105,3 +105,8 @@ def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
         check_fewer_ranks(job)
     monkeypatch.setattr(distributed, "data_parallel_size", lambda: 4)
     check_fewer_ranks(job)
+
+
+@pytest.mark.parametrize("optimizer", [None, "torch.optim.AdamW"])
+def test_what_is_no_block_is_left_to_the_check_that_names_it(optimizer):
+    assert check_parallel(OmegaConf.create({"optimizer": optimizer, "device": "cpu"}), world_size=1) == 1

@@ -539,6 +539,15 @@ def test_going_on_from_a_saved_state_gives_the_bits_of_training_without_a_stop(s
     assert goes_on.loop.state_dict() == whole.loop.state_dict()
 
 
+def test_a_saved_bound_below_what_is_configured_now_is_found_anew_and_not_refused():
+    """As on a device that holds more: find_bound comes after load_state_dict."""
+    small = training(batch_size=4)
+    small.loop.find_bound(device_memory="1GiB", maximum=2)
+    large = training(batch_size=4, micro_batch_size=3)
+    large.loop.load_state_dict(small.loop.state_dict())
+    assert large.loop.find_bound(device_memory="1GiB", maximum=8).max_batch_size > 2
+
+
 def test_a_lowered_limit_goes_on_unless_another_bound_is_found():
     model = Decoder()
     one = training(model=model, mean_loss=RunsOut(model, most=5), batch_size=10)
