@@ -46,7 +46,7 @@ TARGET = 1.02
 TIMEOUT_SECONDS = 7200.0
 SMALL_BYTES = 256  # what is no part of the model: counts, flags, a norm
 COUNTED_STEPS = 5  # of which the first is left out, in which FSDP2 sets itself up
-COMMON = ("device=cpu", "tokenizer.directory=${demo_dir}")
+COMMON = ("device=cpu",)
 TIMED = ("batch_size=16",)  # a step of 100 ms or more, which a rank's own work fills
 
 Calls = Counter[str]
