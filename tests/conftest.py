@@ -7,7 +7,7 @@ import support.ranks  # noqa: F401  # says what the server of forked processes i
 
 
 def pytest_collection_finish():
-    """Trials and replays collect garbage hundreds of times, and what is imported need not be looked through every time."""
+    """Trials and retries collect garbage hundreds of times, and what is imported need not be looked through every time."""
     gc.collect()
     gc.freeze()
 
@@ -16,6 +16,17 @@ def pytest_collection_finish():
 def _what_earlier_files_left_is_not_looked_through():
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """PyTorch on one thread: where models are tiny, several would mostly wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""One rank that fails ends the others, at once and with one message.
+"""One rank that fails ends the others, within a quarter of a second and with one message.
 
 A rank that fails leaves the others in a collective, which ends at the process group's timeout: half an hour on gloo. Neither a
 monitored barrier nor aborting the group frees them. So a thread of each rank asks the store that torchrun's environment names whether

@@ -273,6 +273,9 @@ class BatchSizeFinder:
         def known(budget: int) -> ProbeResult | None:
             return load_result(path, fingerprint=fingerprint_of(budget)) if path and probe.cache else None
 
+        def evaluate(tried: list[Any]) -> object:
+            return runner.evaluate(data.collate_val(tried, data.shapes_val.padded(rows.length)), is_trial=True)
+
         result = MaxBatchSearch(
             runner,
             trainer.in_backward or trainer.optimizer,
@@ -287,7 +290,7 @@ class BatchSizeFinder:
             maximum=maximum,
             accumulates=accumulates,
             round_to_power_of_two=rounds,
-            evaluate=(lambda tried: runner.evaluate(data.collate_val(tried), is_trial=True)) if evaluates else None,
+            evaluate=evaluate if evaluates else None,
             trained=self._trials[probe.sequence_length] if evaluates else None,
             known=known,
             expected=expected,

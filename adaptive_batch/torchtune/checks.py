@@ -247,7 +247,7 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
     less = isinstance(size, int) and (size < s.batch_size or s.batch_changes or s.grows)
     noise_key = "log_gradient_noise_scale" if s.log_gradient_noise_scale else "batch_size_schedule"
     one = "each micro-batch is stepped as it comes, so a step is one"
-    failed = "a step that failed has changed some weights already, and cannot be replayed"
+    failed = "a step that failed has changed some weights already, and cannot be run again"
     checks: tuple[tuple[object, str, str], ...] = (
         (s.gradient_accumulation_steps > 1, "gradient_accumulation_steps", f"{one}; set it to 1"),
         (s.clip_grad_norm is not None, "clip_grad_norm", "there is never a whole gradient; set it to null"),

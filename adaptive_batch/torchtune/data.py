@@ -60,7 +60,7 @@ class Data:
         collate = load_function(job.cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
         self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
         self.collate: Collate = padded_collate_packed if packed else self._padded
-        self.collate_val: Collate = padded_collate_packed if packed_val else self._collate_lengthened
+        self._collate_val: Collate = padded_collate_packed if packed_val else self._padded
         self.shapes = self._layout(job.settings.uniform_micro_batches, packed=packed)
         self.shapes_val = self._layout(None, packed=packed_val)
 
@@ -100,10 +100,9 @@ class Data:
             shortest = min(chunks * (chunks - 1) + 1, job.max_seq_len or sys.maxsize)
         return MicroBatchLayout(uniform, multiple, job.max_seq_len if multiple > 1 else None, shortest)
 
-    def _collate_lengthened(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """A batch of validation, padded as :attr:`shapes_val` asks for."""
-        length = self.shapes_val.padded(max(len(row["tokens"]) for row in rows))
-        return self._padded(self._lengthened(rows, length))
+    def collate_val(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
+        """Collate rows of validation to at least that many tokens each."""
+        return self._collate_val(self._lengthened(rows, length))
 
     def collate_to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
         """Collate rows to at least that many tokens each."""

@@ -104,7 +104,7 @@ class TrainingLog:
             event("no_effect", f"{key} has no effect: {reason}", key=key)
         if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
-            event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not replayed")
+            event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again")
 
     def whose_rate(self, saved: float) -> None:
         """Log where the checkpoint's learning rate is not the configured one."""

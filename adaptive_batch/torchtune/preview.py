@@ -23,7 +23,7 @@ from adaptive_batch.training import MicroBatchLimits, same_answers
 from .batch_size_finder import BatchSizeFinder
 from .data import Data
 from .job import Job
-from .rate import RateController, stand_in
+from .rate import RateController, optimizer_of_nothing
 
 
 class TrainingPreview:
@@ -111,7 +111,7 @@ class TrainingPreview:
         rate = RateController(
             self._job,
             batches,
-            [stand_in(base_rate)],
+            [optimizer_of_nothing(base_rate)],
             progress=progress,
             total_steps=self.schedule_steps,
             saved=saved.get("learning_rate", {}),

@@ -150,7 +150,7 @@ def check_scheduler(cfg: DictConfig) -> None:
             f"it is called with an optimizer, num_training_steps, last_epoch and its other keys: {error}; "
             "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup would do",
         ) from None
-    optimizer = stand_in(1.0)
+    optimizer = optimizer_of_nothing(1.0)
     steps = 10**6  # more than any warm-up
     rate = LearningRate(optimizer, config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1))
     asked = Clock.from_config(as_dict(cfg).get("lr_clock"))
@@ -163,6 +163,6 @@ def check_scheduler(cfg: DictConfig) -> None:
         )
 
 
-def stand_in(rate: float) -> Optimizer:
+def optimizer_of_nothing(rate: float) -> Optimizer:
     """An optimizer of nothing, for a schedule to be built around."""
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)

@@ -71,7 +71,7 @@ class Validation:
             runner,
             replace(
                 runner.loss,
-                collate=lambda rows, length: data.collate_val(rows),
+                collate=data.collate_val,
                 dummy_row=lambda: data.dataset_val[0],
             ),
             limit=limit,

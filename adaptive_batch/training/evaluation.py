@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -65,7 +66,7 @@ class Evaluator:
             unread = iter(rows)
             while distributed.any_of_ranks(bool(chunk := self._read(unread))):
                 loss, count = self._retry.run(
-                    lambda chunk=chunk: self._attempt(chunk),  # type: ignore[misc]
+                    partial(self._attempt, chunk),
                     undo=self._runner.sharding.reset,
                     doing="in validation",
                 )
@@ -118,7 +119,7 @@ class Evaluator:
                 piece = MicroBatch([0], self._layout.padded(length(those[0])))
                 retry.current = retry.current if pieces else piece
             retry.run_micro_batch(
-                lambda piece=piece, those=those, counts=counts: run_piece(piece, those, counts=counts),  # type: ignore[misc]
+                partial(run_piece, piece, those, counts=counts),
                 sharding=sharding,
                 drop=sharding.reset,
             )

@@ -183,7 +183,7 @@ class AdaptiveLoop:
     Attributes:
         progress: what training has consumed; moves in :meth:`run`.
         bound: the most rows that were tried and fit at once; None before :meth:`find_bound`.
-        num_out_of_memory: steps that were replayed.
+        num_out_of_memory: steps that were run again after running out of memory.
 
     Raises:
         SettingError: an argument cannot be used.

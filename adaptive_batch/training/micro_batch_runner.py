@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -248,18 +248,20 @@ class MicroBatchRunner:
             piece = pieces[number] if number < len(pieces) else None
             retry.current = piece or retry.current
             retry.run_micro_batch(
-                lambda piece=piece, is_last=is_last: self._run_piece(rows, piece, sums, is_last=is_last),  # type: ignore[misc]
+                partial(self._run_piece, rows, piece, sums, is_last=is_last),
                 sharding=self.sharding,
                 drop=self._drop_gradients,
-                can_continue=lambda number=number: all(  # type: ignore[misc]
-                    self.sharding.knows(is_last=later) for later in reduced[number + 1 :]
-                ),
+                can_continue=partial(self._knows, reduced[number + 1 :]),
             )
             if measures and (number == 0 if together else sums.micro_batches == 1 and sample is None):
                 sample = self._labels_and_squared_norm(sums.label_tokens)
         if not retry.has_failed:
             retry.current = fullest
         return self._finish(sums, count, sample)
+
+    def _knows(self, reduced: Sequence[bool]) -> bool:
+        """Return whether the collectives of these micro-batches, each reduced or not, are known."""
+        return all(self.sharding.knows(is_last=is_last) for is_last in reduced)
 
     def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums, *, is_last: bool) -> None:
         """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is None or has no label."""

@@ -28,14 +28,7 @@ from adaptive_batch.memory import GIB, OptimizerInBackward, optimizer_state_tens
 from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
 from adaptive_batch.probe import BinarySearch, DryRun, run_search
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: several threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Each optimizer in both places; dtype, checkpointing and a resumed optimizer take turns.

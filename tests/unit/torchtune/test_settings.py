@@ -199,7 +199,7 @@ def test_the_keys_of_memory_and_tokens_default_to_what_happens_without_them():
 def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
     in_backward = PLAIN | {"optimizer_in_bwd": True}
     assert Settings.from_config(in_backward).on_out_of_memory == "raise"
-    with pytest.raises(SettingError, match=r"^on_out_of_memory='shrink'.*cannot be replayed; give raise, or set"):
+    with pytest.raises(SettingError, match=r"^on_out_of_memory='shrink'.*cannot be run again; give raise, or set"):
         Settings.from_config(in_backward | {"on_out_of_memory": "shrink"})
 
 

@@ -48,13 +48,7 @@ ROWS = make_rows([3 + (5 * number) % 13 for number in range(40)])
 RATE = 0.05
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: several threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def seed_all() -> None:

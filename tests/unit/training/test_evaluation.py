@@ -17,14 +17,7 @@ from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import Evaluator
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: several threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 FOUR = MicroBatchLimit(4)

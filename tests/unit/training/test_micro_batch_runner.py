@@ -12,14 +12,7 @@ from torch import nn
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.training import has_batch_norm
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: several threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Causal(nn.Module):

@@ -31,14 +31,7 @@ from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import LimitChange
 from adaptive_batch.training.oom_retry import OOMRetry
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: several threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # what a replay leaves
@@ -192,7 +185,7 @@ def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(c
     assert step.gradients() == [None] * len(step.gradients())
 
 
-# what is not replayed
+# what is not run again
 
 
 def test_another_error_is_raised_as_it_is_and_nothing_is_retried():
