@@ -54,11 +54,8 @@ def saving(target: Path, temporary: Path, *, num_bytes: int, removes: bool = Tru
             shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, Exception):
             raise
-        why, no_space = reason(error), os.strerror(errno.ENOSPC)
-        if (
-            min(left, max(0, free - num_bytes)) < _FULL_BYTES and no_space not in why
-        ):  # torch does not say why it failed
-            why = f"{no_space}: {why}"
+        is_full = min(left, max(0, free - num_bytes)) < _FULL_BYTES  # torch does not say why a write failed
+        why = os.strerror(errno.ENOSPC) if is_full else reason(error)
         remedy = "free memory" if is_out_of_memory(error) else "free disk space or correct the path"
         raise CheckpointError(
             f"saving {target} failed ({why}): it needs {num_bytes:,} bytes and a little more, and {free:,} bytes were free; what "
