@@ -397,7 +397,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def after_end(self) -> str:
         """Return what is resumed from if this is ended now, as the end of a sentence."""
         found = hasattr(self, "checkpoints")
-        return self.checkpoints.after_end() if found else "nothing is trained yet; start it again"
+        return self.checkpoints.after_end() if found else "nothing is changed yet; start it again"
 
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""

@@ -29,7 +29,7 @@ from adaptive_batch.checkpoint import (
     named_optimizer_state,
     newest_complete,
 )
-from adaptive_batch.errors import CheckpointError
+from adaptive_batch.errors import CheckpointError, SettingError
 
 from .epoch_checkpoints import STATE_KEY, EpochCheckpoints, SavedEpoch, inspect_epoch, orders_of_epochs
 from .settings import Settings
@@ -112,8 +112,8 @@ class Checkpoints:
             return found
         if self._cfg.resume_from_checkpoint:
             return self._find_saved()
-        there = (self._output_dir / "recipe_state").exists() or any(self._output_dir.glob("step_*/resume.json"))
-        return Found("the base checkpoint", holds_earlier_run=there)
+        saved, skipped = self._saved()
+        return Found("the base checkpoint", holds_earlier_run=bool(saved) or any(one.is_ours for one in skipped))
 
     def _find_of_job(self) -> Found | None:
         """Find what the run has saved that torchrun has restarted; None where that is nothing."""
@@ -128,12 +128,18 @@ class Checkpoints:
         return found if state.get("run") == job["run"] else None
 
     def _find_saved(self) -> Found:
+        block = self._cfg.checkpointer
+        if (given := block.get("recipe_checkpoint")) and not Path(block.output_dir, given).exists():
+            remedy = (
+                f"there is no such file in {block.output_dir}; leave it out: resuming finds the recipe state itself"
+            )
+            raise SettingError("checkpointer.recipe_checkpoint", given, remedy)
         newest, others = newest_complete(*self._saved())
         passed_over = [passed.describe() for passed in others]
         if newest is None:
             raise CheckpointError(self._nothing_complete(passed_over))
         if isinstance(newest, Checkpoint):
-            if given := self._cfg.checkpointer.get("recipe_checkpoint"):
+            if given:
                 passed_over.append(f"checkpointer.recipe_checkpoint={given} has no effect: {newest.path.name} is newer")
             return Found(str(newest.path), newest.load_small_state(), newest, None, passed_over)
         return Found(str(newest.path), newest.state, None, newest, passed_over)

@@ -77,10 +77,10 @@ class _Manifest:
         state = self.recipe_state and asdict(self.recipe_state)
         return signed({**self.identity, "recipe_state": state, "preempted": self.preempted}, self.weights)
 
-    def files(self, folder: Path, state_file: Path) -> dict[str, SavedFile]:
-        """Return all that resuming reads, by names relative to the folder of the weights."""
+    def files(self, state_file: Path) -> dict[str, SavedFile]:
+        """Return all that resuming reads, by names in the folder of the weights, which may be a link."""
         assert self.recipe_state is not None
-        return {**self.weights, os.path.relpath(state_file, folder): self.recipe_state}
+        return {**self.weights, str(state_file.absolute()): self.recipe_state}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SavedEpoch:
         weights: their files.
         state: what :meth:`EpochCheckpoints.save` was given, without the optimizer, and ``weights`` and ``preempted`` of the save.
         state_file: that it was read from.
-        files: with checksums, by names relative to the folder; none for a recipe of torchtune's own.
+        files: with checksums, by names in the folder; none for a recipe of torchtune's own.
     """
 
     path: Path
@@ -118,15 +118,9 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
 
     Args:
         cfg: the `checkpointer` block of the configuration.
-
-    Raises:
-        SettingError: there is no such `recipe_checkpoint`.
     """
-    output_dir, given = Path(cfg.output_dir), cfg.get("recipe_checkpoint")
-    state_file = output_dir / (given or _RECIPE_STATE)
-    if given and not state_file.exists():
-        remedy = f"there is no such file in {output_dir}; leave it out: resuming finds the recipe state itself"
-        raise SettingError("checkpointer.recipe_checkpoint", given, remedy)
+    output_dir = Path(cfg.output_dir)
+    state_file = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
     with_state = [(folder, manifest) for folder, manifest in _manifests(output_dir) if manifest.recipe_state]
     if not with_state and not state_file.exists():
         return None
@@ -136,7 +130,7 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
         if not with_state:
             return SkippedCheckpoint(state_file, f"it cannot be read ({reason(error)})", is_ours=False)
         folder, manifest = max(with_state, key=lambda found: found[1].identity["order"])
-        files = dict([manifest.files(folder, state_file).popitem()])
+        files = dict([manifest.files(state_file).popitem()])
         why = other_size(folder, files) or other_content(folder, files) or reason(error)
         return SkippedCheckpoint(folder, why, True, manifest.identity["order"])
     folder = output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
@@ -176,7 +170,7 @@ def _read_state(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
 def _of_ours(
     state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest
 ) -> SavedEpoch | SkippedCheckpoint:
-    files, order = manifest.files(folder, state_file), manifest.identity["order"]
+    files, order = manifest.files(state_file), manifest.identity["order"]
     if why := other_size(folder, files):
         return SkippedCheckpoint(folder, why, True, order)
     return SavedEpoch(folder, order, [folder / name for name in manifest.weights], state, state_file, files)

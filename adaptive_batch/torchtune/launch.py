@@ -58,7 +58,7 @@ def set_up_terminal() -> None:
         if plain is not None:
             print(f"\n{type(plain).__name__}: {plain}", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
-            print(f"\n{error or _INTERRUPTED}", file=sys.stderr)
+            print(f"\n{str(error) or _INTERRUPTED}", file=sys.stderr)
         else:
             usual(kind, error, trace)
 

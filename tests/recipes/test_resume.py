@@ -141,6 +141,33 @@ def test_a_process_that_is_asked_to_end_saves_at_the_next_step_and_says_so_by_it
     assert_the_same(folder, whole)
 
 
+LOADING = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=-1")
+AGAIN = "nothing of this run is saved yet, so there is nothing to resume from; start it again"
+
+
+def test_asked_before_the_first_save_it_says_that_there_is_nothing_to_resume_from(small, capfd):
+    with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
+        small.run_in_process(OURS, *LOADING)
+    assert f"asked to end: {AGAIN}" in capfd.readouterr().err
+
+
+def test_asked_before_the_first_step_of_a_resumed_run_it_says_what_is_resumed_from(small, whole, capfd):
+    folder = stopped_after(whole, small, 6)
+    with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
+        go_on(small, folder, SAVES, *DROPOUT, *LOADING)
+    assert f"asked to end: resume_from_checkpoint=True resumes from {folder}/step_6" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("at", "last"), [(2, None), (5, "step_3")])
+def test_interrupted_it_says_what_is_resumed_from(small, whole, at, last):
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)  # of an earlier run, which is not resumed from
+    told = f"resume_from_checkpoint=True resumes from {folder / last}" if last else AGAIN
+    asking = (*asking_to_end(at), f"metric_logger.by={int(signal.SIGINT)}", "seed=8")
+    with pytest.raises(KeyboardInterrupt, match=f"^interrupted: {told}$"):
+        small.run_in_process(OURS, SAVES, *DROPOUT, *asking, f"output_dir={folder}")
+
+
 def test_without_resume_points_one_is_saved_where_it_is_asked_to_end(small, whole):
     folder = small.fresh_folder()
     at = ends_early(small, folder, *DROPOUT, *asking_to_end(5))
@@ -585,4 +612,21 @@ def test_a_corrupt_epoch_is_named_where_the_checkpointer_has_a_folder_of_its_own
     go_on(small, folder, *overrides)
     assert went_on_from(folder) == "step_6"
     (said,) = records(folder, "passed_over")
-    assert f"{epochs / 'epoch_0'} is skipped: ../recipe_state/recipe_state.pt has 1,000 bytes" in said["message"]
+    assert f"{epochs / 'epoch_0'} is skipped: {path} has 1,000 bytes" in said["message"]
+
+
+def test_a_recipe_state_that_is_not_there_is_refused_by_its_key_and_one_that_is_older_has_no_effect(small, whole):
+    folder = stopped_after(whole, small, 9)
+    with pytest.raises(SettingError, match=r"checkpointer.recipe_checkpoint='other.pt': there is no such file"):
+        go_on(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=other.pt")
+    go_on(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt")
+    assert went_on_from(folder) == "step_9"
+    (said,) = records(folder, "passed_over")
+    assert said["message"].endswith("recipe_state.pt has no effect: step_9 is newer")
+
+
+def test_an_earlier_run_is_said_also_where_its_epochs_have_a_folder_of_their_own(small):
+    epochs = f"checkpointer.output_dir={small.fresh_folder()}"
+    small.run_in_process(OURS, *DROPOUT, epochs)
+    again = small.run_in_process(OURS, *DROPOUT, epochs)
+    assert len(records(again.output_dir, "replaces")) == 1
