@@ -19,15 +19,20 @@ _FULL_BYTES = 2**16  # a disk with less is full
 
 def reason(error: BaseException) -> str:
     """The text of an error in a line; of the system's error where torch has wrapped others around it."""
-    below: BaseException | None = error
-    while below is not None and not isinstance(below, OSError):
-        below = below.__cause__ or below.__context__
+    below = _of_the_system(error)
     if below is None and isinstance(error, pickle.UnpicklingError):  # torch's own advice is to allow everything
         if named := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {named[1]}, which torch.load(weights_only=True) allows only once its package is imported, if at all"
         return "it is not what torch.save writes: truncated or changed"
     text = (str(below or error) or type(error).__name__).partition("\n")[0]
     return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def _of_the_system(error: BaseException) -> OSError | None:
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, OSError):
+        below = below.__cause__ or below.__context__
+    return below
 
 
 @contextmanager
@@ -54,9 +59,11 @@ def saving(target: Path, temporary: Path, *, num_bytes: int, removes: bool = Tru
             shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, Exception):
             raise
-        is_full = min(left, max(0, free - num_bytes)) < _FULL_BYTES  # torch does not say why a write failed
-        why = os.strerror(errno.ENOSPC) if is_full else reason(error)
-        remedy = "free memory" if is_out_of_memory(error) else "free disk space or correct the path"
+        why, remedy = reason(error), "free disk space or correct the path"
+        if is_out_of_memory(error):
+            remedy = "free memory"
+        elif left < _FULL_BYTES and _of_the_system(error) is None:  # torch does not say why a write failed
+            why = os.strerror(errno.ENOSPC)
         raise CheckpointError(
             f"saving {target} failed ({why}): it needs {num_bytes:,} bytes and a little more, and {free:,} bytes were free; what "
             f"was saved before is untouched: {remedy}"
