@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtune import config, training, utils
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
+from adaptive_batch._util import ProgressBar
 from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
@@ -47,6 +51,15 @@ class TrainingLog:
         if self._metrics is not None:
             self._metrics.close()
         self.record.close()
+
+    @contextmanager
+    def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
+        """Show how far an epoch has come; a line that is logged meanwhile stands above the bar."""
+        with (
+            logging_redirect_tqdm([logging.getLogger("adaptive_batch")]),
+            ProgressBar(steps, "steps", done=done, shown=distributed.is_rank_zero()) as bar,
+        ):
+            yield bar
 
     # --- where a run begins -----------------------------------------------------------------------------------------
 
