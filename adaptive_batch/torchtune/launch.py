@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,15 +27,23 @@ from .configs import config_path, shipped_configs
 
 log = logging.getLogger("adaptive_batch")
 
+_ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"  # that torchtune takes
 _INTERRUPTED = "interrupted; resume_from_checkpoint=True resumes from what was saved last"
 
 
 def use_shipped_config(arguments: list[str]) -> None:
-    """Replace the name of a shipped config after ``--config`` by its path, in place; refuse what is neither file nor shipped."""
+    """Replace the name of a shipped config after ``--config`` by its path, in place; refuse what is neither file nor shipped.
+
+    Every other argument is ``key=value``, or ``~key``, which removes one.
+    """
     if "--config" not in arguments[:-1]:
         return
     index = arguments.index("--config") + 1
     name = arguments[index]
+    for place, given in enumerate(arguments[1:], start=1):
+        if place not in (index - 1, index) and not re.fullmatch(_ARGUMENT, given, re.DOTALL):
+            remedy = "give key=value, without dashes, spaces around = or a second =; ~key removes a key"
+            raise SettingError("argument", given, remedy)
     if Path(name).is_file():
         check_file(name)
         return
