@@ -196,7 +196,7 @@ def load_function(path: str, *, key: str) -> Any:
         module = ".".join(parts[:split])
         try:
             found: Any = import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
                 continue
             why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
@@ -221,7 +221,7 @@ def _load(value: object, *, key: str) -> Any:
             return build(**arguments)
         except SettingError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise SettingError(
                 f"{key}._component_",
                 value["_component_"],
