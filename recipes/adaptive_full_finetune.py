@@ -44,7 +44,6 @@ from adaptive_batch.torchtune import (
     TrainingPreview,
     Validation,
     all_ranks,
-    as_dict,
     check_output_dir,
     check_scheduler,
     set_up_terminal,
@@ -71,9 +70,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
         self.cfg, self.watch = cfg, watch
-        plain = as_dict(cfg)
-        self.settings = Settings.from_config(plain)
-        self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
+        self.settings = Settings.from_config(cfg)
+        self.without_effect = without_effect(self.settings, cfg, ranks=distributed.world_size())
         self.job = Job(cfg, self.settings, builder)
         self.device = self.job.device
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
@@ -90,7 +88,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
             text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, resumes=keeps_batch)
             if distributed.is_rank_zero():
-                print(text)
+                print(*self.without_effect, text, sep="\n")
             return
         self._setup_log()
         self._setup_model()

@@ -26,7 +26,6 @@ from adaptive_batch.torchtune import (
     Settings,
     Trainer,
     all_ranks,
-    as_dict,
     set_up_terminal,
     use_shipped_config,
     without_effect_on,
@@ -43,7 +42,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         SettingError: a setting cannot be used; no weights have been loaded yet.
         DoesNotFitError: not even one row fits, at any length.
     """
-    settings = Settings.from_config(as_dict(cfg))
+    settings = Settings.from_config(cfg)
     job = Job(cfg, settings, builder)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
@@ -60,8 +59,8 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         if distributed.is_rank_zero():
             print(text)
 
-    for key, reason in without_effect_on("adaptive_probe", settings, ranks=distributed.world_size()):
-        say(f"{key} has no effect: {reason}")
+    for keys in without_effect_on("adaptive_probe", settings, cfg, ranks=distributed.world_size()):
+        say(str(keys))
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)

@@ -20,6 +20,7 @@ from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
 
 from .checkpoints import Checkpoints
+from .checks import NoEffect
 from .data import Data
 from .job import Job
 from .preview import TrainingPreview
@@ -88,7 +89,7 @@ class TrainingLog:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
             event("replaces", f"{message}; until its first save, resuming takes the earlier")
 
-    def changes(self, run: ResumedRun, *, without_effect: Sequence[tuple[str, str]]) -> None:
+    def changes(self, run: ResumedRun, *, without_effect: Sequence[NoEffect]) -> None:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the reason."""
         settings, event, saved = self._settings, self.record.event, run.saved
         if run.epochs not in (None, settings.epochs):
@@ -113,8 +114,8 @@ class TrainingLog:
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
             event("batch_size", message, before=before, after=configured)
         run.log_changes(self.record)
-        for key, reason in without_effect:
-            event("no_effect", f"{key} has no effect: {reason}", key=key)
+        for keys in without_effect:
+            event("no_effect", str(keys), key=keys.key)
         if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
             event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again")

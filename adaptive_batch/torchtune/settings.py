@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
@@ -28,12 +30,12 @@ from adaptive_batch.schedules import (
 )
 
 from .checks import check_together
+from .config_errors import as_dict
 from .keys import (
     TORCHTUNE_KEYS,
     Resume,
     auto_or_whole,
     block,
-    check_names,
     checked,
     function,
     key,
@@ -43,6 +45,7 @@ from .keys import (
     read_keys,
     table,
 )
+from .names import check_names
 
 SEARCHES = ("predict", "binary", "halve")
 
@@ -478,13 +481,14 @@ class Settings:
         return ValidationSettings(self.run_val_every_n_steps, rows, size == "auto", self.max_validation_batches)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Read and check a whole recipe configuration, as plain dicts and lists."""
+    def from_config(cls, given: Mapping[str, Any] | DictConfig) -> Settings:
+        """Read and check a whole recipe configuration."""
+        config = as_dict(given)
+        check_names(cls, given)
         schedule = config.get("batch_size_schedule")
         if config.get("batch_increase_function") is not None and schedule is not None:  # before either is imported
             remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"
             raise SettingError("batch_size_schedule", schedule, remedy)
-        check_names(OURS, config)
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values.keys() & {"micro_batch_size", "micro_batch_tokens"}:
             values["micro_batch_tokens"] = "auto"  # the tokens of a step do not tell what fits at once

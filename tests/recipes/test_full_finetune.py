@@ -52,8 +52,8 @@ def test_the_growth_function_is_asked_at_the_start_of_each_epoch_and_cut_to_the_
     for record in changes:
         assert record["requested"] == record["before"] + (4 if record["epoch"] else 0)
         assert record["after"] == min(record["requested"], bound)
-    # once ahead for mistakes, and twice for each epoch of the plan
-    assert [epoch for epoch, _ in components.ASKED] == [0, 0, 1, 1, 2, 2, 1, 2]
+    # ahead for mistakes, and twice for each epoch of the plan
+    assert [epoch for epoch, _ in components.ASKED] == [0, 0, 1, 2, 0, 1, 1, 2, 2, 1, 2]
 
 
 def test_each_row_is_trained_once_an_epoch_the_last_short_step_included(grown):
@@ -202,7 +202,8 @@ def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whol
     with pytest.raises(GrowthFunctionError, match="epoch=1, batch_size=4"):
         small.run_in_process(
             OURS,
-            "batch_increase_function=support.components.raises_in_second_epoch",
+            "batch_increase_function=support.batch_rules.lost_in_training",
+            "metric_logger._component_=support.batch_rules.Telling",
             "probe.device_memory=1GiB",
             f"output_dir={output}",
         )
