@@ -36,7 +36,6 @@ from adaptive_batch.torchtune import (
     Job,
     LimitFinder,
     ModelBuilder,
-    RateController,
     ResumedRun,
     Settings,
     Trainer,
@@ -44,6 +43,7 @@ from adaptive_batch.torchtune import (
     TrainingPreview,
     Validation,
     all_ranks,
+    build_rate,
     check_output_dir,
     check_scheduler,
     set_up_terminal,
@@ -177,14 +177,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_rate(self) -> None:
         trainer, saved = self.trainer, self.resumed.saved
-        self.parts["learning_rate"] = self.rate = RateController(
+        self.parts["learning_rate"] = self.rate = build_rate(
             self.job,
             self.planner,
             trainer.optimizers,
             progress=self.progress,
             total_steps=self.preview.schedule_steps,
             saved=saved.get("learning_rate", {}),
-            record=self.record,
         )
         limits, base = self.limits.limits, trainer.base_rate
         self.log.rate_and_stages(self.rate, self.preview, self.progress, base=base, limits=limits, saved=saved)
@@ -254,6 +253,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 rate = self.rate.set(progress, plan=self.planner.plan, batch=batch)
                 result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
                 self.trainer.step()
+                self.rate.restore()
                 self.progress = self._after(result, progress)
                 bar.advance(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
                 self.log.step(

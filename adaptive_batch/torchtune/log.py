@@ -17,14 +17,13 @@ from adaptive_batch._util import ProgressBar
 from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
-from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
+from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepRate, StepResult
 
 from .checkpoints import Checkpoints
 from .checks import NoEffect
 from .data import Data
 from .job import Job
 from .preview import TrainingPreview
-from .rate import RateController, reference_batch
 from .resumed_run import ResumedRun
 
 log = utils.get_logger("INFO")
@@ -129,7 +128,7 @@ class TrainingLog:
 
     def rate_and_stages(
         self,
-        rate: RateController,
+        rate: StepRate,
         plan: TrainingPreview,
         progress: Progress,
         *,
@@ -139,8 +138,12 @@ class TrainingLog:
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
         settings, event = self._settings, self.record.event
+        before, now = saved.get("learning_rate", {}).get("rule", settings.lr_scaling), settings.lr_scaling
+        if before != now:
+            changed = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
+            event("lr_scaling", changed, before=before, after=now)
         if message := rate.describe():
-            event("lr", message, reference=str(reference_batch(self._job)), rule=settings.lr_scaling)
+            event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         table, stages = plan.table(progress, base_rate=base, limits=limits, saved=saved)
