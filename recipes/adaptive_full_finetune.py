@@ -24,7 +24,7 @@ from torchtune.training import PROFILER_KEY
 
 from adaptive_batch import distributed
 from adaptive_batch.data import StepPlanner
-from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog
+from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog, raising_on_sigterm
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import NoiseScale, Progress
@@ -46,6 +46,7 @@ from adaptive_batch.torchtune import (
     build_rate,
     check_output_dir,
     check_scheduler,
+    interruptible,
     set_up_terminal,
     use_shipped_config,
     without_effect,
@@ -386,6 +387,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if hasattr(self, "limits"):
             self.limits.keep_lost(end.facts)
 
+    def after_end(self) -> str:
+        """Return what is resumed from if this is ended now, as the end of a sentence."""
+        found = hasattr(self, "checkpoints")
+        return self.checkpoints.after_end() if found else "nothing is changed yet; start it again"
+
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""
         if hasattr(self, "log"):
@@ -405,8 +411,10 @@ def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
             if distributed.is_rank_zero():
                 config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
             recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
-            recipe.setup()
-            recipe.train()
+            with interruptible(recipe.after_end):
+                with raising_on_sigterm():
+                    recipe.setup()
+                recipe.train()
     finally:
         if recipe:
             recipe.cleanup()

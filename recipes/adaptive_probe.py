@@ -8,6 +8,7 @@ Any config of `adaptive_full_finetune` works, so the bound is that of the traini
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from omegaconf import DictConfig
 from torchtune import config, training
@@ -26,6 +27,7 @@ from adaptive_batch.torchtune import (
     Settings,
     Trainer,
     all_ranks,
+    check_output_dir,
     set_up_terminal,
     use_shipped_config,
     without_effect_on,
@@ -43,6 +45,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         DoesNotFitError: not even one row fits, at any length.
     """
     settings = Settings.from_config(cfg)
+    check_output_dir(Path(cfg.output_dir))
     job = Job(cfg, settings, builder)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)

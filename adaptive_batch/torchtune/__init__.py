@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .estimates import estimate_devices as estimate_devices
     from .job import Job as Job
     from .launch import all_ranks as all_ranks
+    from .launch import interruptible as interruptible
     from .launch import no_component_exits as no_component_exits
     from .launch import set_up_terminal as set_up_terminal
     from .launch import use_shipped_config as use_shipped_config
@@ -51,7 +52,7 @@ _NAMES_OF = {
     ".epoch_checkpoints": ("STATE_KEY",),
     ".estimates": ("estimate_devices",),
     ".job": ("Job",),
-    ".launch": ("all_ranks", "no_component_exits", "set_up_terminal", "use_shipped_config"),
+    ".launch": ("all_ranks", "interruptible", "no_component_exits", "set_up_terminal", "use_shipped_config"),
     ".limit_finder": ("LimitFinder",),
     ".log": ("TrainingLog",),
     ".model": ("FullModel", "ModelBuilder"),

@@ -93,14 +93,14 @@ def _component(block: Any) -> Any:
     return block.get("_component_") if isinstance(block, Mapping) else block
 
 
-def check_output_dir(folder: Path) -> None:
+def check_output_dir(folder: Path, *, key: str = "output_dir") -> None:
     """Refuse a folder that cannot be written to, before anything is built."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingError("output_dir", str(folder), f"it cannot be made ({error}); give a folder of yours") from None
+        raise SettingError(key, str(folder), f"it cannot be made ({error}); give a folder of yours") from None
     if not os.access(folder, os.W_OK):
-        raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
+        raise SettingError(key, str(folder), "it cannot be written to; give a folder of yours")
 
 
 def check_parallel(cfg: DictConfig, *, world_size: int) -> int:

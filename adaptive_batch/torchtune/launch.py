@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torchtune import training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.distributed import EXIT_STATUS, Watchdog
+from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog
 from adaptive_batch.errors import AdaptiveBatchError, RankLostError, SettingError
 from adaptive_batch.training import differences
 
@@ -29,7 +29,7 @@ from .configs import config_path, shipped_configs
 log = logging.getLogger("adaptive_batch")
 
 _ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"  # that torchtune takes
-_INTERRUPTED = "interrupted; resume_from_checkpoint=True resumes from what was saved last"
+_INTERRUPTED = "interrupted"
 
 
 def use_shipped_config(arguments: list[str]) -> None:
@@ -68,7 +68,7 @@ def set_up_terminal() -> None:
         if plain is not None:
             print(f"\n{type(plain).__name__}: {plain}", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
-            print(f"\n{_INTERRUPTED}", file=sys.stderr)
+            print(f"\n{str(error) or _INTERRUPTED}", file=sys.stderr)
         else:
             usual(kind, error, trace)
 
@@ -87,6 +87,27 @@ def no_component_exits() -> Iterator[None]:
         place = f"{where.name} ({where.filename}:{where.lineno})"
         remedy = "nothing was trained or saved after it; let it return or raise an error"
         raise AdaptiveBatchError(f"sys.exit({ended.code!r}) was called in {place}: {remedy}") from ended
+
+
+@contextmanager
+def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
+    """Inside, Ctrl-C, and SIGTERM where it is not waited for, end the process with a line that says what comes next.
+
+    Args:
+        after_end: returns that.
+
+    Raises:
+        KeyboardInterrupt: with that line; of a single process that was asked to end by SIGTERM, SystemExit with status 75.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        asked = isinstance(error, Terminated)
+        message = f"{'asked to end' if asked else _INTERRUPTED}: {after_end()}"
+        if asked and not distributed.is_launched():
+            log.info("%s", message)
+            raise SystemExit(EXIT_STATUS) from None
+        raise KeyboardInterrupt(message) from None
 
 
 @contextmanager
@@ -113,8 +134,8 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     except SystemExit:
         watch.stop()
         raise
-    except KeyboardInterrupt:
-        watch.fail(_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        watch.fail(str(error) or _INTERRUPTED)
     except BaseException as error:
         facts = error.facts if isinstance(error, RankLostError) else {}
         kind = "out_of_memory" if "limit" in facts else "error"

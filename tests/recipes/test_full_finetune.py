@@ -316,27 +316,29 @@ def go_on(small, folder: Path, *overrides):
 def test_weights_of_another_save_are_refused(small, plain, interrupted):
     shutil.rmtree(interrupted / "epoch_0")
     shutil.copytree(plain.output_dir / "epoch_1", interrupted / "epoch_0")
-    with pytest.raises(CheckpointError, match="epoch_0 are of another save than the recipe state"):
+    with pytest.raises(
+        CheckpointError, match="epoch_0 is skipped: its weights are of another save than the recipe state"
+    ):
         go_on(small, interrupted)
 
 
 def test_a_truncated_weights_file_is_named(small, interrupted):
     (path,) = (interrupted / "epoch_0").glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=rf"{path.name} is incomplete: \d+ bytes were saved"):
+    with pytest.raises(CheckpointError, match=rf"{path.name} has [\d,]+ bytes, [\d,]+ were saved"):
         go_on(small, interrupted)
 
 
 def test_a_truncated_recipe_state_is_named(small, interrupted):
     path = interrupted / "recipe_state" / "recipe_state.pt"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"recipe_state\.pt cannot be read"):
+    with pytest.raises(CheckpointError, match=r"recipe_state\.pt has 1,000 bytes, [\d,]+ were saved"):
         go_on(small, interrupted)
 
 
 def test_missing_weights_are_named(small, interrupted):
     shutil.rmtree(interrupted / "epoch_0")
-    with pytest.raises(CheckpointError, match="epoch_0 is incomplete"):
+    with pytest.raises(CheckpointError, match="epoch_0 is skipped: incomplete"):
         go_on(small, interrupted)
 
 
