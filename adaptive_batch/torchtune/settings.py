@@ -91,8 +91,8 @@ def _norm(name: str, value: Any) -> float:
         norm = math.nan if isinstance(value, bool) else float(value)  # torchtune's recipes take "inf"
     except (TypeError, ValueError):
         norm = math.nan
-    if not norm >= 0:
-        raise SettingError(name, value, "give the largest norm of all gradients, such as 1.0, or null")
+    if not norm > 0:
+        raise SettingError(name, value, "give the largest norm of all gradients, above 0, such as 1.0, or null")
     return norm
 
 
@@ -148,7 +148,7 @@ class ProbeSettings:
     cache: bool = key(
         check_bool,
         "a bound in `{output_dir}/adaptive_batch/probe.json` that depends on the same things is tried once, and believed if it "
-        "fits; a search starts from a curve of the same step that was planned or counted before",
+        "fits, whatever the learning rate; a search starts from a curve of the same step that was planned or counted before",
         default=True,
     )
 

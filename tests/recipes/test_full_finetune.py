@@ -211,6 +211,24 @@ def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whol
     assert len(rest.weights(1))
 
 
+def test_a_sweep_of_learning_rates_searches_once(small, capsys):
+    output = small.fresh_folder()
+
+    def probed(*overrides):
+        memory = ("probe.device_memory=12MiB", "probe.maximum=32")
+        finished = small.run_in_process("adaptive_probe", f"output_dir={output}", *memory, *overrides)
+        return probe_file(finished), "known from before and tried again" in capsys.readouterr().out
+
+    first, known = probed("clip_grad_norm=1.0", "optimizer.betas=[0.9,0.99]")
+    assert not known
+    rates = ("optimizer.lr=3e-4", "optimizer.betas=[0.8,0.95]", "clip_grad_norm=0.5")
+    again, known = probed(*rates)
+    assert known
+    assert again == first
+    _, known = probed(*rates, "optimizer.amsgrad=True")
+    assert not known
+
+
 @pytest.mark.slow
 def test_a_cached_bound_is_not_believed_under_another_budget_search_or_packing(small):
     """More memory, a better search and packed rows each give another bound, found anew in the same folder."""
