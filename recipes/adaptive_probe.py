@@ -26,6 +26,7 @@ from adaptive_batch.torchtune import (
     Settings,
     Trainer,
     all_ranks,
+    left_by_rounding,
     set_up_terminal,
     use_shipped_config,
     without_effect_on,
@@ -70,7 +71,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        say(f"\n{result.table()}\n")
+        say("\n".join(["", result.table(), left_by_rounding(result.max_batch_size, result.batch_size)]))
         results.append(result)
     if refused and not results:
         raise refused

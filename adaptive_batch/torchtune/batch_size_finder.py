@@ -393,6 +393,14 @@ class BatchSizeFinder:
         return WorstRows(rows, target, f"one row of {target} tokens")
 
 
+def left_by_rounding(bound: int, batch_size: int) -> str:
+    """Return what the power of two leaves of a bound, and the key that trains with all of it; empty where it leaves nothing."""
+    if batch_size == bound:
+        return ""
+    unused = f"the power of two leaves {bound - batch_size} of the {bound} rows that fit unused ({1 - batch_size / bound:.0%})"
+    return f"{unused}; probe.round_to_power_of_two=False trains with all of them"
+
+
 def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration as far as memory depends on it, so that a sweep of learning rates is one to a cached bound."""
     found = {key: configured.get(key) for key in _MEMORY_KEYS}

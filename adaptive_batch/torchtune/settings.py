@@ -134,7 +134,11 @@ class ProbeSettings:
         shown="none",
     )
     round_to_power_of_two: bool = key(
-        check_bool, "train with the power of two at or below the bound; it is tried too", default=True
+        check_bool,
+        "train with the power of two at or below the bound, which is tried too: it stays the same where the bound moves by some rows "
+        "from run to run, and batches that double divide each other. It leaves up to half of what fits unused, which is logged; "
+        "`False`: the bound itself",
+        default=True,
     )
     maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
     trial_timeout: int = key(

@@ -45,6 +45,19 @@ def test_the_batch_is_the_power_of_two_below_a_bound_that_was_tried(grown):
     assert records(grown, "step")[0]["batch_size"] == found["batch_size"]
 
 
+def test_what_the_power_of_two_leaves_is_said_with_the_key_that_uses_it(small, capsys):
+    unused = "the power of two leaves 12 of the 28 rows that fit unused (43%); probe.round_to_power_of_two=False trains with all"
+    most = ("use_maximum_batch_size=True", "probe.maximum=28", "epochs=1", "max_steps_per_epoch=1")
+    (said,) = records(small.run_in_process(OURS, *most), "batch_size")
+    assert said["message"].startswith(f"batch_size 4 -> 16 (use_maximum_batch_size; bound 28): {unused}")
+    (said,) = records(small.run_in_process(OURS, *most, "probe.round_to_power_of_two=False"), "batch_size")
+    assert said["message"] == "batch_size 4 -> 28 (use_maximum_batch_size; bound 28)"
+    capsys.readouterr()
+    small.run_in_process("adaptive_probe", *most)
+    small.run_in_process(OURS, *most, "preview=True", "probe.assumed_maximum=28")
+    assert capsys.readouterr().out.count(unused) == 2
+
+
 def test_the_growth_function_is_asked_at_the_start_of_each_epoch_and_cut_to_the_bound(grown):
     bound = probe_file(grown)["max_batch_size"]
     changes = [record for record in records(grown, "batch_size") if "epoch" in record]
