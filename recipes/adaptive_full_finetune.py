@@ -9,7 +9,6 @@ same keys; any config of those recipes runs unchanged. The keys that are ours ar
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from dataclasses import replace
@@ -22,8 +21,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
 from adaptive_batch.data import StepPlanner
@@ -39,7 +36,6 @@ from adaptive_batch.torchtune import (
     Job,
     LimitFinder,
     ModelBuilder,
-    RateController,
     ResumedRun,
     Settings,
     Trainer,
@@ -47,6 +43,7 @@ from adaptive_batch.torchtune import (
     TrainingPreview,
     Validation,
     all_ranks,
+    build_rate,
     check_output_dir,
     check_scheduler,
     set_up_terminal,
@@ -180,14 +177,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_rate(self) -> None:
         trainer, saved = self.trainer, self.resumed.saved
-        self.parts["learning_rate"] = self.rate = RateController(
+        self.parts["learning_rate"] = self.rate = build_rate(
             self.job,
             self.planner,
             trainer.optimizers,
             progress=self.progress,
             total_steps=self.preview.schedule_steps,
             saved=saved.get("learning_rate", {}),
-            record=self.record,
         )
         limits, base = self.limits.limits, trainer.base_rate
         self.log.rate_and_stages(self.rate, self.preview, self.progress, base=base, limits=limits, saved=saved)
@@ -227,8 +223,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.planner.start_epoch(self.progress)
                 if epoch == first_epoch and within:  # beginning to read rows draws, as it had in the saved run
                     self.resumed.restore_random_state(self.progress)
-                with logging_redirect_tqdm([logging.getLogger("adaptive_batch")]):
-                    self._train_epoch()
+                self._train_epoch()
                 self.progress = self.progress.after_epoch()
                 self.unlabelled = 0
                 self.save_checkpoint(epoch=epoch)
@@ -240,7 +235,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
         epoch, done, runner = self.progress.epoch, self.progress.epoch_steps, self.trainer.runner
-        with tqdm(total=self.planner.plan.steps, initial=done, disable=not distributed.is_rank_zero()) as bar:
+        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
@@ -258,9 +253,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 rate = self.rate.set(progress, plan=self.planner.plan, batch=batch)
                 result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
                 self.trainer.step()
+                self.rate.restore()
                 self.progress = self._after(result, progress)
-                bar.update(1)
-                bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
+                bar.advance(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
                 self.log.step(
                     result,
                     self.progress,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from adaptive_batch._util import atomic_write
+from adaptive_batch._util import ProgressBar, atomic_write
 from adaptive_batch.errors import SettingError
 
 logger = logging.getLogger("adaptive_batch")
@@ -79,7 +79,9 @@ def row_lengths(
                 return cached
             logger.warning("%s: row %d no longer has that length; counting all rows again", cache_file, changed)
         measured: Iterable[int] = _measured(rows, num_rows, num_workers)
-        lengths = torch.tensor([*(_shown(measured, num_rows) if show_progress else measured)], dtype=torch.int64)
+        lengths = torch.tensor(
+            [*(_with_progress(measured, num_rows) if show_progress else measured)], dtype=torch.int64
+        )
     if cache_file is not None:
         packed = lengths.numpy().tobytes()
         try:
@@ -207,16 +209,11 @@ def _random_state_kept() -> Iterator[None]:
             numpy_random.set_state(numpy_state)
 
 
-def _shown(lengths: Iterable[int], num_rows: int) -> Iterable[int]:
-    """Show the progress of measuring; without tqdm, a line is logged instead of a bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        logger.info("counting the tokens of %d rows", num_rows)
-        return lengths
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each update is a line
-    bar: Iterable[int] = tqdm(lengths, "counting tokens", num_rows, unit=" rows", mininterval=interval)
-    return bar
+def _with_progress(lengths: Iterable[int], num_rows: int) -> Iterator[int]:
+    with ProgressBar(num_rows, "rows", "counting tokens") as bar:
+        for length in lengths:
+            yield length
+            bar.advance()
 
 
 def _checksum(path: Path, packed: bytes) -> bytes:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .model import FullModel as FullModel
     from .model import ModelBuilder as ModelBuilder
     from .preview import TrainingPreview as TrainingPreview
-    from .rate import RateController as RateController
+    from .rate import build_rate as build_rate
     from .rate import check_scheduler as check_scheduler
     from .resumed_run import ResumedRun as ResumedRun
     from .settings import Settings as Settings
@@ -57,7 +57,7 @@ _NAMES_OF = {
     ".log": ("TrainingLog",),
     ".model": ("FullModel", "ModelBuilder"),
     ".preview": ("TrainingPreview",),
-    ".rate": ("RateController", "check_scheduler"),
+    ".rate": ("build_rate", "check_scheduler"),
     ".resumed_run": ("ResumedRun",),
     ".settings": ("Settings", "reference_tables", "write_reference"),
     ".trainer": ("Trainer",),

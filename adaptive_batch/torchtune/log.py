@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtune import config, training, utils
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
+from adaptive_batch._util import ProgressBar
 from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
-from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
+from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepRate, StepResult
 
 from .checkpoints import Checkpoints
 from .checks import NoEffect
 from .data import Data
 from .job import Job
 from .preview import TrainingPreview
-from .rate import RateController, reference_batch
 from .resumed_run import ResumedRun
 
 log = utils.get_logger("INFO")
@@ -48,6 +51,15 @@ class TrainingLog:
         if self._metrics is not None:
             self._metrics.close()
         self.record.close()
+
+    @contextmanager
+    def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
+        """Show how far an epoch has come; a line that is logged meanwhile stands above the bar."""
+        with (
+            logging_redirect_tqdm([logging.getLogger("adaptive_batch")]),
+            ProgressBar(steps, "steps", done=done, shown=distributed.is_rank_zero()) as bar,
+        ):
+            yield bar
 
     # --- where a run begins -----------------------------------------------------------------------------------------
 
@@ -116,7 +128,7 @@ class TrainingLog:
 
     def rate_and_stages(
         self,
-        rate: RateController,
+        rate: StepRate,
         plan: TrainingPreview,
         progress: Progress,
         *,
@@ -126,8 +138,12 @@ class TrainingLog:
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
         settings, event = self._settings, self.record.event
+        before, now = saved.get("learning_rate", {}).get("rule", settings.lr_scaling), settings.lr_scaling
+        if before != now:
+            changed = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
+            event("lr_scaling", changed, before=before, after=now)
         if message := rate.describe():
-            event("lr", message, reference=str(reference_batch(self._job)), rule=settings.lr_scaling)
+            event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         table, stages = plan.table(progress, base_rate=base, limits=limits, saved=saved)

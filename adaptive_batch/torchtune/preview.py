@@ -19,12 +19,12 @@ from adaptive_batch.schedules import (
     stages_of,
     table,
 )
-from adaptive_batch.training import MicroBatchLimits, same_answers
+from adaptive_batch.training import MicroBatchLimits, StepRate, same_answers
 
 from .batch_size_finder import BatchSizeFinder, left_by_rounding
 from .data import Data
 from .job import Job
-from .rate import RateController, optimizer_of_nothing
+from .rate import build_rate, optimizer_of_nothing
 
 
 class TrainingPreview:
@@ -115,7 +115,7 @@ class TrainingPreview:
     ) -> tuple[str, list[dict[str, Any]]]:
         """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
         settings, batches = self._settings, self._batches
-        rate = RateController(
+        rate = build_rate(
             self._job,
             batches,
             [optimizer_of_nothing(base_rate)],
@@ -169,7 +169,7 @@ class TrainingPreview:
         stays = dict.fromkeys(unknown, last)  # where it is not known, that nothing changes is the best guess
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
-    def _planned(self, progress: Progress, rate: RateController, limits: MicroBatchLimits) -> Iterator[PlannedStep]:
+    def _planned(self, progress: Progress, rate: StepRate, limits: MicroBatchLimits) -> Iterator[PlannedStep]:
         lengths = self._data.real_lengths
         key, num_micro_batches = None, 0
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens

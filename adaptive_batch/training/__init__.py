@@ -9,6 +9,7 @@ from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, count_shi
 from .model_checks import has_batch_norm
 from .oom_retry import LimitChange, OOMPolicy, OOMRetry, lengthened
 from .step import agree_on_step, differences, same_answers
+from .step_rate import StepRate
 
 __all__ = [
     "AdaptiveLoop",
@@ -23,6 +24,7 @@ __all__ = [
     "RowLoss",
     "Sampling",
     "StepOptions",
+    "StepRate",
     "StepResult",
     "WorstRows",
     "agree_on_step",

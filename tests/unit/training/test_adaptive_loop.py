@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import run_on_ranks
@@ -33,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch import distributed
@@ -85,7 +88,7 @@ def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[
             one.optimizer.step()
             one.optimizer.zero_grad()
             numbers = [row["row"] for row in rows]
-            rate = one.optimizer.param_groups[0]["lr"]
+            rate = one.loop.learning_rate
             seen.append(SimpleNamespace(epoch=epoch, rows=numbers, result=result, rate=rate, loss=result.loss))
             if one.loop.progress.steps >= until:
                 return seen
@@ -486,6 +489,89 @@ def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
     rates = [step.rate for step in train(one, epochs=2)]
     clock = [*range(10), *range(10, 20, 2)]
     assert rates == pytest.approx([RATE / (1 + step) for step in clock], rel=1e-12)
+
+
+def stepped_rates(one: SimpleNamespace, after: Any = lambda step: None) -> list[float]:
+    """The rate that the optimizer has at each of its steps, in a loop that calls `after` when a step is done."""
+    found: list[float] = []
+    one.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(float(optimizer.param_groups[0]["lr"])))
+    for number, rows in enumerate(one.loop):
+        one.loop.run(rows)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        after(number)
+    return found
+
+
+def test_a_rate_that_the_script_writes_is_scaled_and_is_there_again_after_the_step():
+    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    (group,) = one.optimizer.param_groups
+
+    def warm_up(number: int) -> None:
+        assert group["lr"] == (RATE if number == 0 else 0.1 * number)
+        group["lr"] = 0.1 * (number + 1)
+
+    assert stepped_rates(one, warm_up) == [2 * RATE, *(2 * 0.1 * number for number in range(1, 5))]
+
+
+@pytest.mark.parametrize(
+    ("build", "factor"),
+    [
+        (lambda one: StepLR(one, 2, gamma=0.5), lambda step: 0.5 ** (step // 2)),
+        (lambda one: MultiplicativeLR(one, lambda step: 0.5), lambda step: 0.5**step),
+        (lambda one: LambdaLR(one, lambda step: 1 / (1 + step)), lambda step: 1 / (1 + step)),
+    ],
+    ids=["StepLR", "MultiplicativeLR", "LambdaLR"],
+)
+def test_a_scheduler_of_the_scripts_own_reads_and_multiplies_rates_that_are_not_scaled(build, factor):
+    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    scheduler = build(one.optimizer)
+    rates = stepped_rates(one, lambda number: scheduler.step())
+    assert rates == pytest.approx([2 * RATE * factor(step) for step in range(5)], rel=1e-12)
+
+
+def accelerated(scheduler: Any, optimizer: Any) -> AcceleratedScheduler:
+    Accelerator(cpu=True)
+    return AcceleratedScheduler(scheduler, AcceleratedOptimizer(optimizer))
+
+
+def with_scheduler(build: Any, wrap: Any = lambda scheduler, optimizer: scheduler, **options: Any) -> SimpleNamespace:
+    """Training whose scheduler is given to the loop, and kept for the script to step."""
+    one = training()
+    one.scheduler = wrap(build(one.optimizer), one.optimizer)
+    wrapped = AcceleratedOptimizer(one.optimizer) if wrap is accelerated else one.optimizer
+    given = {"optimizer": lambda *_, **__: wrapped, "lr_scheduler": one.scheduler, "batch_size": 8}
+    one.loop = training(model=one.model, **given, **options).loop
+    return one
+
+
+def test_what_accelerate_wraps_is_seen_through():
+    """As its scripts have it, which step both; the rate is that of the clock, however often they do."""
+    factor = lambda step: 1 / (1 + step)  # noqa: E731
+    one = with_scheduler(lambda optimizer: LambdaLR(optimizer, factor), accelerated, lr_scaling="linear")
+    rates = stepped_rates(one, lambda number: one.scheduler.step())
+    assert rates == pytest.approx([RATE * factor(step) for step in range(5)], rel=1e-12)
+
+
+@pytest.mark.parametrize("wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"])
+def test_a_scheduler_that_counts_and_that_the_script_steps_too_is_refused(wrap):
+    one = with_scheduler(lambda optimizer: StepLR(optimizer, 2), wrap)
+    with pytest.raises(SettingError, match=r"^lr_scheduler='StepLR': somebody else steps it too"):
+        stepped_rates(one, lambda number: one.scheduler.step())
+
+
+def test_a_wrapped_scheduler_that_waits_for_a_metric_is_refused():
+    with pytest.raises(SettingError, match=r"^lr_scheduler='ReduceLROnPlateau': it waits for a metric"):
+        with_scheduler(ReduceLROnPlateau, accelerated)
+
+
+def test_a_step_that_the_script_leaves_out_leaves_its_rate_too():
+    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    for rows in one.loop:
+        one.loop.run(rows)
+        assert one.loop.learning_rate == one.optimizer.param_groups[0]["lr"] == 2 * RATE
+        one.optimizer.zero_grad()
+    assert one.optimizer.state_dict()["param_groups"][0]["lr"] == RATE
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
