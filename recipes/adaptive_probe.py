@@ -28,6 +28,7 @@ from adaptive_batch.torchtune import (
     Trainer,
     all_ranks,
     check_output_dir,
+    left_by_rounding,
     set_up_terminal,
     use_shipped_config,
     without_effect_on,
@@ -73,7 +74,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        say(f"\n{result.table()}\n")
+        say("\n".join(["", result.table(), left_by_rounding(result.max_batch_size, result.batch_size)]))
         results.append(result)
     if refused and not results:
         raise refused

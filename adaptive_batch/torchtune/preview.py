@@ -21,7 +21,7 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import MicroBatchLimits, StepRate, same_answers
 
-from .batch_size_finder import BatchSizeFinder
+from .batch_size_finder import BatchSizeFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .rate import build_rate, optimizer_of_nothing
@@ -148,6 +148,7 @@ class TrainingPreview:
                 limits.bound, limits.tried_length = rows, tokens
                 if settings.use_maximum_batch_size and not resumes and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
+                    lines += filter(None, [left_by_rounding(rows, batch_size)])
         known_first = batches.first_batch_size
         batches.limits = limits
         batches.begin(progress, batch_size=batch_size)

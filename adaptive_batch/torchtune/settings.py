@@ -91,8 +91,8 @@ def _norm(name: str, value: Any) -> float:
         norm = math.nan if isinstance(value, bool) else float(value)  # torchtune's recipes take "inf"
     except (TypeError, ValueError):
         norm = math.nan
-    if not norm >= 0:
-        raise SettingError(name, value, "give the largest norm of all gradients, such as 1.0, or null")
+    if not norm > 0:
+        raise SettingError(name, value, "give the largest norm of all gradients, above 0, such as 1.0, or null")
     return norm
 
 
@@ -134,7 +134,11 @@ class ProbeSettings:
         shown="none",
     )
     round_to_power_of_two: bool = key(
-        check_bool, "train with the power of two at or below the bound; it is tried too", default=True
+        check_bool,
+        "train with the power of two at or below the bound, which is tried too: it stays the same where the bound moves by some rows "
+        "from run to run, and batches that double divide each other. It leaves up to half of what fits unused, which is logged; "
+        "`False`: the bound itself",
+        default=True,
     )
     maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
     trial_timeout: int = key(
@@ -148,7 +152,7 @@ class ProbeSettings:
     cache: bool = key(
         check_bool,
         "a bound in `{output_dir}/adaptive_batch/probe.json` that depends on the same things is tried once, and believed if it "
-        "fits; a search starts from a curve of the same step that was planned or counted before",
+        "fits, whatever the learning rate; a search starts from a curve of the same step that was planned or counted before",
         default=True,
     )
 
