@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from torchtune import training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch.distributed import EXIT_STATUS, Watchdog
-from adaptive_batch.errors import RankLostError, SettingError
+from adaptive_batch.errors import AdaptiveBatchError, RankLostError, SettingError
 from adaptive_batch.training import differences
 
 from .checks import check_parallel
@@ -73,7 +74,8 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     """
     if not distributed.is_launched():
         check_parallel(cfg, world_size=1)
-        yield None
+        with _no_early_success():
+            yield None
         return
     if int(os.environ["RANK"]):
         for name in ("adaptive_batch", "torchtune"):  # rank zero logs for all
@@ -83,9 +85,10 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     try:
         _check_same(cfg)
         _begin_group(cfg, ranks_of_a_model=check_parallel(cfg, world_size=int(os.environ["WORLD_SIZE"])))
-        yield watch
+        with _no_early_success():
+            yield watch
     except SystemExit as ended:
-        if ended.code not in (None, 0, EXIT_STATUS):
+        if ended.code != EXIT_STATUS:
             watch.fail(f"it was ended with status {ended.code}")
         watch.stop()
         raise
@@ -97,6 +100,21 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
         watch.fail(plainly(error) or error, kind=kind, facts=facts)
     watch.stop()
     distributed.destroy_process_group()
+
+
+@contextmanager
+def _no_early_success() -> Iterator[None]:
+    """Inside, ``sys.exit()`` or ``sys.exit(0)``, as a loss or a dataset may call it, is an error: the run is not over."""
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+        where = traceback.extract_tb(ended.__traceback__)[-1]
+        message = (
+            f"{where.filename}:{where.lineno} ({where.name}) ended the process with status 0 before the run was over"
+        )
+        raise AdaptiveBatchError(f"{message}; return there, or raise an error that says what is wrong") from ended
 
 
 def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:

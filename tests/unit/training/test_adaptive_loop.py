@@ -41,7 +41,7 @@ from torch.utils.data import DistributedSampler
 
 from adaptive_batch import distributed
 from adaptive_batch.data import move_to_device
-from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, SettingError
+from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, NonfiniteLossError, SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
 from adaptive_batch.training import AdaptiveLoop, Sampling, StepOptions
@@ -574,6 +574,52 @@ def test_a_step_that_the_script_leaves_out_leaves_its_rate_too():
     assert one.optimizer.state_dict()["param_groups"][0]["lr"] == RATE
 
 
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def spoiled(at: int, **options: Any) -> SimpleNamespace:
+    """Training whose loss is NaN when it is computed for the so-manieth time."""
+    model, calls = Decoder(), []
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        return token_losses(model, batch, "mean") * (float("nan") if len(calls) == at else 1.0)
+
+    return training(model=model, mean_loss=mean_loss, **options)
+
+
+def test_a_loss_that_is_not_finite_is_logged_and_trained_on(caplog):
+    one = spoiled(3)
+    assert [step.result.is_finite for step in train(one)] == [True] * 2 + [False] * 8
+    assert caplog.text.count("the loss is nan") == 1
+    assert "step 3: the loss is nan, lr 0.05; step 2 had loss" in caplog.text
+
+
+def test_a_step_that_is_skipped_leaves_no_gradients_and_its_rows_are_consumed():
+    one = spoiled(3, on_nonfinite_loss="skip", lr_scaling="linear")
+    train(one, until=2)
+    before = training_state(one.model, one.optimizer)
+    third = train(one, until=3)
+    assert not third[0].result.is_finite
+    assert training_state(one.model, one.optimizer) == before
+    assert all(step.result.is_finite for step in train(one))
+    assert one.loop.progress.samples == len(ROWS)
+
+
+def test_a_step_that_stops_can_be_run_again():
+    one = spoiled(2, on_nonfinite_loss="stop", batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    steps_of_epoch = iter(one.loop)
+    one.loop.run(next(steps_of_epoch))
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    rows = next(steps_of_epoch)
+    with pytest.raises(NonfiniteLossError, match="step 2: the loss is nan"):
+        one.loop.run(rows)
+    assert one.optimizer.param_groups[0]["lr"] == RATE
+    assert one.loop.run(rows).is_finite
+    assert one.loop.progress.steps == 2
+
+
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
@@ -1097,7 +1143,9 @@ def test_gradients_that_are_there_are_not_added_to() -> None:
     rows = iter(one.loop)
     one.loop.run(next(rows))
     second = next(rows)
-    with pytest.raises(ValueError, match=r"gradients are there before a step"):
+    with pytest.raises(
+        ValueError, match=r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer"
+    ):
         one.loop.run(second)
     one.optimizer.step()
     one.optimizer.zero_grad(set_to_none=False)
