@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import random
 import re
 from collections import namedtuple
@@ -852,6 +853,18 @@ def on_ranks(**options: Any) -> SimpleNamespace:
     return training(model=model, rows=UNLABELLED, batch_size=8 // ranks, mean_loss=loss, **options)
 
 
+def spoils_gradients_on_rank_one(model: nn.Module) -> Any:
+    """A loss that is finite everywhere; the gradients of one rank are not, once."""
+    calls: list[int] = []
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        loss = masked_mean(model, batch)
+        return loss + torch.sqrt(0 * loss) if distributed.rank() == 1 and len(calls) == 4 else loss
+
+    return mean_loss
+
+
 def facts(one: SimpleNamespace, seen: list[SimpleNamespace]) -> dict[str, Any]:
     return {
         "rows": [step.rows for step in seen],
@@ -878,6 +891,8 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
     for syncs in (True, False):
         one = on_ranks(loss=fails_on_rank_one, grow_beyond_maximum=True, sync_gradients_every_micro_batch=syncs)
         found[f"fails, {syncs}"] = facts(one, train(one, epochs=2))
+    one = on_ranks(loss=spoils_gradients_on_rank_one, on_nonfinite_loss="skip", max_grad_norm=None)
+    found["skipped"] = facts(one, seen := train(one)) | {"finite": [step.result.is_finite for step in seen]}
     one = on_ranks(sync_gradients_every_micro_batch=False, grow_beyond_maximum=True)
     found["bound, gradients kept"] = one.loop.find_bound(device_memory="1GiB", maximum=5).max_batch_size
     one = on_ranks()
@@ -995,6 +1010,15 @@ def test_a_step_that_runs_out_of_memory_on_one_rank_is_retried_on_all(two_ranks,
         assert_alike(found, alone)
         assert (found["capacity"], found["out_of_memory"]) == (2, 1)
         assert found["micro_batches"] == [1, 1, 1, 2, 0, 4, 4, 1]  # the last row of the first epoch has no label
+
+
+def test_gradients_that_are_not_finite_on_one_rank_are_skipped_on_all(two_ranks):
+    for rank in two_ranks:
+        found = rank["skipped"]
+        assert found["finite"].count(False) == 1
+        assert all(map(math.isfinite, found["losses"]))
+        assert all(parameter.isfinite().all() for parameter in found["parameters"].values())
+        assert found["progress"] == two_ranks[0]["skipped"]["progress"]
 
 
 def test_gradients_that_are_kept_unsharded_are_there_in_a_trial(two_ranks):
