@@ -51,7 +51,7 @@ from adaptive_batch.torchtune import (
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import FullBatchLoss, StepResult, agree_on_step
+from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, StepResult, agree_on_step
 
 log = utils.get_logger("INFO")
 Part = TypeVar("Part", bound=Stateful)
@@ -78,6 +78,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.parts: dict[str, Any] = {}  # by the name that a checkpoint keeps their state under
         self.asked_to_end = False
+        self.saved: str | None = None  # what resuming would take
 
     # --- setup ------------------------------------------------------------------------------------------------------
 
@@ -138,11 +139,21 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             limit=lambda: self.planner.limit,
             lower=lambda change: self.limits.lower(change),
         )
+        self.nonfinite = NonfiniteSteps(
+            self.settings.on_nonfinite_loss,
+            runner=trainer.runner,
+            event=self.record.event,
+            is_taken=self.settings.optimizer_in_bwd,
+            remedy=lambda: (
+                f"; resume_from_checkpoint=True resumes from {self.saved}" if self.saved else "; nothing was saved"
+            ),
+        )
         self.limits = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
         self.planner.limits = self.parts["limits"] = self.limits.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
+            self.saved = self.checkpoints.found.source
             self.checkpoints.load_optimizer(trainer)
             self.log.whose_rate(trainer.base_rate)
         keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
@@ -253,7 +264,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 batch = self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens)
                 rate = self.rate.set(progress, plan=self.planner.plan, batch=batch)
                 result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
-                self.trainer.step()
+                changes = {"epoch": epoch, "batch_size": progress.batch, "micro-batch": runner.retry.limit()}
+                if not self.nonfinite.drops(result, step=progress.steps + 1, lr=rate, **changes):
+                    self.trainer.step()
                 self.rate.restore()
                 self.progress = self._after(result, progress)
                 bar.advance(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
@@ -272,7 +285,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.progress.epoch_steps and self.unlabelled == self.progress.epoch_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self.cfg.dataset), remedy)
-        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled)
+        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=self.nonfinite.count())
 
     def _after(self, result: StepResult, progress: Progress) -> Progress:
         """Progress after a step, with what it has measured."""
@@ -318,6 +331,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.record.sync()
         self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
         self.record.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
+        self.saved = f"epoch_{epoch}"
         if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
             self.checkpoints.wait()
@@ -340,6 +354,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 raise
             self._log_failed_save(error)
             return
+        self.saved = f"step_{step}"
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
         self.record.event("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
         if ends:

@@ -289,8 +289,10 @@ class LearningRate:
             self._rates = _read_rates(self._first)
         elif self._counts != _counts(scheduler):
             name = type(scheduler).__name__
-            remedy = "somebody else steps it too, so it would count each step twice: let one step it; without it as lr_scheduler "
-            raise SettingError("lr_scheduler", name, f"{remedy}a rate that others schedule is scaled as it is found")
+            remedy = "let one alone step it (one that is left out here may be stepped by others: the rate is scaled as it is found)"
+            raise SettingError(
+                "lr_scheduler", name, f"somebody else steps it too, so it counts each step twice; {remedy}"
+            )
         elif self._last_clock is not None and clock != self._last_clock:
             for group, rate in zip(groups, self._rates, strict=True):
                 write_rate(group, rate)

@@ -245,6 +245,11 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
         (s.gradient_accumulation_steps > 1, "gradient_accumulation_steps", f"{one}; set it to 1"),
         (s.clip_grad_norm is not None, "clip_grad_norm", "there is never a whole gradient; set it to null"),
         (s.on_out_of_memory == "shrink", "on_out_of_memory", f"{failed}; give raise"),
+        (
+            s.on_nonfinite_loss == "skip",
+            "on_nonfinite_loss",
+            "a step has changed the weights before its loss is known; give stop",
+        ),
         (s.measures_noise, noise_key, "there is no gradient left to measure; remove it"),
         *((config.get(key), key, f"{one}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
         (less, "micro_batch_size", f"{one}; remove it"),

@@ -185,11 +185,15 @@ class TrainingLog:
         if settings.batch_size_schedule is None:  # whose plan shows its batches
             self._log_unscaled(rate, batch=plan.step_rows)
 
-    def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int) -> None:
-        """Log the rows of an epoch that were trained and left out, and how many steps had no label."""
+    def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int) -> None:
+        """Log the rows of an epoch that were trained and left out, and how many steps had no label or no finite loss."""
         if unlabelled:
             message = f"{unlabelled} of {progress.epoch_steps} steps had no label at all, and changed nothing"
             self.record.event("no_labels", message, steps=unlabelled)
+        if nonfinite:
+            end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
+            message = f"{nonfinite} of {progress.epoch_steps} steps had a loss or gradients that are not finite{end}"
+            self.record.event("nonfinite_steps", message, steps=nonfinite)
         reasons = planner.epochs.left_out(progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
         self.record.event(

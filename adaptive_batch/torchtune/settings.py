@@ -28,6 +28,7 @@ from adaptive_batch.schedules import (
     needs_noise_scale,
     parse_reference,
 )
+from adaptive_batch.training import ON_NONFINITE_LOSS, norm_to_clip
 
 from .checks import check_together
 from .config_errors import as_dict
@@ -326,6 +327,13 @@ class Settings:
         "`raise`, and `shrink` is refused: a step that failed has changed weights already",
         default="shrink",
     )
+    on_nonfinite_loss: str = key(
+        one_of(*ON_NONFINITE_LOSS),
+        "a step whose loss is NaN or infinite: `warn` logs it, and training continues; `skip` leaves weights and optimizer as they "
+        "are; `stop` ends the run before the step is taken, with status 1. See [below](#a-loss-that-is-not-finite)",
+        default="warn",
+        resume="report",
+    )
     sync_gradients_every_micro_batch: bool = key(
         check_bool,
         "several ranks: `True` reduces gradients after each micro-batch; `False` keeps them unsharded until the last of a step: "
@@ -446,6 +454,15 @@ class Settings:
         """Whether the gradient noise scale is measured."""
         rule = self.batch_size_schedule
         return self.log_gradient_noise_scale or (rule is not None and needs_noise_scale(rule))
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What the norm of the gradients is clipped to; infinity where it is only measured."""
+        return (
+            None
+            if self.optimizer_in_bwd
+            else norm_to_clip(self.clip_grad_norm, on_nonfinite_loss=self.on_nonfinite_loss)
+        )
 
     @property
     def restores_random_state(self) -> bool:

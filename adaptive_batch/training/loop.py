@@ -39,7 +39,7 @@ from adaptive_batch.data import (
     move_to_device,
 )
 from adaptive_batch.distributed import Sharding, reshard
-from adaptive_batch.errors import SettingError
+from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import DeviceMemory, RandomState, check_device_memory, device_memory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
@@ -64,6 +64,7 @@ from .model_checks import (
     is_replicated,
     whole_count,
 )
+from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import LimitChange, OOMPolicy, OOMRetry
 from .step import agree_on_step
 from .step_rate import StepRate
@@ -122,6 +123,8 @@ class StepOptions:
         oom_policy: decides how the limit of a micro-batch shrinks; None halves it.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
         memory: of the model's device; None asks torch.
+        on_nonfinite_loss: of a step whose loss is NaN or infinite ``warn`` logs a line; ``skip`` and ``stop`` look at the norm of
+            its gradients too; ``skip`` leaves no gradients, so that ``optimizer.step()`` changes nothing, and ``stop`` raises.
 
     Raises:
         SettingError: a value cannot be used.
@@ -133,6 +136,7 @@ class StepOptions:
     oom_policy: OOMPolicy | None = None
     sync_gradients_every_micro_batch: bool = True
     memory: DeviceMemory | None = None
+    on_nonfinite_loss: str = "warn"
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -140,6 +144,7 @@ class StepOptions:
         if norm is not None and not (is_number and 0 < norm < math.inf):
             raise SettingError("max_grad_norm", norm, "give a number above 0, or None to clip nothing")
         _check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
+        _check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ON_NONFINITE_LOSS)
 
 
 class AdaptiveLoop:
@@ -268,9 +273,10 @@ class AdaptiveLoop:
                 remedies=_MEMORY_REMEDIES,
                 policy=options.oom_policy,
             ),
-            max_grad_norm=options.max_grad_norm,
+            max_grad_norm=norm_to_clip(options.max_grad_norm, on_nonfinite_loss=options.on_nonfinite_loss),
             sharding=sharding,
         )
+        self._nonfinite = NonfiniteSteps(options.on_nonfinite_loss, runner=self._runner, event=self._log_event)
         several = distributed.world_size() > 1
         self._keeps_gradients = several and not options.sync_gradients_every_micro_batch
         self._learns_collectives = several and shrinks and not is_compiled(model)
@@ -444,6 +450,7 @@ class AdaptiveLoop:
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
+            NonfiniteLossError: the loss or the gradients are NaN or infinite, with ``on_nonfinite_loss="stop"``; no gradient is left.
             RankLostError: out of memory on this rank where the others cannot be told; end the process, so that they end too.
             SettingError: the step has more rows than the bound, which was tried for steps of one micro-batch; or the loss or
                 its labels are none.
@@ -457,16 +464,21 @@ class AdaptiveLoop:
         agreed = agree_on_step(runner, rows, batch=step.asked, num_rows=step.rows)
         result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
         assert result.rows == step.rows, f"a step of {step.rows} rows trained {result.rows} of them"
+        progress, tokens = self.progress, result.tokens
+        self.learning_rate = self._rate.set(progress, batch=tokens if self._rate.counts_tokens else result.rows)
+        try:
+            changes = {"epoch": progress.epoch, "batch_size": step.asked, "micro-batch": self._limit()}
+            self._nonfinite.drops(result, step=progress.steps + 1, lr=self.learning_rate, **changes)
+        except NonfiniteLossError:
+            self._rate.restore()
+            raise
         self._handed_out.popleft()
         if not result.micro_batches and not self._warned_unlabelled:
             self._warned_unlabelled = True
             log.warning(
                 "a step of %d rows had no label to learn from; see num_labels, if that should not be", step.rows
             )
-        self.learning_rate = self._rate.set(
-            self.progress, batch=result.tokens if self._rate.counts_tokens else result.rows
-        )
-        progress = replace(self.progress, batch=step.asked).after_step(rows=result.rows, tokens=result.tokens)
+        progress = replace(progress, batch=step.asked).after_step(rows=result.rows, tokens=tokens)
         self.progress = progress.after_epoch() if self._steps.is_over(progress) else progress
         return result
 
@@ -501,7 +513,7 @@ class AdaptiveLoop:
 
     def _log_event(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
         if distributed.is_rank_zero() and prints:
-            log.info("%s", message)
+            log.log(logging.WARNING if kind == "nonfinite_loss" else logging.INFO, "%s", message)
         changed = kind == "batch_size" and facts["before"] != facts["after"]
         if changed and distributed.is_rank_zero() and (line := self._rate.describe_unscaled(facts["after"])):
             log.info("%s", line)

@@ -268,3 +268,34 @@ def rows_by_rank(epoch, batch_size):
 def batch_by_rank(progress):
     """A schedule that is not the same on all ranks from step 3 on."""
     return 2 + (int(os.environ["RANK"]) if progress.steps >= 3 else 0)
+
+
+class SpoiledLoss(torch.nn.CrossEntropyLoss):
+    """A loss that is NaN in some micro-batches, counted from 1, or whose gradients alone are.
+
+    Args:
+        at: the micro-batches.
+        gradients_alone: the loss itself stays as it is.
+    """
+
+    def __init__(self, at, gradients_alone=False):
+        super().__init__(ignore_index=-100)
+        self.at, self.gradients_alone, self.calls = at, gradients_alone, 0
+
+    def forward(self, logits, labels):
+        self.calls += 1
+        loss = super().forward(logits, labels)
+        if self.calls not in self.at:
+            return loss
+        return loss + torch.sqrt(0 * logits.sum()) if self.gradients_alone else loss * float("nan")
+
+
+class LossThatEnds(torch.nn.CrossEntropyLoss):
+    """A loss in which the process is ended: by ``sys.exit`` with a status, or as by Ctrl-C where that is None."""
+
+    def __init__(self, status):
+        super().__init__(ignore_index=-100)
+        self.status = status
+
+    def forward(self, logits, labels):
+        raise KeyboardInterrupt if self.status is None else SystemExit(self.status)

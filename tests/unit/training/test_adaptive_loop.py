@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import random
 import re
 from collections import namedtuple
@@ -41,7 +42,7 @@ from torch.utils.data import DistributedSampler
 
 from adaptive_batch import distributed
 from adaptive_batch.data import move_to_device
-from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, SettingError
+from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, NonfiniteLossError, SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
 from adaptive_batch.training import AdaptiveLoop, Sampling, StepOptions
@@ -574,6 +575,52 @@ def test_a_step_that_the_script_leaves_out_leaves_its_rate_too():
     assert one.optimizer.state_dict()["param_groups"][0]["lr"] == RATE
 
 
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def spoiled(at: int, **options: Any) -> SimpleNamespace:
+    """Training whose loss is NaN when it is computed for the so-manieth time."""
+    model, calls = Decoder(), []
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        return token_losses(model, batch, "mean") * (float("nan") if len(calls) == at else 1.0)
+
+    return training(model=model, mean_loss=mean_loss, **options)
+
+
+def test_a_loss_that_is_not_finite_is_logged_and_trained_on(caplog):
+    one = spoiled(3)
+    assert [step.result.is_finite for step in train(one)] == [True] * 2 + [False] * 8
+    assert caplog.text.count("the loss is nan") == 1
+    assert "step 3: the loss is nan, lr 0.05; step 2 had loss" in caplog.text
+
+
+def test_a_step_that_is_skipped_leaves_no_gradients_and_its_rows_are_consumed():
+    one = spoiled(3, on_nonfinite_loss="skip", lr_scaling="linear")
+    train(one, until=2)
+    before = training_state(one.model, one.optimizer)
+    third = train(one, until=3)
+    assert not third[0].result.is_finite
+    assert training_state(one.model, one.optimizer) == before
+    assert all(step.result.is_finite for step in train(one))
+    assert one.loop.progress.samples == len(ROWS)
+
+
+def test_a_step_that_stops_can_be_run_again():
+    one = spoiled(2, on_nonfinite_loss="stop", batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    steps_of_epoch = iter(one.loop)
+    one.loop.run(next(steps_of_epoch))
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    rows = next(steps_of_epoch)
+    with pytest.raises(NonfiniteLossError, match="step 2: the loss is nan"):
+        one.loop.run(rows)
+    assert one.optimizer.param_groups[0]["lr"] == RATE
+    assert one.loop.run(rows).is_finite
+    assert one.loop.progress.steps == 2
+
+
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
@@ -806,6 +853,18 @@ def on_ranks(**options: Any) -> SimpleNamespace:
     return training(model=model, rows=UNLABELLED, batch_size=8 // ranks, mean_loss=loss, **options)
 
 
+def spoils_gradients_on_rank_one(model: nn.Module) -> Any:
+    """A loss that is finite everywhere; the gradients of one rank are not, once."""
+    calls: list[int] = []
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        loss = masked_mean(model, batch)
+        return loss + torch.sqrt(0 * loss) if distributed.rank() == 1 and len(calls) == 4 else loss
+
+    return mean_loss
+
+
 def facts(one: SimpleNamespace, seen: list[SimpleNamespace]) -> dict[str, Any]:
     return {
         "rows": [step.rows for step in seen],
@@ -832,6 +891,8 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
     for syncs in (True, False):
         one = on_ranks(loss=fails_on_rank_one, grow_beyond_maximum=True, sync_gradients_every_micro_batch=syncs)
         found[f"fails, {syncs}"] = facts(one, train(one, epochs=2))
+    one = on_ranks(loss=spoils_gradients_on_rank_one, on_nonfinite_loss="skip", max_grad_norm=None)
+    found["skipped"] = facts(one, seen := train(one)) | {"finite": [step.result.is_finite for step in seen]}
     one = on_ranks(sync_gradients_every_micro_batch=False, grow_beyond_maximum=True)
     found["bound, gradients kept"] = one.loop.find_bound(device_memory="1GiB", maximum=5).max_batch_size
     one = on_ranks()
@@ -949,6 +1010,15 @@ def test_a_step_that_runs_out_of_memory_on_one_rank_is_retried_on_all(two_ranks,
         assert_alike(found, alone)
         assert (found["capacity"], found["out_of_memory"]) == (2, 1)
         assert found["micro_batches"] == [1, 1, 1, 2, 0, 4, 4, 1]  # the last row of the first epoch has no label
+
+
+def test_gradients_that_are_not_finite_on_one_rank_are_skipped_on_all(two_ranks):
+    for rank in two_ranks:
+        found = rank["skipped"]
+        assert found["finite"].count(False) == 1
+        assert all(map(math.isfinite, found["losses"]))
+        assert all(parameter.isfinite().all() for parameter in found["parameters"].values())
+        assert found["progress"] == two_ranks[0]["skipped"]["progress"]
 
 
 def test_gradients_that_are_kept_unsharded_are_there_in_a_trial(two_ranks):
@@ -1097,7 +1167,9 @@ def test_gradients_that_are_there_are_not_added_to() -> None:
     rows = iter(one.loop)
     one.loop.run(next(rows))
     second = next(rows)
-    with pytest.raises(ValueError, match=r"gradients are there before a step"):
+    with pytest.raises(
+        ValueError, match=r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer"
+    ):
         one.loop.run(second)
     one.optimizer.step()
     one.optimizer.zero_grad(set_to_none=False)
