@@ -78,7 +78,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.parts: dict[str, Any] = {}  # by the name that a checkpoint keeps their state under
         self.asked_to_end = False
-        self.saved: str | None = None  # what resuming would take
 
     # --- setup ------------------------------------------------------------------------------------------------------
 
@@ -144,16 +143,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             runner=trainer.runner,
             event=self.record.event,
             is_taken=self.settings.optimizer_in_bwd,
-            remedy=lambda: (
-                f"; resume_from_checkpoint=True resumes from {self.saved}" if self.saved else "; nothing was saved"
-            ),
+            remedy=self.checkpoints.after_end,
         )
         self.limits = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
         self.planner.limits = self.parts["limits"] = self.limits.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
-            self.saved = self.checkpoints.found.source
             self.checkpoints.load_optimizer(trainer)
             self.log.whose_rate(trainer.base_rate)
         keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
@@ -331,7 +327,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.record.sync()
         self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
         self.record.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
-        self.saved = f"epoch_{epoch}"
         if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
             self.checkpoints.wait()
@@ -354,7 +349,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 raise
             self._log_failed_save(error)
             return
-        self.saved = f"step_{step}"
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
         self.record.event("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
         if ends:
