@@ -88,13 +88,19 @@ class SkippedCheckpoint:
 
 
 class Saved(Protocol):
-    """A checkpoint whose files are all there with the sizes that they were saved with; the largest `order` is the newest."""
+    """A checkpoint whose files are all there with the sizes that they were saved with.
+
+    The largest `order` is the newest; of two with the same, which were saved into different folders, that of more steps.
+    """
 
     @property
     def path(self) -> Path: ...
 
     @property
     def order(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
 
     def corruption(self) -> str | None:
         """Read every file, and return what differs from what was saved; None where nothing does."""
@@ -112,9 +118,9 @@ def newest_complete(
         The checkpoint, or None; and what was skipped before it was found: those that are newer, or whose age cannot be known.
     """
     others = list(skipped)
-    for one in sorted(saved, key=lambda one: -one.order):
+    for one in sorted(saved, key=lambda one: (-one.order, -one.step)):
         if (corruption := one.corruption()) is None:
-            return one, [other for other in others if other.order is None or other.order > one.order]
+            return one, [other for other in others if other.order is None or other.order >= one.order]
         others.append(SkippedCheckpoint(one.path, corruption, True, one.order))
     return None, others
 

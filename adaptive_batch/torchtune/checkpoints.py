@@ -157,7 +157,7 @@ class Checkpoints:
         with contextlib.suppress(CheckpointError):
             if distributed.world_size() == 1:
                 self._manager.wait()
-        newest = max(self._saved()[0], key=lambda one: one.order, default=None)
+        newest = max(self._saved()[0], key=lambda one: (one.order, one.step), default=None)
         if newest is not None:
             state = newest.load_small_state() if isinstance(newest, Checkpoint) else newest.state
             if state.get(STATE_KEY, {}).get("run") == self._run:

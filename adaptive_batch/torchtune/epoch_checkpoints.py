@@ -103,6 +103,11 @@ class SavedEpoch:
     state_file: Path
     files: Mapping[str, SavedFile] = field(default_factory=dict)
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far; 0 for a recipe of torchtune's own."""
+        return int(self.state.get(STATE_KEY, {}).get("progress", {}).get("steps", 0))
+
     def corruption(self) -> str | None:
         """Read every file, and return what differs from what was saved; None where nothing does."""
         return other_content(self.path, self.files)

@@ -373,6 +373,12 @@ def test_missing_weights_are_named(small, interrupted):
         go_on(small, interrupted)
 
 
+@pytest.mark.parametrize("recipe", [OURS, "adaptive_probe"])
+def test_a_folder_that_cannot_be_written_to_is_named(small, recipe):
+    with pytest.raises(SettingError, match=r"^output_dir='/proc/nothing': it cannot be made "):
+        small.run_in_process(recipe, "output_dir=/proc/nothing")
+
+
 def test_a_truncated_base_checkpoint_is_named(small):
     base = small.fresh_folder() / "base"
     shutil.copytree(small.folder / "base", base)
