@@ -115,7 +115,7 @@ class BatchSizeFinder:
             self._trials[length] = self.rows_of(length)
             check_length(key, length, self._trials[length].length)
         if settings.validation and settings.validation.fits_itself:
-            check_length("batch_size_val", "auto", int(data.lengths_val.max()))
+            _ = data.dataset_val.lengths  # a row that the model does not take is refused now
         memory = device_memory(job.device, shared_by=distributed.local_world_size())
         memory.check_it_can_be_measured()
         budget = budget_bytes(
@@ -226,8 +226,8 @@ class BatchSizeFinder:
             DoesNotFitError: one row does not fit.
         """
         data = self._data
-        order = longest_rows(data.lengths_val, len(data.lengths_val))
-        tokens = int(data.lengths_val[order[0]])
+        order = longest_rows(data.dataset_val.lengths, len(data.dataset_val.lengths))
+        tokens = int(data.dataset_val.lengths[order[0]])
         made: list[dict[str, Any]] = []
 
         def rows(size: int) -> list[dict[str, Any]]:

@@ -88,7 +88,9 @@ def test_a_row_without_a_list_of_tokens_is_refused_by_dataset_and_number(row, nu
 def test_a_dataset_without_rows_or_length_is_refused(tmp_path):
     with pytest.raises(SettingError, match="dataset='list': it has no rows; check its source, split and filter"):
         measure([], tmp_path)
-    with pytest.raises(SettingError, match="dataset='count': a map-style dataset with a length is needed"):
+    with pytest.raises(
+        SettingError, match="dataset='count': a count has no row by its number; give a map-style dataset"
+    ):
         measure(itertools.count(), tmp_path)
 
 
