@@ -9,7 +9,6 @@ same keys; any config of those recipes runs unchanged. The keys that are ours ar
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from dataclasses import replace
@@ -22,8 +21,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
 from adaptive_batch.data import StepPlanner
@@ -39,7 +36,6 @@ from adaptive_batch.torchtune import (
     Job,
     LimitFinder,
     ModelBuilder,
-    RateController,
     ResumedRun,
     Settings,
     Trainer,
@@ -47,7 +43,7 @@ from adaptive_batch.torchtune import (
     TrainingPreview,
     Validation,
     all_ranks,
-    as_dict,
+    build_rate,
     check_output_dir,
     check_scheduler,
     interruptible,
@@ -55,7 +51,7 @@ from adaptive_batch.torchtune import (
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import FullBatchLoss, StepResult, agree_on_step
+from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, StepResult, agree_on_step
 
 log = utils.get_logger("INFO")
 Part = TypeVar("Part", bound=Stateful)
@@ -75,9 +71,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
         self.cfg, self.watch = cfg, watch
-        plain = as_dict(cfg)
-        self.settings = Settings.from_config(plain)
-        self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
+        self.settings = Settings.from_config(cfg)
+        self.without_effect = without_effect(self.settings, cfg, ranks=distributed.world_size())
         self.job = Job(cfg, self.settings, builder)
         self.device = self.job.device
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
@@ -94,7 +89,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
             text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, resumes=keeps_batch)
             if distributed.is_rank_zero():
-                print(text)
+                print(*self.without_effect, text, sep="\n")
             return
         self._setup_log()
         self._setup_model()
@@ -143,6 +138,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             limit=lambda: self.planner.limit,
             lower=lambda change: self.limits.lower(change),
         )
+        self.nonfinite = NonfiniteSteps(
+            self.settings.on_nonfinite_loss,
+            runner=trainer.runner,
+            event=self.record.event,
+            is_taken=self.settings.optimizer_in_bwd,
+            remedy=self.checkpoints.after_end,
+        )
         self.limits = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
         self.planner.limits = self.parts["limits"] = self.limits.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
@@ -183,14 +185,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_rate(self) -> None:
         trainer, saved = self.trainer, self.resumed.saved
-        self.parts["learning_rate"] = self.rate = RateController(
+        self.parts["learning_rate"] = self.rate = build_rate(
             self.job,
             self.planner,
             trainer.optimizers,
             progress=self.progress,
             total_steps=self.preview.schedule_steps,
             saved=saved.get("learning_rate", {}),
-            record=self.record,
         )
         limits, base = self.limits.limits, trainer.base_rate
         self.log.rate_and_stages(self.rate, self.preview, self.progress, base=base, limits=limits, saved=saved)
@@ -230,8 +231,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.planner.start_epoch(self.progress)
                 if epoch == first_epoch and within:  # beginning to read rows draws, as it had in the saved run
                     self.resumed.restore_random_state(self.progress)
-                with logging_redirect_tqdm([logging.getLogger("adaptive_batch")]):
-                    self._train_epoch()
+                self._train_epoch()
                 self.progress = self.progress.after_epoch()
                 self.unlabelled = 0
                 self.save_checkpoint(epoch=epoch)
@@ -243,7 +243,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
         epoch, done, runner = self.progress.epoch, self.progress.epoch_steps, self.trainer.runner
-        with tqdm(total=self.planner.plan.steps, initial=done, disable=not distributed.is_rank_zero()) as bar:
+        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
@@ -260,10 +260,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 batch = self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens)
                 rate = self.rate.set(progress, plan=self.planner.plan, batch=batch)
                 result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
-                self.trainer.step()
+                changes = {"epoch": epoch, "batch_size": progress.batch, "micro-batch": runner.retry.limit()}
+                if not self.nonfinite.drops(result, step=progress.steps + 1, lr=rate, **changes):
+                    self.trainer.step()
+                self.rate.restore()
                 self.progress = self._after(result, progress)
-                bar.update(1)
-                bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
+                bar.advance(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
                 self.log.step(
                     result,
                     self.progress,
@@ -279,7 +281,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.progress.epoch_steps and self.unlabelled == self.progress.epoch_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self.cfg.dataset), remedy)
-        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled)
+        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=self.nonfinite.count())
 
     def _after(self, result: StepResult, progress: Progress) -> Progress:
         """Progress after a step, with what it has measured."""

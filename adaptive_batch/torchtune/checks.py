@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +21,7 @@ from adaptive_batch.schedules import needs_noise_scale
 
 from .config_errors import as_dict, check_block, missing, plainly
 from .keys import keys_of, load_function
+from .names import describe_unread, unread
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -30,11 +31,6 @@ _SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
 TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
-_OF_OTHER_RECIPES = {
-    "quantizer": "weights are trained as they are here, with nothing quantized (QAT is torchtune's qat_distributed)",
-    "teacher_model": "nothing is distilled here (torchtune's knowledge_distillation recipes do)",
-    "policy_model": "there is no reinforcement learning here (torchtune's ppo_full_finetune_single_device does it)",
-}
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
@@ -43,18 +39,15 @@ _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
 
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
-    """Fill in torchtune's defaults, in place, and refuse a configuration that is not one of full fine-tuning.
+    """Fill in torchtune's defaults, in place, and refuse a configuration that lacks what training needs.
 
     Raises:
-        SettingError: a key of `needs` is missing, refers to one that is, holds what it cannot, or belongs to another recipe.
+        SettingError: a key of `needs` is missing, refers to one that is, or holds what it cannot.
     """
     try:
         plain = as_dict(cfg)
     except OmegaConfBaseException as error:
         raise plainly(error) or error from error
-    for key, why in _OF_OTHER_RECIPES.items():
-        if plain.get(key) is not None:
-            raise SettingError(key, _component(plain[key]), f"{why}; remove it, and every weight is trained")
     if "compile" not in cfg:  # torchtune's distributed recipe does without
         OmegaConf.update(cfg, "compile", False, force_add=True)
     for key in needs:
@@ -252,6 +245,11 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
         (s.gradient_accumulation_steps > 1, "gradient_accumulation_steps", f"{one}; set it to 1"),
         (s.clip_grad_norm is not None, "clip_grad_norm", "there is never a whole gradient; set it to null"),
         (s.on_out_of_memory == "shrink", "on_out_of_memory", f"{failed}; give raise"),
+        (
+            s.on_nonfinite_loss == "skip",
+            "on_nonfinite_loss",
+            "a step has changed the weights before its loss is known; give stop",
+        ),
         (s.measures_noise, noise_key, "there is no gradient left to measure; remove it"),
         *((config.get(key), key, f"{one}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
         (less, "micro_batch_size", f"{one}; remove it"),
@@ -266,8 +264,19 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
 _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
 
 
-def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys that are set and do nothing, each with the reason."""
+class NoEffect(NamedTuple):
+    """Keys that are set and do nothing, and the reason."""
+
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {'have' if ', ' in self.key else 'has'} no effect: {self.reason}"
+
+
+def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, ranks: int = 1) -> list[NoEffect]:
+    """Return the keys that are set and do nothing in training, each with the reason; those that nothing reads are one."""
+    config = as_dict(cfg)
     found = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
     if ranks == 1:
         found += [(name, _ONE_RANK) for name in ("fsdp_cpu_offload", "custom_sharded_layers") if config.get(name)]
@@ -282,11 +291,11 @@ def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int 
             found.append(("probe.sequence_lengths", "it is for adaptive_probe"))
     if settings.estimate != type(settings.estimate)():
         found.append(("estimate", "it is for adaptive_estimate"))
-    return found
+    return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in found)]
 
 
-def without_effect_on(recipe: str, settings: Settings, *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
+def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks: int = 1) -> list[NoEffect]:
+    """Return the keys that nothing reads, and those of `probe` that do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
     probe, estimate = settings.probe, settings.estimate
     unused = {"assumed_maximum": "it is for preview"}
     if recipe == "adaptive_probe":
@@ -299,7 +308,13 @@ def without_effect_on(recipe: str, settings: Settings, *, ranks: int = 1) -> lis
         tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
         unused |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
     default = type(probe)()
-    return [(f"probe.{key}", why) for key, why in unused.items() if getattr(probe, key) != getattr(default, key)]
+    changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
+    return [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
+
+
+def _unread(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> list[NoEffect]:
+    names = unread(type(settings), cfg)
+    return [NoEffect(", ".join(names), describe_unread(type(settings), names))] if names else []
 
 
 def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
