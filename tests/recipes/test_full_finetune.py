@@ -379,6 +379,19 @@ def test_a_folder_that_cannot_be_written_to_is_named(small, recipe):
         small.run_in_process(recipe, "output_dir=/proc/nothing")
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("model.num_layers=3",), r"the checkpoint is of another one: Missing key\(s\) .*layers\.2\."),
+        (("model.num_heads=2", "model.num_kv_heads=2"), r"its layers\.0\.\S+ is of shape \(.*\) in the checkpoint"),
+    ],
+)
+def test_weights_of_another_model_are_refused_in_a_line(small, change, told):
+    with pytest.raises(SettingError, match=rf"^model='torchtune.models.qwen2.qwen2': {told}.* give the model") as error:
+        small.run_in_process(OURS, *change)
+    assert str(error.value).isprintable()
+
+
 def test_a_truncated_base_checkpoint_is_named(small):
     base = small.fresh_folder() / "base"
     shutil.copytree(small.folder / "base", base)

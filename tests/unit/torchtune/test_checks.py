@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
@@ -219,6 +220,13 @@ def test_an_error_about_the_configuration_keeps_where_it_came_from():
     error = caught(lambda: OmegaConf.create("a: '${b'"))
     assert plainly(error).__cause__ is error
     assert plainly(ValueError("of another kind")) is None
+
+
+def test_a_full_disk_is_told_in_a_line_also_where_a_log_is_written():
+    assert str(plainly(OSError(errno.ENOSPC, "No space left on device"))).startswith(
+        "No space left on device: free disk"
+    )
+    assert plainly(OSError(errno.EIO, "Input/output error")) is None
 
 
 class LooksAtValues(torch.nn.Linear):

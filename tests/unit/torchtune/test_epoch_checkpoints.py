@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchtune import training
 
 from adaptive_batch.checkpoint import SkippedCheckpoint
@@ -136,6 +136,25 @@ def test_a_corrupt_state_without_a_manifest_is_named_without_its_bytes_or_the_ad
         assert described.isprintable()
         assert "recipe_state.pt is skipped: it cannot be read" in described
         assert "`weights_only`" not in described
+
+
+def test_each_of_several_files_of_weights_is_checked(block, small, tmp_path):
+    base, names = tmp_path / "base", ["one.safetensors", "two.safetensors"]
+    base.mkdir()
+    shutil.copy(small.base / "config.json", base)
+    weights = load_file(small.base / "model.safetensors")
+    for name, keys in zip(names, (sorted(weights)[::2], sorted(weights)[1::2]), strict=True):
+        save_file({key: weights[key] for key in keys}, base / name)
+    block.checkpoint_dir, block.checkpoint_files = str(base), names
+    save(block, 0, order=4)
+    found = inspect_epoch(block)
+    second = "model-00002-of-00002.safetensors"
+    assert [path.name for path in found.weights] == ["model-00001-of-00002.safetensors", second]
+    assert EpochCheckpoints(block, found).load_weights().keys() == EpochCheckpoints(block).load_weights().keys()
+    flip(found.weights[1], 0.5)
+    assert f"{second} has another checksum" in why_not(block)
+    found.weights[1].unlink()
+    assert why_not(block) == f"{second} is missing"
 
 
 # --- torchtune's own ---------------------------------------------------------------------------------------------------
