@@ -30,6 +30,7 @@ from adaptive_batch.checkpoint import (
     newest_complete,
 )
 from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.report import read_records
 
 from .epoch_checkpoints import STATE_KEY, EpochCheckpoints, SavedEpoch, inspect_epoch, orders_of_epochs
 from .settings import Settings
@@ -93,7 +94,7 @@ class Checkpoints:
         self._job = self._output_dir / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
         self.found = distributed.from_rank_zero(self._find)
-        self._run = (self.found.recipe_state or {}).get(STATE_KEY, {}).get("run")
+        self._run = _run(self.found.recipe_state)
         if not settings.preview:  # which needs no weights
             epochs = distributed.on_rank_zero(lambda: EpochCheckpoints(cfg.checkpointer, self.found.epoch))
             self._epochs = cast(EpochCheckpoints, epochs)  # on rank zero
@@ -124,8 +125,7 @@ class Checkpoints:
             found = self._find_saved()
         except (OSError, ValueError, KeyError, CheckpointError):
             return None
-        state = (found.recipe_state or {}).get(STATE_KEY, {})
-        return found if state.get("run") == job["run"] else None
+        return found if _run(found.recipe_state) == job["run"] else None
 
     def _find_saved(self) -> Found:
         block = self._cfg.checkpointer
@@ -138,11 +138,21 @@ class Checkpoints:
         passed_over = [passed.describe() for passed in others]
         if newest is None:
             raise CheckpointError(self._nothing_complete(passed_over))
-        if isinstance(newest, Checkpoint):
-            if given:
-                passed_over.append(f"checkpointer.recipe_checkpoint={given} has no effect: {newest.path.name} is newer")
-            return Found(str(newest.path), newest.load_small_state(), newest, None, passed_over)
-        return Found(str(newest.path), newest.state, None, newest, passed_over)
+        state = _recipe_state(newest)
+        if any(one.is_ours for one in others) and self._last_run() not in (None, _run(state)):
+            remedy = "restore what was saved, remove it to resume the earlier run, or begin again (resume_from_checkpoint=False)"
+            raise CheckpointError(f"{'; '.join(passed_over)}; {newest.path} is of an earlier run: {remedy}")
+        if isinstance(newest, SavedEpoch):
+            return Found(str(newest.path), state, None, newest, passed_over)
+        if given:
+            passed_over.append(f"checkpointer.recipe_checkpoint={given} has no effect: {newest.path.name} is newer")
+        return Found(str(newest.path), state, newest, None, passed_over)
+
+    def _last_run(self) -> str | None:
+        """Return which run was started last in the folder; None where that is not known."""
+        path = self._output_dir / "adaptive_batch" / "run.jsonl"
+        starts = [record for record in read_records(path) if record["kind"] == "start"] if path.exists() else []
+        return starts[-1]["run"] if starts else None
 
     def _saved(self) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
         """Return all that there is to resume from, as far as its sizes tell, and what only looks like it."""
@@ -158,10 +168,8 @@ class Checkpoints:
             if distributed.world_size() == 1:
                 self._manager.wait()
         newest = max(self._saved()[0], key=lambda one: (one.order, one.step), default=None)
-        if newest is not None:
-            state = newest.load_small_state() if isinstance(newest, Checkpoint) else newest.state
-            if state.get(STATE_KEY, {}).get("run") == self._run:
-                return f"resume_from_checkpoint=True resumes from {newest.path}"
+        if newest is not None and _run(_recipe_state(newest)) == self._run:
+            return f"resume_from_checkpoint=True resumes from {newest.path}"
         return "nothing of this run is saved yet, so there is nothing to resume from; start it again"
 
     def _nothing_complete(self, passed_over: list[str]) -> str:
@@ -271,6 +279,17 @@ class Checkpoints:
             self._manager.wait()
         except CheckpointError as error:
             self.on_failure(error)
+
+
+def _recipe_state(saved: Checkpoint | SavedEpoch) -> dict[str, Any]:
+    state: dict[str, Any] = saved.load_small_state() if isinstance(saved, Checkpoint) else saved.state
+    return state
+
+
+def _run(recipe_state: Mapping[str, Any] | None) -> str | None:
+    """Return which run saved a recipe state; None for a recipe of torchtune's own."""
+    run: str | None = (recipe_state or {}).get(STATE_KEY, {}).get("run")
+    return run
 
 
 def _whole_on_rank_zero(tree: Any) -> Any:

@@ -233,6 +233,20 @@ def test_a_run_that_was_begun_anew_in_a_used_folder_is_gone_on_with(small, whole
     assert any("other runs in the file: 1" in line for line in audit(folder).lines)
 
 
+def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_on_with(small, whole):
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
+    other = ("seed=8", *DROPOUT)
+    at = ends_early(small, folder, *other, *asking_to_end(4))
+    spoil(folder / f"step_{at}" / "state.pt")
+    told = r"step_4 is skipped: state.pt has another checksum .*; \S+/step_15 is of an earlier run: restore what was saved, remove it"
+    with pytest.raises(CheckpointError, match=told):
+        go_on(small, folder, *other)
+    shutil.rmtree(folder / f"step_{at}")
+    go_on(small, folder, *DROPOUT)
+    assert went_on_from(folder) == "step_15"
+
+
 def spoil(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
