@@ -20,6 +20,7 @@ from adaptive_batch.torchtune import (
     ModelBuilder,
     check_output_dir,
     estimate_devices,
+    no_component_exits,
     set_up_terminal,
     use_shipped_config,
 )
@@ -50,7 +51,8 @@ def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryE
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the estimate: YAML first, then key=value from the command line over it."""
-    estimate(cfg)
+    with no_component_exits():
+        estimate(cfg)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ same keys; any config of those recipes runs unchanged. The keys that are ours ar
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from dataclasses import replace
@@ -22,12 +21,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
 from adaptive_batch.data import StepPlanner
-from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog
+from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog, raising_on_sigterm
 from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import NoiseScale, Progress
@@ -46,10 +43,10 @@ from adaptive_batch.torchtune import (
     TrainingPreview,
     Validation,
     all_ranks,
-    as_dict,
     build_rate,
     check_output_dir,
     check_scheduler,
+    interruptible,
     set_up_terminal,
     use_shipped_config,
     without_effect,
@@ -74,15 +71,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
         self.cfg, self.watch = cfg, watch
-        plain = as_dict(cfg)
-        self.settings = Settings.from_config(plain)
-        self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
+        self.settings = Settings.from_config(cfg)
+        self.without_effect = without_effect(self.settings, cfg, ranks=distributed.world_size())
         self.job = Job(cfg, self.settings, builder)
         self.device = self.job.device
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.parts: dict[str, Any] = {}  # by the name that a checkpoint keeps their state under
         self.asked_to_end = False
-        self.saved: str | None = None  # what resuming would take
 
     # --- setup ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +89,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
             text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, resumes=keeps_batch)
             if distributed.is_rank_zero():
-                print(text)
+                print(*self.without_effect, text, sep="\n")
             return
         self._setup_log()
         self._setup_model()
@@ -148,16 +143,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             runner=trainer.runner,
             event=self.record.event,
             is_taken=self.settings.optimizer_in_bwd,
-            remedy=lambda: (
-                f"; resume_from_checkpoint=True resumes from {self.saved}" if self.saved else "; nothing was saved"
-            ),
+            remedy=self.checkpoints.after_end,
         )
         self.limits = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
         self.planner.limits = self.parts["limits"] = self.limits.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
-            self.saved = self.checkpoints.found.source
             self.checkpoints.load_optimizer(trainer)
             self.log.whose_rate(trainer.base_rate)
         keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
@@ -239,8 +231,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.planner.start_epoch(self.progress)
                 if epoch == first_epoch and within:  # beginning to read rows draws, as it had in the saved run
                     self.resumed.restore_random_state(self.progress)
-                with logging_redirect_tqdm([logging.getLogger("adaptive_batch")]):
-                    self._train_epoch()
+                self._train_epoch()
                 self.progress = self.progress.after_epoch()
                 self.unlabelled = 0
                 self.save_checkpoint(epoch=epoch)
@@ -252,7 +243,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
         epoch, done, runner = self.progress.epoch, self.progress.epoch_steps, self.trainer.runner
-        with tqdm(total=self.planner.plan.steps, initial=done, disable=not distributed.is_rank_zero()) as bar:
+        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
@@ -274,8 +265,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self.trainer.step()
                 self.rate.restore()
                 self.progress = self._after(result, progress)
-                bar.update(1)
-                bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
+                bar.advance(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
                 self.log.step(
                     result,
                     self.progress,
@@ -341,7 +331,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.record.sync()
         self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
         self.record.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
-        self.saved = f"epoch_{epoch}"
         if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
             self.checkpoints.wait()
@@ -364,7 +353,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 raise
             self._log_failed_save(error)
             return
-        self.saved = f"step_{step}"
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
         self.record.event("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
         if ends:
@@ -412,6 +400,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if hasattr(self, "limits"):
             self.limits.keep_lost(end.facts)
 
+    def after_end(self) -> str:
+        """Return what is resumed from if this is ended now, as the end of a sentence."""
+        found = hasattr(self, "checkpoints")
+        return self.checkpoints.after_end() if found else "nothing is changed yet; start it again"
+
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""
         if hasattr(self, "log"):
@@ -431,8 +424,10 @@ def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
             if distributed.is_rank_zero():
                 config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
             recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
-            recipe.setup()
-            recipe.train()
+            with interruptible(recipe.after_end):
+                with raising_on_sigterm():
+                    recipe.setup()
+                recipe.train()
     finally:
         if recipe:
             recipe.cleanup()

@@ -8,6 +8,7 @@ Any config of `adaptive_full_finetune` works, so the bound is that of the traini
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from omegaconf import DictConfig
 from torchtune import config, training
@@ -26,7 +27,8 @@ from adaptive_batch.torchtune import (
     Settings,
     Trainer,
     all_ranks,
-    as_dict,
+    check_output_dir,
+    left_by_rounding,
     set_up_terminal,
     use_shipped_config,
     without_effect_on,
@@ -43,7 +45,8 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         SettingError: a setting cannot be used; no weights have been loaded yet.
         DoesNotFitError: not even one row fits, at any length.
     """
-    settings = Settings.from_config(as_dict(cfg))
+    settings = Settings.from_config(cfg)
+    check_output_dir(Path(cfg.output_dir))
     job = Job(cfg, settings, builder)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
@@ -60,8 +63,8 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         if distributed.is_rank_zero():
             print(text)
 
-    for key, reason in without_effect_on("adaptive_probe", settings, ranks=distributed.world_size()):
-        say(f"{key} has no effect: {reason}")
+    for keys in without_effect_on("adaptive_probe", settings, cfg, ranks=distributed.world_size()):
+        say(str(keys))
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)
@@ -71,7 +74,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        say(f"\n{result.table()}\n")
+        say("\n".join(["", result.table(), left_by_rounding(result.max_batch_size, result.batch_size)]))
         results.append(result)
     if refused and not results:
         raise refused

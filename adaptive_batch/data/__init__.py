@@ -4,7 +4,7 @@ from .balance import balance_by_rows, balance_by_tokens
 from .bin_packing import LONG_ROWS
 from .dataset import IGNORE_INDEX, DatasetAdapter, RowLength, check_loss, label_tokens, move_to_device
 from .epoch_planner import Batching, plan_token_batches
-from .lengths import longest_rows, row_lengths
+from .lengths import Measured, count_rows, longest_rows, measure_rows, row_lengths
 from .micro_batches import (
     UNIFORM,
     MicroBatch,
@@ -26,6 +26,7 @@ __all__ = [
     "UNIFORM",
     "Batching",
     "DatasetAdapter",
+    "Measured",
     "MicroBatch",
     "MicroBatchLayout",
     "MicroBatchLimit",
@@ -36,9 +37,11 @@ __all__ = [
     "balance_by_tokens",
     "batches_by_tokens",
     "check_loss",
+    "count_rows",
     "label_tokens",
     "largest_divisor",
     "longest_rows",
+    "measure_rows",
     "micro_batches",
     "move_to_device",
     "plan_batches",

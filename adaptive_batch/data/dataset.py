@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
-from .lengths import longest_rows, row_lengths
+from .lengths import count_rows, longest_rows, row_lengths
 
 IGNORE_INDEX = -100  # what torch's cross-entropy and Hugging Face's models take for no label
 
@@ -31,15 +31,9 @@ class DatasetAdapter(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, row_length: RowLength = None) -> None:
-        if isinstance(dataset, IterableDataset) or not all(
-            hasattr(dataset, name) for name in ("__getitem__", "__len__")
-        ):
-            remedy = "give a map-style one, with a length and rows by number"
-            raise SettingError("dataset", type(dataset).__name__, remedy)
+        count_rows(dataset)
         if row_length is not None and not callable(row_length):
             check_whole("row_length", row_length, remedy="give a function of a row, a whole number, 1 or more, or None")
-        if not len(dataset):
-            raise SettingError("dataset", type(dataset).__name__, "it has no rows")
         self._dataset = dataset
         self._row_length = row_length
         self._lengths: torch.Tensor | None = None

@@ -11,14 +11,15 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from adaptive_batch._util import atomic_write
+from adaptive_batch._util import ProgressBar, atomic_write
 from adaptive_batch.errors import SettingError
 
 logger = logging.getLogger("adaptive_batch")
@@ -31,6 +32,38 @@ STALLED_SECONDS = 60.0  # a forked worker can inherit a lock that nobody release
 RECHECKED_ROWS = 8
 _CHECKSUM_BYTES = 32  # SHA-256
 
+Numbers = Sequence[int]
+Measure = Callable[[int, Any], Numbers]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of each row: int64 `[rows, numbers of a row]`; it `is_cached` where it was read from a file."""
+
+    numbers: torch.Tensor
+    is_cached: bool = False
+
+
+def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -> int:
+    """Return how many rows a dataset has; errors say `key` and `name`, or its class.
+
+    Raises:
+        SettingError: it has none, or no length, or gives no row by its number.
+    """
+    name = type(dataset).__name__ if name is None else name
+    needed = "give a map-style dataset, with a length and rows by number"
+    if dataset is None:
+        raise SettingError(key, name, f"what builds it returned None; {needed}")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise SettingError(key, name, f"a {type(dataset).__name__} has no row by its number; {needed}")
+    try:
+        num_rows = len(dataset)
+    except TypeError as error:  # of what is streamed, too
+        raise SettingError(key, name, f"{error}; {needed}, and streaming=False") from None
+    if num_rows == 0:
+        raise SettingError(key, name, "it has no rows; check its source, split and filter")
+    return num_rows
+
 
 def row_lengths(
     dataset: Any,
@@ -42,17 +75,10 @@ def row_lengths(
 ) -> torch.Tensor:
     """Measure each row of a dataset in tokens, or read what was measured before.
 
-    A cached result is trusted if its checksum, name and number of rows are right and a few rows, the longest
-    among them, are still as long as it says. The random state of Python, numpy and torch (CPU) is left as it was.
-
     Args:
         dataset: map-style; need not be picklable.
         length: tokens of a row; None for those of its ``tokens``, a list or a 1-D tensor.
-        cache_file: named by a fingerprint of all that decides a row's length (data, tokenizer, settings); None caches
-            nothing. One that cannot be read or written is logged.
-        num_workers: None uses all CPUs where the first rows show that it helps; 0 measures in this process; otherwise
-            that many processes. Where they fail, the rest is measured in this process, and the reason is logged.
-        show_progress: whether a progress bar is shown on stderr; it needs tqdm.
+        cache_file, num_workers, show_progress: see :func:`measure_rows`.
 
     Returns:
         int64 tensor ``[rows]``: tokens of each row.
@@ -60,33 +86,65 @@ def row_lengths(
     Raises:
         SettingError: the dataset has no rows or no length, or a row has no list of tokens.
     """
-    name = type(dataset).__name__
-    try:
-        num_rows = len(dataset)
-    except TypeError as error:
-        raise SettingError("dataset", name, f"a map-style dataset with a length is needed ({error})") from error
-    if num_rows == 0:
-        raise SettingError("dataset", name, "it has no rows; check its source, split and filter")
-    rows = _Lengths(dataset, length)
+    of_row = (lambda number, row: (_tokens(dataset, number, row),)) if length is None else lambda _, row: (length(row),)
+    return measure_rows(
+        dataset, of_row, cache_file=cache_file, num_workers=num_workers, show_progress=show_progress
+    ).numbers[:, 0]
+
+
+def measure_rows(
+    dataset: Any,
+    measure: Measure,
+    *,
+    num_numbers: int = 1,
+    cache_file: Path | None = None,
+    reads_cache: bool = True,
+    num_workers: int | None = None,
+    show_progress: bool = True,
+) -> Measured:
+    """Measure each row of a dataset, or read what was measured before.
+
+    A cached result is trusted if its checksum, name and number of rows are right and a few rows, the longest
+    among them, are still as it says. The random state of Python, numpy and torch (CPU) is left as it was.
+
+    Args:
+        dataset: map-style; need not be picklable.
+        measure: ``measure(number, row)`` gives whole numbers, tokens of the row first.
+        num_numbers: how many they are.
+        cache_file: named by a fingerprint of all that decides what is measured (data, tokenizer, settings); None caches
+            nothing. One that cannot be read or written is logged.
+        reads_cache: False measures whatever the file says, and replaces it.
+        num_workers: None uses all CPUs where the first rows show that it helps; 0 measures in this process; otherwise
+            that many processes. Where they fail, the rest is measured in this process, and the reason is logged.
+        show_progress: whether a progress bar is shown on stderr; it needs tqdm.
+
+    Raises:
+        SettingError: the dataset has no rows or no length; and what reading and measuring a row raise.
+    """
+    num_rows, rows = count_rows(dataset), _Rows(dataset, measure)
     with _random_state_kept():
-        cached = None if cache_file is None else _read(cache_file, num_rows)
+        cached = _read(cache_file, num_rows, num_numbers) if cache_file is not None and reads_cache else None
         if cached is not None:
             last = num_rows - 1
-            checked = {last * i // (RECHECKED_ROWS - 2) for i in range(RECHECKED_ROWS - 1)} | {int(cached.argmax())}
-            changed = next((row for row in sorted(checked) if rows.of(row) != int(cached[row])), None)
+            checked = {last * i // (RECHECKED_ROWS - 2) for i in range(RECHECKED_ROWS - 1)} | {
+                int(cached[:, 0].argmax())
+            }
+            changed = next((row for row in sorted(checked) if [*rows.measured(row)] != cached[row].tolist()), None)
             if changed is None:
                 logger.info("lengths of %d rows read from %s", num_rows, cache_file)
-                return cached
+                return Measured(cached, is_cached=True)
             logger.warning("%s: row %d no longer has that length; counting all rows again", cache_file, changed)
-        measured: Iterable[int] = _measured(rows, num_rows, num_workers)
-        lengths = torch.tensor([*(_shown(measured, num_rows) if show_progress else measured)], dtype=torch.int64)
+        measured: Iterable[Numbers] = _measured(rows, num_rows, num_workers)
+        if show_progress:
+            measured = _with_progress(measured, num_rows)
+        numbers = torch.tensor([*measured], dtype=torch.int64)
     if cache_file is not None:
-        packed = lengths.numpy().tobytes()
+        packed = numbers.numpy().tobytes()
         try:
             atomic_write(cache_file, _checksum(cache_file, packed) + packed, sync=True)
         except OSError as error:
             logger.warning("%s cannot be written (%s); the rows will be counted again next time", cache_file, error)
-    return lengths
+    return Measured(numbers)
 
 
 def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
@@ -104,36 +162,37 @@ def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
     return order
 
 
-class _Lengths(Dataset[int | str]):
-    """The length of each row; the reason where a row cannot be read."""
+def _tokens(dataset: Any, number: int, row: Any) -> int:
+    tokens: Any = row.get("tokens") if isinstance(row, Mapping) else None
+    if not isinstance(tokens, list | tuple) and len(getattr(tokens, "shape", ())) != 1:
+        remedy = f"row {number} must be a mapping with a list or 1-D tensor 'tokens'"
+        raise SettingError("dataset", type(dataset).__name__, remedy)
+    return len(tokens)
 
-    def __init__(self, dataset: Any, length: Callable[[Any], int] | None) -> None:
-        self._dataset, self._length = dataset, length
 
-    def of(self, row: int) -> int:
-        sample = self._dataset[row]
-        if self._length is not None:
-            return self._length(sample)
-        tokens: Any = sample.get("tokens") if isinstance(sample, Mapping) else None
-        if not isinstance(tokens, list | tuple) and len(getattr(tokens, "shape", ())) != 1:
-            remedy = f"row {row} must be a mapping with a list or 1-D tensor 'tokens'"
-            raise SettingError("dataset", type(self._dataset).__name__, remedy)
-        return len(tokens)
+class _Rows(Dataset[Numbers | str]):
+    """What is measured of each row; the reason where a row cannot be read."""
 
-    def __getitem__(self, row: int) -> int | str:
+    def __init__(self, dataset: Any, measure: Measure) -> None:
+        self._dataset, self._measure = dataset, measure
+
+    def measured(self, row: int) -> Numbers:
+        return self._measure(row, self._dataset[row])
+
+    def __getitem__(self, row: int) -> Numbers | str:
         try:
-            return self.of(row)
+            return self.measured(row)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
 
-def _measured(rows: _Lengths, num_rows: int, num_workers: int | None) -> Iterator[int]:
-    """Yield the length of each row in order."""
+def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[Numbers]:
+    """Yield the numbers of each row in order."""
     start, row = time.monotonic(), 0
     timed_seconds = TIMED_SECONDS if num_workers is None else 0.0
     # One row at least is read here even when workers do the rest: what a dataset opens lazily is then open already.
     while row < num_rows and (not row or time.monotonic() - start < timed_seconds):
-        yield rows.of(row)
+        yield rows.measured(row)
         row += 1
     seconds_per_row = (time.monotonic() - start) / row
     left = range(row, num_rows)
@@ -142,15 +201,15 @@ def _measured(rows: _Lengths, num_rows: int, num_workers: int | None) -> Iterato
     failure = ""
     if num_workers > 0 and left:
         chunk = min(math.ceil(len(left) / (4 * num_workers)), int(CHUNK_SECONDS / max(seconds_per_row, 1e-9)))
-        for length in _measured_by_workers(rows, left, num_workers=num_workers, chunk_rows=max(1, chunk)):
-            if isinstance(length, str):
-                failure = length
+        for numbers in _measured_by_workers(rows, left, num_workers=num_workers, chunk_rows=max(1, chunk)):
+            if isinstance(numbers, str):
+                failure = numbers
                 break
-            yield length
+            yield numbers
             row += 1
     for later in range(row, num_rows):
         # The row at which a worker failed is read first: a mistake in the dataset raises here, as itself.
-        yield rows.of(later)
+        yield rows.measured(later)
         if failure and later == row:
             message = "worker processes failed at row %d (%s); counting the other rows in this process"
             logger.warning(message, row, failure)
@@ -169,8 +228,8 @@ def _fork_is_safe() -> bool:
     return sys.platform != "darwin" and "fork" in multiprocessing.get_all_start_methods()
 
 
-def _measured_by_workers(rows: _Lengths, numbers: range, *, num_workers: int, chunk_rows: int) -> Iterator[int | str]:
-    """Yield the length of each row in order; a reason where a row or the workers failed."""
+def _measured_by_workers(rows: _Rows, numbers: range, *, num_workers: int, chunk_rows: int) -> Iterator[Numbers | str]:
+    """Yield the numbers of each row in order; a reason where a row or the workers failed."""
     if not _fork_is_safe():
         yield f"there is no safe fork on {sys.platform}"
         return
@@ -207,23 +266,18 @@ def _random_state_kept() -> Iterator[None]:
             numpy_random.set_state(numpy_state)
 
 
-def _shown(lengths: Iterable[int], num_rows: int) -> Iterable[int]:
-    """Show the progress of measuring; without tqdm, a line is logged instead of a bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        logger.info("counting the tokens of %d rows", num_rows)
-        return lengths
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each update is a line
-    bar: Iterable[int] = tqdm(lengths, "counting tokens", num_rows, unit=" rows", mininterval=interval)
-    return bar
+def _with_progress(measured: Iterable[Numbers], num_rows: int) -> Iterator[Numbers]:
+    with ProgressBar(num_rows, "rows", "counting tokens") as bar:
+        for numbers in measured:
+            yield numbers
+            bar.advance()
 
 
 def _checksum(path: Path, packed: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + packed).digest()
 
 
-def _read(path: Path, num_rows: int) -> torch.Tensor | None:
+def _read(path: Path, num_rows: int, num_numbers: int) -> torch.Tensor | None:
     """Read a cache file; None where there is none, and where there is none to be trusted, which is logged."""
     try:
         content = path.read_bytes()
@@ -233,7 +287,7 @@ def _read(path: Path, num_rows: int) -> torch.Tensor | None:
         logger.warning("%s cannot be read (%s); counting the rows", path, error)
         return None
     packed = content[_CHECKSUM_BYTES:]
-    if content[:_CHECKSUM_BYTES] == _checksum(path, packed) and len(packed) == 8 * num_rows:
-        return torch.frombuffer(bytearray(packed), dtype=torch.int64)
+    if content[:_CHECKSUM_BYTES] == _checksum(path, packed) and len(packed) == 8 * num_rows * num_numbers:
+        return torch.frombuffer(bytearray(packed), dtype=torch.int64).view(num_rows, num_numbers)
     logger.warning("%s is truncated or not of these %d rows; counting them again", path, num_rows)
     return None

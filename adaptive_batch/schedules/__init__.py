@@ -23,7 +23,7 @@ from .learning_rate import (
     write_rate,
 )
 from .noise_scale import NoiseSample, NoiseScale, squared_norm
-from .preview import PlannedStep, as_record, batch_sizes_ahead, check_stages, stages_of, table
+from .preview import PlannedStep, as_record, batch_sizes_ahead, check_increments, check_stages, stages_of, table
 from .progress import Progress
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "batch_sizes_ahead",
     "by_noise_scale",
     "check_increment",
+    "check_increments",
     "check_schedule",
     "check_stages",
     "describe_unscaled",

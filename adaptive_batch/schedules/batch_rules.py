@@ -73,7 +73,7 @@ def _call(function: Callable[..., object], /, *arguments: object, call: str, lea
     """Call a function of the user's and check its answer; `call` and `remedy` are for the message."""
     try:
         answer = function(*arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
     number = whole_number(answer)
     if number is None or not least <= number <= MOST_ROWS:

@@ -55,6 +55,9 @@ _MEMORY_KEYS = [
     "tensor_parallel_plan",
 ]
 
+# Numbers of an optimizer by which its memory depends on whether they are zero: momentum has a buffer, weight decay may have one.
+_RATES = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay")
+
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
@@ -112,7 +115,7 @@ class BatchSizeFinder:
             self._trials[length] = self.rows_of(length)
             check_length(key, length, self._trials[length].length)
         if settings.validation and settings.validation.fits_itself:
-            check_length("batch_size_val", "auto", int(data.lengths_val.max()))
+            _ = data.dataset_val.lengths  # a row that the model does not take is refused now
         memory = device_memory(job.device, shared_by=distributed.local_world_size())
         memory.check_it_can_be_measured()
         budget = budget_bytes(
@@ -223,8 +226,8 @@ class BatchSizeFinder:
             DoesNotFitError: one row does not fit.
         """
         data = self._data
-        order = longest_rows(data.lengths_val, len(data.lengths_val))
-        tokens = int(data.lengths_val[order[0]])
+        order = longest_rows(data.dataset_val.lengths, len(data.dataset_val.lengths))
+        tokens = int(data.dataset_val.lengths[order[0]])
         made: list[dict[str, Any]] = []
 
         def rows(size: int) -> list[dict[str, Any]]:
@@ -314,9 +317,9 @@ class BatchSizeFinder:
 
     def _conditions(self, tokens: int) -> list[Any]:
         """Return what a trial's memory depends on, as far as it is configured."""
-        job, configured = self._job, as_dict(self._job.cfg)
+        job = self._job
         return [
-            {key: configured.get(key) for key in _MEMORY_KEYS},
+            memory_keys(as_dict(job.cfg)),
             {name: installed_version(name) for name in _PACKAGES},
             f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
             [
@@ -332,7 +335,7 @@ class BatchSizeFinder:
         """Return a name for everything that a peak depends on, whatever may be used."""
         configured, device = as_dict(self._job.cfg), self._job.device
         others = {key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")}
-        sources = _sources({**{key: configured.get(key) for key in _MEMORY_KEYS}, **others})
+        sources = _sources({**memory_keys(configured), **others})
         kernels = []
         if device.type == "cuda":
             kernels = [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
@@ -388,6 +391,31 @@ class BatchSizeFinder:
             return made[:count]
 
         return WorstRows(rows, target, f"one row of {target} tokens")
+
+
+def left_by_rounding(bound: int, batch_size: int) -> str:
+    """Return what the power of two leaves of a bound, and the key that trains with all of it; empty where it leaves nothing."""
+    if batch_size == bound:
+        return ""
+    unused = f"the power of two leaves {bound - batch_size} of the {bound} rows that fit unused ({1 - batch_size / bound:.0%})"
+    return f"{unused}; probe.round_to_power_of_two=False trains with all of them"
+
+
+def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration as far as memory depends on it, so that a sweep of learning rates is one to a cached bound."""
+    found = {key: configured.get(key) for key in _MEMORY_KEYS}
+    found["clip_grad_norm"] = found["clip_grad_norm"] is not None
+    found["optimizer"] = {
+        key: _are_zero(value) if key in _RATES else value for key, value in configured["optimizer"].items()
+    }
+    return found
+
+
+def _are_zero(value: Any) -> Any:
+    """Return of each number whether it is zero, and anything else as it is."""
+    if isinstance(value, list):
+        return [_are_zero(one) for one in value]
+    return value == 0 if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _half(rows: int | None) -> int | None:

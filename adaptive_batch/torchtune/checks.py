@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +21,7 @@ from adaptive_batch.schedules import needs_noise_scale
 
 from .config_errors import as_dict, check_block, missing, plainly
 from .keys import keys_of, load_function
+from .names import describe_unread, unread
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -30,11 +31,6 @@ _SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
 TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
-_OF_OTHER_RECIPES = {
-    "quantizer": "weights are trained as they are here, with nothing quantized (QAT is torchtune's qat_distributed)",
-    "teacher_model": "nothing is distilled here (torchtune's knowledge_distillation recipes do)",
-    "policy_model": "there is no reinforcement learning here (torchtune's ppo_full_finetune_single_device does it)",
-}
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
@@ -43,18 +39,15 @@ _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
 
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
-    """Fill in torchtune's defaults, in place, and refuse a configuration that is not one of full fine-tuning.
+    """Fill in torchtune's defaults, in place, and refuse a configuration that lacks what training needs.
 
     Raises:
-        SettingError: a key of `needs` is missing, refers to one that is, holds what it cannot, or belongs to another recipe.
+        SettingError: a key of `needs` is missing, refers to one that is, or holds what it cannot.
     """
     try:
         plain = as_dict(cfg)
     except OmegaConfBaseException as error:
         raise plainly(error) or error from error
-    for key, why in _OF_OTHER_RECIPES.items():
-        if plain.get(key) is not None:
-            raise SettingError(key, _component(plain[key]), f"{why}; remove it, and every weight is trained")
     if "compile" not in cfg:  # torchtune's distributed recipe does without
         OmegaConf.update(cfg, "compile", False, force_add=True)
     for key in needs:
@@ -100,14 +93,14 @@ def _component(block: Any) -> Any:
     return block.get("_component_") if isinstance(block, Mapping) else block
 
 
-def check_output_dir(folder: Path) -> None:
+def check_output_dir(folder: Path, *, key: str = "output_dir") -> None:
     """Refuse a folder that cannot be written to, before anything is built."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingError("output_dir", str(folder), f"it cannot be made ({error}); give a folder of yours") from None
+        raise SettingError(key, str(folder), f"it cannot be made ({error}); give a folder of yours") from None
     if not os.access(folder, os.W_OK):
-        raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
+        raise SettingError(key, str(folder), "it cannot be written to; give a folder of yours")
 
 
 def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
@@ -271,8 +264,19 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
 _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
 
 
-def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys that are set and do nothing, each with the reason."""
+class NoEffect(NamedTuple):
+    """Keys that are set and do nothing, and the reason."""
+
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {'have' if ', ' in self.key else 'has'} no effect: {self.reason}"
+
+
+def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, ranks: int = 1) -> list[NoEffect]:
+    """Return the keys that are set and do nothing in training, each with the reason; those that nothing reads are one."""
+    config = as_dict(cfg)
     found = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
     if ranks == 1:
         found += [(name, _ONE_RANK) for name in ("fsdp_cpu_offload", "custom_sharded_layers") if config.get(name)]
@@ -287,11 +291,11 @@ def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int 
             found.append(("probe.sequence_lengths", "it is for adaptive_probe"))
     if settings.estimate != type(settings.estimate)():
         found.append(("estimate", "it is for adaptive_estimate"))
-    return found
+    return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in found)]
 
 
-def without_effect_on(recipe: str, settings: Settings, *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
+def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks: int = 1) -> list[NoEffect]:
+    """Return the keys that nothing reads, and those of `probe` that do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
     probe, estimate = settings.probe, settings.estimate
     unused = {"assumed_maximum": "it is for preview"}
     if recipe == "adaptive_probe":
@@ -304,7 +308,13 @@ def without_effect_on(recipe: str, settings: Settings, *, ranks: int = 1) -> lis
         tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
         unused |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
     default = type(probe)()
-    return [(f"probe.{key}", why) for key, why in unused.items() if getattr(probe, key) != getattr(default, key)]
+    changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
+    return [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
+
+
+def _unread(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> list[NoEffect]:
+    names = unread(type(settings), cfg)
+    return [NoEffect(", ".join(names), describe_unread(type(settings), names))] if names else []
 
 
 def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

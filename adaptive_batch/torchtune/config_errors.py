@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, Node, OmegaConf
@@ -28,10 +29,10 @@ _NEEDED = {
 }
 
 
-def as_dict(cfg: DictConfig) -> dict[str, Any]:
+def as_dict(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as plain dicts and lists, with its references resolved."""
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(plain, dict)
+    plain = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    assert isinstance(plain, Mapping)
     return {str(key): value for key, value in plain.items()}
 
 

@@ -9,22 +9,24 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
+from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
+from torchtune.config._errors import InstantiationError
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
-from adaptive_batch._util import cache_directory, described_with_files, fingerprint
-from adaptive_batch.data import Batching, MicroBatchLayout, plan_token_batches, row_lengths
-from adaptive_batch.errors import SettingError
+from adaptive_batch.data import Batching, MicroBatchLayout, count_rows, plan_token_batches
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.training import MicroBatchLimits, lengthened
 
 from .checks import TOKEN_KEYS
-from .doctor import installed_version
+from .config_errors import one_line
 from .job import Job
 from .keys import load_function
+from .rows import Rows
 
 # What a row may have for its tokens to tell what it takes: images, for example, take memory of their own.
 _MEASURED_BY_TOKENS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
@@ -53,7 +55,7 @@ class Data:
         packed_val: bool = False,
     ) -> None:
         self._job, self._settings, self._ignored = job, job.settings, job.loss_fn.ignore_index
-        self.dataset, self.packed, self.tokenizer, self.dataset_val = dataset, packed, tokenizer, dataset_val
+        self.packed, self.tokenizer = packed, tokenizer
         self.pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
         first = dataset._datasets[0] if isinstance(dataset, ConcatDataset) else dataset
         self._pack_padding: int = getattr(first, "padding_idx", self.pad_id)  # torchtune's builders leave it at 0
@@ -61,6 +63,12 @@ class Data:
         self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
         self.collate: Collate = padded_collate_packed if packed else self._padded
         self._collate_val: Collate = padded_collate_packed if packed_val else self._padded
+        self.dataset = Rows(
+            job, "dataset", dataset, name=_names(job.cfg.dataset), real_tokens=self._without_padding if packed else None
+        )
+        self._rows_val = None
+        if dataset_val is not None:
+            self._rows_val = Rows(job, "dataset_val", dataset_val, name=_names(job.cfg.dataset_val))
         self.shapes = self._layout(job.settings.uniform_micro_batches, packed=packed)
         self.shapes_val = self._layout(None, packed=packed_val)
 
@@ -130,38 +138,32 @@ class Data:
         tokens = row["tokens"] if len(row["tokens"]) > 1 else [*row["tokens"]] * 2  # one has no label after the shift
         return {**row, "tokens": tokens, "labels": tokens}
 
-    @cached_property
+    @property
+    def dataset_val(self) -> Rows:
+        """The rows that are validated on, where there are any."""
+        assert self._rows_val is not None
+        return self._rows_val
+
+    @property
     def lengths(self) -> torch.Tensor:
         """Tokens of every row, counted once and cached on disk: int64, `[rows]`."""
-        return self._lengths("dataset", self.dataset)
+        return self.dataset.lengths
 
-    @cached_property
-    def lengths_val(self) -> torch.Tensor:
-        """The same of the rows that are validated on."""
-        return self._lengths("dataset_val", self.dataset_val)
-
-    @cached_property
+    @property
     def real_lengths(self) -> torch.Tensor:
         """Tokens of every row that are not padding, as training counts them: int64, `[rows]`."""
-        if not self.packed:
-            return self.lengths
-        rows = range(len(self.dataset))
-        return torch.tensor([self.num_real_tokens(self.read_row(row)) for row in rows], dtype=torch.int64)
-
-    def _lengths(self, key: str, dataset: Any) -> torch.Tensor:
-        blocks = (self._job.cfg[key], self._job.cfg.tokenizer)
-        described = [described_with_files(OmegaConf.to_container(block, resolve=True)) for block in blocks]
-        fingerprints = [getattr(d._data, "_fingerprint", None) for d in _leaf_datasets(dataset) if hasattr(d, "_data")]
-        name = fingerprint("lengths", described, fingerprints, installed_version("torchtune"))
-        cache_file = cache_directory() / f"lengths-{name}.bin"
-        return distributed.from_rank_zero(lambda: row_lengths(dataset, cache_file=cache_file))
+        return self.dataset.real_lengths
 
     def num_real_tokens(self, row: Mapping[str, Any]) -> int:
         """Count the tokens of a row that are not padding; only a packed row carries its own."""
-        tokens = row["tokens"]
-        if not self.packed:
-            return len(tokens)
-        real = (tokens != self._pack_padding).nonzero()
+        return self.dataset.num_real_tokens(row)
+
+    def recount(self) -> str:
+        """Drop cached lengths that a row contradicts, on any rank; return which row, if any."""
+        return self.dataset.recount()
+
+    def _without_padding(self, row: Mapping[str, Any]) -> int:
+        real = (row["tokens"] != self._pack_padding).nonzero()
         return int(real[-1]) + 1 if len(real) else 0
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -196,6 +198,8 @@ class Data:
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
+        if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
+            _ = self.lengths  # a row that the model does not take is refused now, not when training asks
         if isinstance(settings.micro_batch_tokens, int):
             needed = self.shapes.padded(int(self.lengths.max()))
             if settings.micro_batch_tokens < needed:
@@ -241,26 +245,30 @@ class Data:
 def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
     """Return the dataset of a block, or of a list of them, and whether its rows are packed."""
     blocks = job.cfg[key]
+    if not isinstance(blocks, ListConfig):
+        return _built(key, blocks, tokenizer), bool(blocks.get("packed", False))
+    datasets = [_built(key, block, tokenizer) for block in blocks]
     try:
-        if isinstance(blocks, ListConfig):
-            dataset = ConcatDataset([config.instantiate(block, tokenizer) for block in blocks])
-            packed = bool(dataset.packed)
-        else:
-            dataset = config.instantiate(blocks, tokenizer)
-            packed = bool(blocks.get("packed", False))
-        rows = len(dataset)
+        dataset = ConcatDataset(datasets)
+    except ValueError as error:
+        raise SettingError(key, _names(blocks), f"{one_line(error).rstrip('.')}; set packed alike in all") from error
+    return dataset, bool(dataset.packed)
+
+
+def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
+    """Build the dataset of one block, and refuse one that has no rows by number."""
+    name = _names(block)
+    try:
+        dataset = config.instantiate(block, tokenizer)
+        count_rows(dataset, key=key, name=name)
     except StopIteration:  # what `datasets` makes of an empty file
-        rows = 0
-    if rows == 0:
-        raise SettingError(key, _names(blocks), "it has no rows; check its source, split and filter")
-    return dataset, packed
-
-
-def _leaf_datasets(dataset: Any) -> list[Any]:
-    """Return the datasets below concatenation and packing."""
-    if isinstance(dataset, ConcatDataset):
-        return [leaf for part in dataset._datasets for leaf in _leaf_datasets(part)]
-    return _leaf_datasets(dataset.ds) if hasattr(dataset, "ds") else [dataset]
+        count_rows([], key=key, name=name)
+    except (AdaptiveBatchError, InstantiationError, OmegaConfBaseException):
+        raise
+    except Exception as error:  # the user's code, and the libraries that fetch and parse, have many
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise SettingError(key, name, f"it cannot be built ({why}); check its source and arguments") from error
+    return dataset
 
 
 def _names(cfg_dataset: Any) -> str:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
-from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
 from adaptive_batch.memory import MemoryCurve
 
@@ -108,10 +108,10 @@ class FakeRun:
         try:
             with _offline():
                 return Data.read(self.job)
-        except AdaptiveBatchError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
+        except SettingError as error:
+            if error.key not in ("tokenizer", "dataset") or not isinstance(error.__cause__, Exception):
                 raise
-            cause: Exception = error.__cause__  # a tokenizer that is not there
+            cause: Exception = error.__cause__  # a file that is not there, or what the dataset's own libraries raise
         except Exception as error:  # the tokenizer's and the dataset's own libraries have many
             cause = error
         key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)

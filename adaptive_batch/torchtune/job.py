@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
 
 from adaptive_batch import distributed
@@ -53,14 +53,8 @@ class Job:
     def check_model(self) -> None:
         """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is checked once it is built."""
         check_loss(self.loss_fn, self.cfg)
-        try:
-            model = self.skeleton
-        except AdaptiveBatchError:
-            raise
-        except Exception as error:
-            log.debug("the model cannot be built without memory: %s", error)
-            return
-        self.builder.check(model, self.cfg)
+        if self._outline is not None:
+            self.builder.check(self._outline, self.cfg)
 
     @cached_property
     def skeleton(self) -> torch.nn.Module:
@@ -68,9 +62,30 @@ class Job:
         return self.builder.skeleton(self.cfg, dtype=self.dtype)
 
     @cached_property
+    def _outline(self) -> torch.nn.Module | None:
+        """The model without memory; None where it cannot be built so."""
+        try:
+            return self.skeleton
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:
+            log.debug("the model cannot be built without memory: %s", error)
+            return None
+
+    @cached_property
     def max_seq_len(self) -> int | None:
         """The most tokens that the model takes; None where it does not say."""
-        return getattr(getattr(self.skeleton, "decoder", self.skeleton), "max_seq_len", None)
+        return getattr(getattr(self._outline, "decoder", self._outline), "max_seq_len", None)
+
+    @cached_property
+    def vocab_size(self) -> int | None:
+        """The number of token ids that the model has embeddings of; None where it does not say."""
+        embeddings = getattr(getattr(self._outline, "decoder", self._outline), "tok_embeddings", torch.nn.Identity())
+        return sum(part.num_embeddings for part in embeddings.modules() if isinstance(part, torch.nn.Embedding)) or None
+
+    def plain(self, key: str) -> Any:
+        """Return a block of the configuration as plain values, its references resolved."""
+        return OmegaConf.to_container(self.cfg[key], resolve=True)
 
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Build the configured optimizer of some parameters."""

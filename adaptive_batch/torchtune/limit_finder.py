@@ -15,7 +15,7 @@ from adaptive_batch.memory import GIB
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
-from .batch_size_finder import BatchSizeFinder
+from .batch_size_finder import BatchSizeFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .trainer import Trainer
@@ -119,6 +119,7 @@ class LimitFinder:
         if settings.use_maximum_batch_size and not scheduled:
             before, batch_size = batch_size, result.batch_size
             message = f"batch_size {before} -> {batch_size} (use_maximum_batch_size; bound {bound})"
+            message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
             self._record.event("batch_size", message, before=before, after=batch_size, bound=bound)
         if not (limits.splits or scheduled) and batch_size > bound:
             remedy = (

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtune import config, training, utils
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
+from adaptive_batch._util import ProgressBar
 from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
 from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepRate, StepResult
 
 from .checkpoints import Checkpoints
+from .checks import NoEffect
 from .data import Data
 from .job import Job
 from .preview import TrainingPreview
@@ -47,6 +52,15 @@ class TrainingLog:
             self._metrics.close()
         self.record.close()
 
+    @contextmanager
+    def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
+        """Show how far an epoch has come; a line that is logged meanwhile stands above the bar."""
+        with (
+            logging_redirect_tqdm([logging.getLogger("adaptive_batch")]),
+            ProgressBar(steps, "steps", done=done, shown=distributed.is_rank_zero()) as bar,
+        ):
+            yield bar
+
     # --- where a run begins -----------------------------------------------------------------------------------------
 
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
@@ -74,7 +88,7 @@ class TrainingLog:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
             event("replaces", f"{message}; until its first save, resuming takes the earlier")
 
-    def changes(self, run: ResumedRun, *, without_effect: Sequence[tuple[str, str]]) -> None:
+    def changes(self, run: ResumedRun, *, without_effect: Sequence[NoEffect]) -> None:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the reason."""
         settings, event, saved = self._settings, self.record.event, run.saved
         if run.epochs not in (None, settings.epochs):
@@ -99,8 +113,8 @@ class TrainingLog:
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
             event("batch_size", message, before=before, after=configured)
         run.log_changes(self.record)
-        for key, reason in without_effect:
-            event("no_effect", f"{key} has no effect: {reason}", key=key)
+        for keys in without_effect:
+            event("no_effect", str(keys), key=keys.key)
         if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
             event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again")

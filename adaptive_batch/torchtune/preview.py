@@ -13,6 +13,7 @@ from adaptive_batch.schedules import (
     Progress,
     as_record,
     batch_sizes_ahead,
+    check_increments,
     check_stages,
     next_batch_size,
     stages_of,
@@ -20,7 +21,7 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import MicroBatchLimits, StepRate, same_answers
 
-from .batch_size_finder import BatchSizeFinder
+from .batch_size_finder import BatchSizeFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .rate import build_rate, optimizer_of_nothing
@@ -55,9 +56,12 @@ class TrainingPreview:
         function = settings.batch_increase_function
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
-        elif function is not None and not progress.epoch_steps:
-            grown = next_batch_size(function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None)
-            same_answers({"batch_increase_function": grown.after})
+        elif function is not None:
+            if not (begun := progress.epoch_steps > 0):
+                grown = next_batch_size(function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None)
+                same_answers({"batch_increase_function": grown.after})
+            ahead = {"first_epoch": progress.epoch + begun, "epochs": settings.epochs}
+            check_increments(function, **ahead, batch_size=batches.batch_size)
         random_state.restore()
 
     def look_ahead(
@@ -69,6 +73,9 @@ class TrainingPreview:
             saved: the recipe's state in the checkpoint; empty without one.
             first: the epoch at whose beginning progress is has not been asked about either.
             changed: steps will be others than were planned when the checkpoint was saved.
+
+        Raises:
+            GrowthFunctionError: an answer for a later epoch cannot be used.
         """
         settings, batches = self._settings, self._batches
         epoch = progress.epoch
@@ -141,6 +148,7 @@ class TrainingPreview:
                 limits.bound, limits.tried_length = rows, tokens
                 if settings.use_maximum_batch_size and not resumes and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
+                    lines += filter(None, [left_by_rounding(rows, batch_size)])
         known_first = batches.first_batch_size
         batches.limits = limits
         batches.begin(progress, batch_size=batch_size)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
@@ -29,12 +31,12 @@ from adaptive_batch.schedules import (
 from adaptive_batch.training import ON_NONFINITE_LOSS, norm_to_clip
 
 from .checks import check_together
+from .config_errors import as_dict
 from .keys import (
     TORCHTUNE_KEYS,
     Resume,
     auto_or_whole,
     block,
-    check_names,
     checked,
     function,
     key,
@@ -44,6 +46,7 @@ from .keys import (
     read_keys,
     table,
 )
+from .names import check_names
 
 SEARCHES = ("predict", "binary", "halve")
 
@@ -89,8 +92,8 @@ def _norm(name: str, value: Any) -> float:
         norm = math.nan if isinstance(value, bool) else float(value)  # torchtune's recipes take "inf"
     except (TypeError, ValueError):
         norm = math.nan
-    if not norm >= 0:
-        raise SettingError(name, value, "give the largest norm of all gradients, such as 1.0, or null")
+    if not norm > 0:
+        raise SettingError(name, value, "give the largest norm of all gradients, above 0, such as 1.0, or null")
     return norm
 
 
@@ -132,7 +135,11 @@ class ProbeSettings:
         shown="none",
     )
     round_to_power_of_two: bool = key(
-        check_bool, "train with the power of two at or below the bound; it is tried too", default=True
+        check_bool,
+        "train with the power of two at or below the bound, which is tried too: it stays the same where the bound moves by some rows "
+        "from run to run, and batches that double divide each other. It leaves up to half of what fits unused, which is logged; "
+        "`False`: the bound itself",
+        default=True,
     )
     maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
     trial_timeout: int = key(
@@ -146,7 +153,7 @@ class ProbeSettings:
     cache: bool = key(
         check_bool,
         "a bound in `{output_dir}/adaptive_batch/probe.json` that depends on the same things is tried once, and believed if it "
-        "fits; a search starts from a curve of the same step that was planned or counted before",
+        "fits, whatever the learning rate; a search starts from a curve of the same step that was planned or counted before",
         default=True,
     )
 
@@ -495,13 +502,14 @@ class Settings:
         return ValidationSettings(self.run_val_every_n_steps, rows, size == "auto", self.max_validation_batches)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Read and check a whole recipe configuration, as plain dicts and lists."""
+    def from_config(cls, given: Mapping[str, Any] | DictConfig) -> Settings:
+        """Read and check a whole recipe configuration."""
+        config = as_dict(given)
+        check_names(cls, given)
         schedule = config.get("batch_size_schedule")
         if config.get("batch_increase_function") is not None and schedule is not None:  # before either is imported
             remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"
             raise SettingError("batch_size_schedule", schedule, remedy)
-        check_names(OURS, config)
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values.keys() & {"micro_batch_size", "micro_batch_tokens"}:
             values["micro_batch_tokens"] = "auto"  # the tokens of a step do not tell what fits at once

@@ -33,7 +33,7 @@ class NonfiniteSteps:
         runner: of the steps.
         event: takes each step that is not finite; of several in a row, the first and each hundredth are printed.
         is_taken: the optimizer in backward has taken a step by then.
-        remedy: returns the end of the message of ``stop``.
+        remedy: returns what can be done after ``stop``.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class NonfiniteSteps:
         runner: MicroBatchRunner,
         event: Event,
         is_taken: bool = False,
-        remedy: Callable[[], str] = lambda: "",
+        remedy: Callable[[], str] | None = None,
     ) -> None:
         self._policy, self._runner, self._event, self._remedy = policy, runner, event, remedy
         self._is_taken = is_taken
@@ -94,7 +94,8 @@ class NonfiniteSteps:
         self._runner.drop_gradients()
         if self._policy == "stop":
             which = "; the weights have been stepped by it" if self._is_taken else " before this step is taken"
-            raise NonfiniteLossError(f"{message}; on_nonfinite_loss=stop ends training{which}{self._remedy()}")
+            remedy = f"; {self._remedy()}" if self._remedy else ""
+            raise NonfiniteLossError(f"{message}; on_nonfinite_loss=stop ends training{which}{remedy}")
         return True
 
     def count(self) -> int:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support.cli import OURS
+from support.cli import MODEL, OURS
 
 from adaptive_batch.errors import AdaptiveBatchError
 
@@ -26,6 +26,8 @@ COSINE = (
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
     "lr_scheduler.num_warmup_steps=2",
 )
+ODD = ("dataset._component_=support.components.WithOddRow", "batch_size=2")
+VOCABULARY = MODEL["vocab_size"]
 PICTURES = "dataset._component_=support.components.with_pictures"
 
 REFUSED = {
@@ -48,6 +50,32 @@ REFUSED = {
         [f"{FUNCTION}=support.components.returns_huge"],
         r"epoch=0, batch_size=4",
         "0 to 1000000000",
+    ),
+    "raises in a later epoch": (
+        [f"{FUNCTION}=support.components.raises_in_second_epoch", PROBE],
+        r"epoch=1, batch_size=4",
+        "KeyError: 'no such stage'",
+    ),
+    "returns a negative number in a later epoch": (
+        [f"{FUNCTION}=support.components.negative_in_second_epoch"],
+        r"epoch=1, batch_size=4",
+        "0 to 1000000000",
+    ),
+    "ends the program": ([f"{FUNCTION}=support.components.exits"], r"epoch=0, batch_size=4", "raised SystemExit: 0"),
+    "ends the program in a later epoch": (
+        [f"{FUNCTION}=support.components.exits_in_second_epoch"],
+        r"epoch=1, batch_size=4",
+        "raised SystemExit: 0",
+    ),
+    "a builder that ends the program": (
+        [f"{FUNCTION}._component_=support.components.exits"],
+        f"{FUNCTION}._component_='support.components.exits'",
+        "and failed: 0",
+    ),
+    "a rule that ends the program": (
+        [f"{SCHEDULE}=support.components.exits"],
+        r"exits\(Progress\(",
+        "raised SystemExit: 0",
     ),
     "a number": ([f"{FUNCTION}=3"], f"{FUNCTION}=3", "dotted path"),
     "a component called without its arguments": (
@@ -107,14 +135,14 @@ REFUSED = {
     ),
     "no lengths": (["probe.sequence_lengths=[]"], "probe.sequence_lengths=", "list of lengths"),
     "no length at which the tokenizer cuts": (
-        [PROBE, "probe.sequence_length=max_seq_len", "tokenizer.max_seq_len=null", "dataset.packed=False"],
+        [PROBE, *OF_LENGTHS, "probe.sequence_length=max_seq_len", "tokenizer.max_seq_len=null"],
         "probe.sequence_length='max_seq_len'",
         "",
     ),
-    "rows longer than the model takes": (
-        [PROBE, "tokenizer.max_seq_len=100"],
-        "probe.sequence_length='longest'",
-        "tokenizer.max_seq_len=64",
+    "a probe of more tokens than the model takes": (
+        [PROBE, *OF_LENGTHS, "probe.sequence_length=max_seq_len", "tokenizer.max_seq_len=100"],
+        "probe.sequence_length='max_seq_len'",
+        "rows have up to 100 tokens, and the model takes 64 at most; set tokenizer.max_seq_len=64",
     ),
     "a batch above the rows of an epoch": (
         [f"{FUNCTION}=support.components.four_more", "batch_size=64"],
@@ -300,9 +328,9 @@ REFUSED = {
         "there is nothing to validate on; set dataset_val",
     ),
     "validation rows longer than the model takes": (
-        [*VALIDATED, "dataset_val.lengths=[65]", "batch_size_val=auto"],
-        "batch_size_val='auto'",
-        "rows have up to 65 tokens, and the model takes 64 at most; set tokenizer.max_seq_len=64 or less",
+        [*VALIDATED, "dataset_val.lengths=[9,65]", "batch_size_val=auto"],
+        "dataset_val='support.components.OfLengths'",
+        "row 1 has 65 tokens, and the model takes 64 at most; set tokenizer.max_seq_len=64 or less",
     ),
     # the learning rate
     "a scheduler that waits for a metric": (
@@ -480,6 +508,49 @@ REFUSED = {
     },
     # the data
     "an empty dataset": (["dataset._component_=support.components.empty_dataset"], "dataset=", "no rows"),
+    **{
+        f"a dataset that {what}": ([f"dataset._component_=support.components.{name}"], "dataset=", remedy)
+        for what, name, remedy in (
+            ("is None", "no_dataset", "what builds it returned None; give a map-style dataset"),
+            ("is a stream", "Stream", "a Stream has no row by its number; give a map-style dataset"),
+            ("is a generator", "generator", "a generator has no row by its number; give a map-style dataset"),
+            ("has no length", "Endless", "has no len(); give a map-style dataset"),
+            (
+                "cannot be built",
+                "unbuildable",
+                "it cannot be built (KeyError: 'column'); check its source and arguments",
+            ),
+        )
+    },
+    "a dataset that is streamed": (["dataset.streaming=True"], "dataset='json'", "rows by number, and streaming=False"),
+    "a dataset to validate on without a length": (
+        ["dataset_val._component_=support.components.Endless", "run_val_every_n_steps=1"],
+        "dataset_val='support.components.Endless'",
+        "streaming=False",
+    ),
+    # rows
+    **{
+        f"{what} where {key} reads rows": ([*ODD, f"dataset.row={row}", key], "dataset=", why)
+        for what, row, why in (
+            ("a row that raises", "raises", "row 5 cannot be read (ValueError: no text); correct it, or filter it out"),
+            (
+                "a row longer than the model takes",
+                "long",
+                "row 5 has 65 tokens, and the model takes 64 at most; set token",
+            ),
+            (
+                "a row of another vocabulary",
+                "foreign",
+                f"row 5 has the token id {VOCABULARY}, and the model's vocabulary",
+            ),
+            ("a label of another vocabulary", "foreign_label", f"row 5 has the token id {VOCABULARY}, and the model's"),
+            ("a negative token id", "negative", "row 5 has the token id -3, and the model's vocabulary has 0 to"),
+            ("a row without tokens", "empty", "row 5 has no tokens; filter it out"),
+            ("a row of broken numbers", "floats", "row 5 must be a mapping with a list or 1-D tensor of whole numbers"),
+            ("a row with other labels", "unlike", "row 5 has 12 tokens and 13 labels; give each token its label"),
+        )
+        for key in ("batch_tokens=200", PROBE)
+    },
     "a dataset smaller than one batch": (["batch_size=33"], "batch_size=33", "the dataset has 32"),
 }
 
@@ -498,6 +569,17 @@ def test_it_is_refused_before_weights_load(small, overrides, names, remedy):
     assert re.search(names, str(refused.value)) or names in str(refused.value)
     assert remedy in str(refused.value)
     assert not list(output.glob("run/epoch_*"))
+
+
+@pytest.mark.parametrize("recipe", [OURS, "adaptive_probe", "adaptive_estimate"])
+@pytest.mark.parametrize("key", ["dataset", "collate_fn", "model", "optimizer"])
+def test_a_component_that_ends_the_program_is_an_error(small, recipe, key):
+    exits = (f"{key}=support.components.exits", "estimate.devices=1GiB")
+    with pytest.raises(
+        AdaptiveBatchError, match=r"sys\.exit\(0\) was called in exits \(.*components\.py:\d+\)"
+    ) as ended:
+        small.run_in_process(recipe, *exits)
+    assert "\n" not in str(ended.value)
 
 
 def test_on_the_terminal_a_mistake_is_one_line(small):

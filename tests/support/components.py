@@ -3,11 +3,12 @@ run that watch it or run out of memory."""
 
 import os
 import resource
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from support.cli import pictures
+from support.cli import MODEL, pictures
 from torchtune.models.qwen2 import qwen2
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
@@ -54,6 +55,19 @@ def raises_in_second_epoch(epoch, batch_size):
     return 0
 
 
+def exits_in_second_epoch(epoch, batch_size):
+    return sys.exit(0) if epoch == 1 else 0
+
+
+def negative_in_second_epoch(epoch, batch_size):
+    return -epoch
+
+
+def exits(*_, **__):
+    """Any component, or a growth function, that ends the program as if all were done."""
+    sys.exit(0)
+
+
 def takes_one(epoch):
     return 0
 
@@ -67,6 +81,66 @@ NOT_CALLABLE = 3
 
 def empty_dataset(tokenizer, **_):
     return []
+
+
+def no_dataset(tokenizer, **_):
+    return None
+
+
+def generator(tokenizer, **_):
+    return (row for row in ())
+
+
+def unbuildable(tokenizer, **_):
+    raise KeyError("column")
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows that come one after the other, without numbers."""
+
+    def __init__(self, tokenizer, **_):
+        pass
+
+    def __iter__(self):
+        return iter(())
+
+
+class Endless:
+    """Rows by number, of which there is no last."""
+
+    def __init__(self, tokenizer, **_):
+        pass
+
+    def __getitem__(self, row):
+        return {"tokens": [1, 2, 3], "labels": [1, 2, 3]}
+
+
+class WithOddRow:
+    """Rows of 12 tokens, but for one that training cannot use."""
+
+    def __init__(self, tokenizer, row, at=5, **_):
+        self.row, self.at = row, at
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, number):
+        tokens = [1 + (number + i) % 500 for i in range(12)]
+        return self.odd(tokens) if number == self.at else {"tokens": tokens, "labels": tokens}
+
+    def odd(self, tokens):
+        if self.row == "raises":
+            raise ValueError("no text")
+        changed = {
+            "long": tokens * 5 + tokens[:5],
+            "foreign": [*tokens[:-1], MODEL["vocab_size"]],
+            "negative": [*tokens[:-1], -3],
+            "empty": [],
+            "floats": [0.5] * 12,
+        }
+        tokens = changed.get(self.row, tokens)
+        other = {"unlike": [*tokens, 1], "foreign_label": [*tokens[:-1], MODEL["vocab_size"]]}
+        return {"tokens": tokens, "labels": other.get(self.row, tokens)}
 
 
 class Masked:

@@ -1243,7 +1243,7 @@ def test_a_dataset_without_rows_by_number_is_refused() -> None:
         def __iter__(self) -> Any:
             return iter(ROWS)
 
-    with pytest.raises(SettingError, match=r"dataset='Stream': give a map-style one"):
+    with pytest.raises(SettingError, match=r"dataset='Stream': a Stream has no row by its number; give a map-style"):
         training(rows=Stream())
 
 

@@ -81,7 +81,7 @@ def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
 
 
 def test_to_stop_is_an_error_with_what_to_do():
-    steps, events, runner = steps_of("stop", remedy=lambda: "; resume from step_2")
+    steps, events, runner = steps_of("stop", remedy=lambda: "resume from step_2")
     message = "step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop ends training before this step is taken; resume from step_2"
     with pytest.raises(NonfiniteLossError) as error:
         steps.drops(result(INF), step=3, lr=0.1)

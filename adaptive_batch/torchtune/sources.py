@@ -1,0 +1,96 @@
+"""The code and the files that objects are made of, as a part of a fingerprint: names alone do not tell what they do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from adaptive_batch._util import file_signature
+
+_MOST_ITEMS = 32  # of a list or a mapping that are followed: a dataset may hold its rows in one
+_MOST_OBJECTS = 10_000
+_DEEPEST = 8
+
+
+def sources_of(*roots: object) -> list[Any]:
+    """Describe the code and the files of objects, as a part for `fingerprint`: another description means another content.
+
+    Followed are the attributes of objects, the classes and functions among them, texts that name a file or what a module holds, and
+    what modules that are not installed take from each other. Of a dataset of Hugging Face its own fingerprint counts.
+    """
+    modules: dict[str, ModuleType] = {}
+    found: list[Any] = []
+    seen: dict[int, object] = {}  # keeps what it has seen, so that no number is given again
+    waiting = [(root, 0) for root in roots]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, str | Path):
+            text = str(value)
+            if os.path.isfile(text):
+                found.append([text, file_signature(text)])
+            _add(modules, text.rpartition(".")[0])
+            continue
+        if isinstance(value, type | FunctionType):
+            _add(modules, value.__module__)
+        else:
+            _add(modules, *(kind.__module__ for kind in type(value).__mro__))
+        if isinstance(digest := getattr(value, "_fingerprint", None), str):
+            found.append(digest)
+            continue
+        waiting.extend((part, depth + 1) for part in _parts(value))
+    files = {str(file) for module in modules.values() if (file := getattr(module, "__file__", None))}
+    return [sorted([file, file_signature(file)] for file in files), sorted(found, key=str)]
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what an object is made of."""
+    if isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != type(cell)())
+    elif isinstance(value, Mapping):
+        yield from islice(value.values(), _MOST_ITEMS)
+    elif isinstance(value, list | tuple):
+        yield from value[:_MOST_ITEMS]
+    elif not isinstance(value, type):
+        yield from islice(getattr(value, "__dict__", {}).values(), _MOST_ITEMS)
+
+
+def _add(modules: dict[str, ModuleType], *names: str) -> None:
+    """Add modules that are loaded, and those which these take names from, as far as they are not installed."""
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in modules or not isinstance(module := sys.modules.get(name), ModuleType):
+            continue
+        modules[name] = module
+        if not _is_installed(getattr(module, "__file__", None) or ""):
+            waiting.extend(_taken_from(list(vars(module).values())))
+
+
+def _taken_from(values: Iterable[object]) -> Iterator[str]:
+    """Yield the names of the modules, not installed, that some values are or were defined in."""
+    for value in values:
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is not None and not _is_installed(getattr(module, "__file__", None) or ""):
+            yield module.__name__
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    """Whether a module's file is of a package whose version tells what it is, or of none."""
+    places = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+    return not file or any(Path(file).resolve().is_relative_to(Path(place).resolve()) for place in places)
