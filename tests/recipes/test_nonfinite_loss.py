@@ -112,3 +112,10 @@ def test_with_the_optimizer_in_backward_a_step_cannot_be_skipped(small):
         small.run_in_process(OURS, *SPOILED, "loss.at=[3]", *in_backward, f"{KEY}=skip")
     with pytest.raises(NonfiniteLossError, match=r"step 3: the loss is nan, .*the weights have been stepped by it"):
         small.run_in_process(OURS, *SPOILED, "loss.at=[3]", *in_backward, f"{KEY}=stop")
+
+
+def test_where_all_is_finite_looking_at_the_gradients_changes_no_bit(small):
+    looks = small.run_in_process(OURS, *SPOILED, "loss.at=[]", f"{KEY}=skip")
+    plain = small.run_in_process(OURS, *SPOILED, "loss.at=[]")
+    assert looks.losses == plain.losses
+    assert same(looks.weights(0), plain.weights(0))
