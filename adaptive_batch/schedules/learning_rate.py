@@ -157,6 +157,7 @@ class LearningRate:
         self.follows_clock = scheduler is None or _is_function_of_clock(scheduler)
         # a scheduler that is built to resume meets followers whose lr is what the schedule had made of their base
         self._resumes = getattr(scheduler, "last_epoch", 0) > 0
+        self._num_groups = len(self._first.param_groups)
         self._last_clock: float | None = None
         self._rates: list[float] | None = None  # of a scheduler that is stepped: its last ones
         self._counts: list[int] = []  # and how often it and its parts were stepped
@@ -194,7 +195,8 @@ class LearningRate:
             The rate of the first group, as applied.
 
         Raises:
-            SettingError: somebody else has stepped a scheduler that keeps its own count, or has overwritten the last step's rate.
+            SettingError: somebody else has stepped a scheduler that keeps its own count, overwritten the last step's rate, or added a
+                parameter group that the scheduler does not know.
             ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has moved then.
         """
         factor = 1.0
@@ -285,6 +287,9 @@ class LearningRate:
 
     def _schedule(self, scheduler: LRScheduler, clock: float) -> None:
         """Write the scheduled rates."""
+        if (now := len(self._first.param_groups)) != self._num_groups:
+            remedy = f"it was built for {self._num_groups} parameter groups, and the optimizer has {now}; add groups before it is built"
+            raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
         self._remember_bases()
         scheduled = self._scheduled(scheduler, clock)
         self._last_clock = clock

@@ -603,6 +603,16 @@ def test_a_rule_needs_a_reference_and_a_batch():
         LearningRate(one, LambdaLR(optimizer(0.1), cosine))
 
 
+@pytest.mark.parametrize("build", [lambda one: LambdaLR(one, cosine), lambda one: StepLR(one, 2)])
+def test_a_group_that_the_scheduler_does_not_know_is_refused(build):
+    one = optimizer(0.1)
+    rate = LearningRate(one, build(one))
+    rate.set(0)
+    one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the optimizer has 2"):
+        rate.set(1)
+
+
 @pytest.mark.parametrize("batch", [None, 0, -1, math.nan])
 def test_a_batch_that_is_refused_moves_nothing(batch):
     one = optimizer(0.1)
