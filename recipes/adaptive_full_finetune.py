@@ -25,7 +25,7 @@ from torchtune.training import PROFILER_KEY
 from adaptive_batch import distributed
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog, raising_on_sigterm
-from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import NoiseScale, Progress
 from adaptive_batch.torchtune import (
@@ -281,7 +281,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.progress.epoch_steps and self.unlabelled == self.progress.epoch_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self.cfg.dataset), remedy)
-        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=self.nonfinite.count())
+        nonfinite = self.nonfinite.count()
+        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=nonfinite)
+        if self.settings.on_nonfinite_loss == "skip" and not done and nonfinite == self.progress.epoch_steps > 0:
+            what = f"epoch {epoch}: the loss or the gradients of all {nonfinite} steps are not finite, so nothing was trained"
+            raise NonfiniteLossError(f"{what}; check the weights that it began with, the data and dtype")
 
     def _after(self, result: StepResult, progress: Progress) -> Progress:
         """Progress after a step, with what it has measured."""

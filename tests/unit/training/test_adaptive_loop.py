@@ -573,6 +573,8 @@ def test_a_step_that_the_script_leaves_out_leaves_its_rate_too():
         assert one.loop.learning_rate == one.optimizer.param_groups[0]["lr"] == 2 * RATE
         one.optimizer.zero_grad()
     assert one.optimizer.state_dict()["param_groups"][0]["lr"] == RATE
+    one.loop.find_bound(device_memory="1GiB", maximum=2)
+    assert one.optimizer.param_groups[0]["lr"] == RATE
 
 
 # --- what is not finite -----------------------------------------------------------------------------------------------
