@@ -23,12 +23,17 @@ log = logging.getLogger("adaptive_batch")
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where no terminal shows a bar
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
+MOST = (
+    10**12
+)  # rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied
 
 
-def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more") -> int:
-    """Refuse what is not a whole number, 1 or more."""
+def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = MOST) -> int:
+    """Refuse what is not a whole number, 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingError(key, value, remedy)
+    if value > most:
+        raise SettingError(key, value, f"give {most} or less")
     return value
 
 

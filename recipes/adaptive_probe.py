@@ -26,6 +26,7 @@ from adaptive_batch.torchtune import (
     Settings,
     Trainer,
     all_ranks,
+    check_output_dir,
     left_by_rounding,
     set_up_terminal,
     use_shipped_config,
@@ -45,6 +46,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
     """
     settings = Settings.from_config(cfg)
     job = Job(cfg, settings, builder)
+    check_output_dir(cfg.output_dir)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
