@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -83,7 +82,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
-        check_output_dir(Path(self.cfg.output_dir))
+        check_output_dir(self.cfg.output_dir)
         self._setup_data()
         if self.settings.preview:
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch

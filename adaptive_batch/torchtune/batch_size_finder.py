@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from adaptive_batch import distributed
-from adaptive_batch._util import file_signature, fingerprint
+from adaptive_batch._util import file_signature, fingerprint, format_bytes
 from adaptive_batch.data import longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
+from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
@@ -128,7 +128,7 @@ class BatchSizeFinder:
         on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:
             of_each = " of each rank" if ranks > 1 else ""
-            remedy = f"the model's weights alone need {weights / GIB:.2f} GiB{of_each}, and {budget / GIB:.2f} GiB may be used"
+            remedy = f"the model's weights alone need {format_bytes(weights)}{of_each}, and {format_bytes(budget)} may be used"
             remedy += "; allow more memory or take a smaller model"
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
