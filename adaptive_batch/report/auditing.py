@@ -110,6 +110,8 @@ class _Auditor:
             self._end_epoch(record, epoch)
         elif kind == "dropped":
             self._drop(record.get("rows"), epoch)
+        elif kind == "replanned":
+            self._forget_dropped(epoch)
         elif kind == "epoch_restarted":
             self._repeats.forget(f"epoch {epoch} began again after step {self._steps}, as its data was changed")
             self._dropped.clear()
@@ -214,6 +216,12 @@ class _Auditor:
         else:
             self._dropped.setdefault(number, []).append(rows)
 
+    def _forget_dropped(self, number: int | None) -> None:
+        """Take back what an epoch has listed as dropped: it is planned again, and lists what it drops now."""
+        if self._epochs and self._epochs[-1].number == number:
+            self._epochs[-1].forget_dropped()
+        self._dropped.clear()
+
     def _end_epoch(self, record: Record, number: int | None) -> None:
         if number is None:
             self._wrong(f"after step {self._steps}: the end of an epoch without its number")
@@ -299,6 +307,10 @@ class _Epoch:
             elif there != mark:
                 found.setdefault(f"rows {_MARKS[mark]}, and {_MARKS[there]}", []).append(row)
         return [f"{what}: {_first_ten(those)}" for what, those in found.items()]
+
+    def forget_dropped(self) -> None:
+        """Take back every mark of a dropped row."""
+        self._marks, self.num_dropped = self._marks.replace(b"\2", b"\0"), 0
 
     def close(self, *, is_done: bool) -> list[str]:
         """Return what does not add up at the end of the epoch; what was counted stays."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ class Rows(Dataset[Any]):
         self._job, self._key, self._dataset, self._name = job, key, dataset, name
         self._real_tokens = real_tokens or (lambda row: len(row["tokens"]))
         self._measured: Measured | None = None
+        self._cache_file: Path | None = None
         self._trusts_cache = True
         self._changed = ""  # how a row differs from what the cache says, as a sentence
 
@@ -81,6 +84,9 @@ class Rows(Dataset[Any]):
         if self._measured is None or not self._measured.is_cached or not distributed.any_of_ranks(bool(self._changed)):
             return ""
         changed = next(filter(None, distributed.all_gather(self._changed)))
+        if self._cache_file is not None:
+            with suppress(OSError):
+                self._cache_file.unlink(missing_ok=True)
         self._measured, self._trusts_cache, self._changed = None, False, ""
         return changed
 
@@ -111,8 +117,10 @@ class Rows(Dataset[Any]):
         blocks = self._job.plain(self._key), self._job.plain("tokenizer")
         described = described_with_files(blocks), sources_of(self._dataset, blocks)
         name = fingerprint("rows", described, installed_version("torchtune"))
-        cache_file = cache_directory() / f"lengths-{name}.bin"
-        return measure_rows(self, self._measure, num_numbers=3, cache_file=cache_file, reads_cache=self._trusts_cache)
+        self._cache_file = cache_directory() / f"lengths-{name}.bin"
+        return measure_rows(
+            self, self._measure, num_numbers=3, cache_file=self._cache_file, reads_cache=self._trusts_cache
+        )
 
     def _measure(self, number: int, row: Any) -> list[int]:
         """Return the tokens of a row, those that are not padding, and its token id that is most likely outside of a vocabulary."""
