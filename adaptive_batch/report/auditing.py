@@ -13,7 +13,7 @@ from typing import Any
 
 from adaptive_batch.errors import SettingError
 
-from .run_history import Record, RunHistory, as_number, steps_at, whole
+from .run_history import LossesNotFinite, Record, RunHistory, as_number, steps_at, whole
 from .run_log import iterate_records
 
 RECORD = Path("adaptive_batch") / "run.jsonl"
@@ -84,6 +84,8 @@ class _Auditor:
         self._dropped: dict[int, list[list[Any]]] = {}  # by epoch, before its first step
         self._repeats = _Repeats()
         self._changes = _Changes()
+        self._losses = LossesNotFinite()
+        self._skipped: list[int] = []  # steps that changed no weight
         if not has_beginning:
             self._wrong("the beginning of the run is not in the log")
 
@@ -110,6 +112,8 @@ class _Auditor:
             self._end_epoch(record, epoch)
         elif kind == "dropped":
             self._drop(record.get("rows"), epoch)
+        elif kind == "nonfinite_loss" and record.get("skipped") is True:
+            self._skipped.append(whole(record, "step") or steps + 1)
         elif kind == "replanned":
             self._forget_dropped(epoch)
         elif kind == "epoch_restarted":
@@ -163,6 +167,7 @@ class _Auditor:
             self._wrong(f"step {step} follows step {self._steps}, without a start between them")
             self._trusts = True
         self._repeats.count(step, record)
+        self._losses.add(step, record)
         self._steps = step
         epoch = self._epoch_of(number, what=f"step {step}")
         if epoch is None:
@@ -258,6 +263,10 @@ class _Auditor:
         for epoch in self._epochs:
             yield f"epoch {epoch.number}", epoch.describe()
         yield from self._changes.lines()
+        yield from (("loss", line) for line in self._losses.lines())
+        if self._skipped:
+            which = f"{len(self._skipped):,} (their loss or gradients were not finite): {_first_ten(self._skipped)}"
+            yield "loss", f"skipped steps, which changed no weight: {which}"
         yield from (("repeats", line) for line in self._repeats.lines())
         notes = self._repeats.explained
         for heading, lines, num in (("note", notes, len(notes)), ("problem", self.problems, self.num_problems)):
