@@ -143,6 +143,9 @@ class EpochPlanner:
         divisible: steps by tokens divide into equal micro-batches.
         counts_tokens: the tokens of an epoch must be known.
         maximum: returns the batch that a rule may not pass now; None for no limit.
+
+    Attributes:
+        depends_on_lengths: which rows a step holds does.
     """
 
     def __init__(
@@ -166,7 +169,7 @@ class EpochPlanner:
             window=batching.sample_window,
         )
         schedule = batching.batch_size_schedule
-        self._depends_on_lengths = bool(batching.batch_tokens) or batching.sample_order == "seqlen"
+        self.depends_on_lengths = bool(batching.batch_tokens) or batching.sample_order == "seqlen"
         self._epoch, self._planned_by = (
             0,
             list[_PlannedBy](),
@@ -196,7 +199,7 @@ class EpochPlanner:
 
         The rows that it has trained stay trained, whatever their lengths were taken to be.
         """
-        if not self._depends_on_lengths:
+        if not self.depends_on_lengths:
             return False
         rows, before = progress.epoch_rows, self._parts(progress.epoch)
         now = _PlannedBy(rows, self._rows.lengths)
@@ -307,7 +310,7 @@ class EpochPlanner:
         """Return the row numbers of the current epoch in the order of their use: int64, `[rows]`."""
         if self._batching.batch_tokens:
             return self.token_batches(progress).rows
-        if not self._depends_on_lengths:
+        if not self.depends_on_lengths:
             return self.sampler.order(progress.epoch)
         order = torch.zeros(0, dtype=torch.int64)
         for part in self._parts(progress.epoch):

@@ -199,9 +199,13 @@ class StepPlanner:
         while not self.is_over(progress):
             asked, size = self.epochs.next_step(progress, self._follow)
             rows = self._take(size)
-            if not (changed := self._rows.recount()):
-                return asked, rows
-            self._plan_again(progress, changed)
+            changed = self._rows.recount()
+            if changed and self.epochs.depends_on_lengths:
+                self._plan_again(progress, changed)
+                continue
+            if changed:
+                self.event("recounted", f"{changed}: the lengths that were cached are dropped")
+            return asked, rows
         return progress, self._take(0)
 
     def _plan_again(self, progress: Progress, changed: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from .config_errors import one_line
 from .doctor import installed_version
 from .job import Job
 from .sources import sources_of
+
+log = logging.getLogger("adaptive_batch")
 
 _TOKENS, _REAL, _WORST = range(3)  # what is measured of a row
 
@@ -100,9 +103,12 @@ class Rows(Dataset[Any]):
             raise self._refused(number, f"cannot be read ({why}); correct it, or filter it out") from error
         numbers = self._measure(number, row)
         self._check(number, numbers)
-        cached = self._measured.numbers[number].tolist() if self._measured and self._measured.is_cached else numbers
-        if cached[_TOKENS] != numbers[_TOKENS]:
-            self._changed = f"row {number} has {numbers[_TOKENS]} tokens, and had {cached[_TOKENS]} when it was counted"
+        counted = int(self._measured.numbers[number, _TOKENS]) if self._measured else numbers[_TOKENS]
+        if counted != numbers[_TOKENS] and not self._changed:
+            self._changed = f"row {number} has {numbers[_TOKENS]} tokens, and had {counted} when it was counted"
+            if self._measured and not self._measured.is_cached:
+                message = "rows change as they are read, so that a step may hold other than was planned"
+                log.warning("%s: %s; %s", self._key, self._changed, message)
         return row
 
     @property

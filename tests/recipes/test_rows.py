@@ -130,12 +130,29 @@ def test_a_run_that_was_planned_again_resumes_to_the_same_bits(stale, small):
             assert killed_runs.differences(folder, whole.output_dir) == [], resumed_by
 
 
-def test_rows_that_change_whenever_they_are_read_are_counted_again_once(stale, small):
+def test_rows_that_change_whenever_they_are_read_are_counted_again_once(stale, capsys):
     overrides = ("batch_tokens=60", "long_rows=alone")
     stale(*overrides, lengths=COUNTED)
     finished = stale(*overrides, lengths=Flickering(COUNTED))
     assert len(records(finished, "replanned")) <= 1
     assert audit(finished.output_dir).problems == ()
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "rows change as they are read" in line]
+    assert re.match(r"dataset: row \d+ has \d+ tokens, and had \d+ when it was counted; ", said)
+
+
+def test_lengths_of_validation_that_a_row_contradicts_are_dropped(small, monkeypatch, tmp_path):
+    environment = {**small._environment(), "ADAPTIVE_BATCH_CACHE": str(tmp_path)}
+    monkeypatch.setattr(type(small), "_environment", lambda _: environment)
+    own = ("dataset_val._component_=support.components.OfLengthsNow", "batch_size_val=auto", "run_val_every_n_steps=6")
+    finished = []
+    for lengths in (COUNTED, CHANGED, CHANGED):
+        monkeypatch.setitem(components.NOW, "lengths", lengths)
+        finished.append(small.run_in_process(OURS, *PLAIN, *own))
+    assert [len(records(run, "recounted")) for run in finished] == [0, 1, 0]
+    (said,) = records(finished[1], "recounted")
+    assert re.match(
+        r"dataset_val: row \d+ has 45 tokens, and had \d+ when it was counted: .* are dropped", said["message"]
+    )
 
 
 class Flickering(list):
