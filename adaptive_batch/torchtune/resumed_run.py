@@ -106,6 +106,8 @@ class ResumedRun:
         if not self.saved or (name == "full_batch_loss" and self.begins_epoch_again):
             return None
         state: dict[str, Any] = dict(self.saved[name])
+        if name == "steps" and self.begins_epoch_again:
+            state["planned_by"] = []  # by the lengths of other rows
         if name == "steps" and not self.keeps_batch:  # the configured batch counts, and growth begins with it
             state |= {"first_batch_size": None, "grown_in": -1}
             if self._settings.batch_size_schedule is None:

@@ -50,7 +50,7 @@ class Validation:
     ) -> None:
         settings, runner = job.settings.validation, trainer.runner
         assert settings is not None
-        self._job, self._data = job, data
+        self._job, self._data, self._record = job, data, record
         self.num_rows = settings.rows_of(len(data.dataset_val), ranks=job.ranks)
         limit = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
@@ -86,6 +86,9 @@ class Validation:
             return self._evaluator.run(self._rows())
         finally:
             random_state.restore()
+            if changed := self._data.dataset_val.recount():
+                message = f"dataset_val: {changed}: the lengths that were cached are dropped"
+                self._record.event("recounted", message)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())
