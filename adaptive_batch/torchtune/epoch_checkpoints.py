@@ -169,7 +169,10 @@ def _read_state(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     if missing := [key for key in _OF_A_RECIPE if key not in state]:
         raise ValueError(f"it holds no {', '.join(missing)}: it is not the state of a fine-tuning recipe")
     state.pop(training.OPT_KEY, None)
-    return state, state[STATE_KEY]["weights"] if STATE_KEY in state else None
+    if STATE_KEY not in state:
+        return state, None
+    identity = state[STATE_KEY]["weights"]
+    return state, {"id": str(identity["id"]), "folder": str(identity["folder"]), "order": int(identity["order"])}
 
 
 def _of_ours(
