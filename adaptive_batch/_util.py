@@ -60,7 +60,12 @@ def format_bytes(num_bytes: float) -> str:
 
 def count(number: int, what: str) -> str:
     """Format so many things, such as ``1 row`` and ``2 rows``."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def rows_fit(rows: int) -> str:
+    """Say that so many rows fit: ``1 row fits``, ``2 rows fit``."""
+    return f"{count(rows, 'row')} fit{'s' * (rows == 1)}"
 
 
 def format_bound(rows: int | None, maximum: int) -> str:

@@ -22,6 +22,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog, raising_on_sigterm
 from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
@@ -173,7 +174,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
-            message = f"the run has {settings.epochs * steps} steps, so nothing is validated"
+            message = f"the run has {count(settings.epochs * steps, 'step')}, so nothing is validated"
             self.record.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not saved:
             self.progress = replace(self.progress, steps=self.progress.epoch * steps)
@@ -236,7 +237,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
         if first_epoch < epochs:
-            self.record.event("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
+            self.record.event(
+                "end", f"{count(self.progress.steps, 'step')}, {count(self.progress.samples, 'sample')} trained"
+            )
         self.profiler.stop()
 
     def _train_epoch(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from adaptive_batch._util import atomic_write, format_bound, format_bytes
+from adaptive_batch._util import atomic_write, count, format_bound, format_bytes
 from adaptive_batch.memory import Line, MemoryCurve
 
 from .fake_step import Resident
@@ -76,8 +76,8 @@ class CurveCheck:
         off = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
         if off > 1e-3:
             counted, expected = format_bytes(self.counted_bytes), format_bytes(self.expected_bytes)
-            return f"do not rely on the maximum batch size: {self.rows} rows hold {counted}, and the curve gives {expected}"
-        return f"checked: a third size, {self.rows} rows, lies on the curve {f'within {off:.2%}' if off else 'to the byte'}"
+            return f"do not rely on the maximum batch size: {count(self.rows, 'row')} held {counted}, and the curve gives {expected}"
+        return f"checked: a third size, {count(self.rows, 'row')}, lies on the curve {f'within {off:.2%}' if off else 'to the byte'}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class LengthEstimate:
         total = sum(size for _, size in parts)
         shares = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total)
         highest = self.curve.highest(rows)
-        text = f"peak of {rows} x {self.sequence_length} tokens: {format_bytes(highest.at(rows))}: {shares}"
+        text = f"peak of {rows} x {count(self.sequence_length, 'token')}: {format_bytes(highest.at(rows))}: {shares}"
         site = self.breakdowns[highest.operation].site
         return f"{text}\n  reached in {site}" if site else text
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import atomic_write, count, format_bound, format_bytes
+from adaptive_batch._util import atomic_write, count, format_bound, format_bytes, rows_fit
 
 from .search import Search, Trial
 
@@ -134,8 +134,8 @@ def run_search(
         seconds.append(time.perf_counter() - start)
         trials.append(trial)
         peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
-        fit = ("fits" if size == 1 else "fit") if trial.fits else ("does" if size == 1 else "do") + " not fit"
-        log.info("trial %d: %s %s%s", len(trials), count(size, "row"), fit, peak)
+        went = rows_fit(size) if trial.fits else f"{count(size, 'row')} did not fit"
+        log.info("trial %d: %s%s", len(trials), went, peak)
         return trial
 
     while (size := search.candidate) is not None:

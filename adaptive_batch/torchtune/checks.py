@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune.modules.peft import get_adapter_params
 
-from adaptive_batch._util import check_bool, check_whole
+from adaptive_batch._util import check_bool, check_whole, count
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
@@ -366,7 +366,7 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
     size, changes = settings.micro_batch_size, settings.batch_changes or settings.grows or settings.batch_tokens
     if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
-        yield "micro_batch_size", f"a step has {settings.batch_size} rows, fewer than that"
+        yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
     if settings.log_gradient_noise_scale and (why := _hides_noise(settings)):
         yield "log_gradient_noise_scale", why
 
