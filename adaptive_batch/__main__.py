@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (audit, report):
         command.add_argument("output_dir", metavar="OUTPUT_DIR", help="the output_dir of the run")
     report.add_argument("--output", metavar="FILE", help="the page, if not OUTPUT_DIR/adaptive_batch/report.html")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # names of folders may be anything, and a terminal may know ASCII alone
+            stream.reconfigure(errors="backslashreplace")
     given = parser.parse_args(arguments)
     try:
         return _run(given)
@@ -81,4 +88,6 @@ def _run(given: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other tools end where nobody reads on, such as `| head`
     sys.exit(main())

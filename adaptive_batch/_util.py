@@ -23,12 +23,17 @@ log = logging.getLogger("adaptive_batch")
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where no terminal shows a bar
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
+MOST = (
+    10**12
+)  # rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied
 
 
-def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more") -> int:
-    """Refuse what is not a whole number, 1 or more."""
+def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = MOST) -> int:
+    """Refuse what is not a whole number, 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingError(key, value, remedy)
+    if value > most:
+        raise SettingError(key, value, f"give {most} or less")
     return value
 
 
@@ -45,11 +50,27 @@ def check_share(key: str, value: object) -> None:
         raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Format an amount of memory in GiB, or in MiB or bytes where two decimals of GiB would not show it."""
-    if num_bytes >= 0.1 * 2**30:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.2f} MiB" if num_bytes >= 0.1 * 2**20 else f"{num_bytes} bytes"
+def format_bytes(num_bytes: float) -> str:
+    """Format an amount of memory in GiB, or in MiB, KiB or bytes where two decimals of more would not show it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= 0.1 * size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return count(round(num_bytes), "byte")
+
+
+def count(number: int, what: str) -> str:
+    """Format so many things, such as ``1 row`` and ``2 rows``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def rows_fit(rows: int) -> str:
+    """Say that so many rows fit: ``1 row fits``, ``2 rows fit``."""
+    return f"{count(rows, 'row')} fit{'s' * (rows == 1)}"
+
+
+def format_bound(rows: int | None, maximum: int) -> str:
+    """Format the rows that fit, with a plus where as many fit as are tried at most, or any number does (None)."""
+    return f"{maximum}+" if rows is None or rows >= maximum > 0 else str(rows)
 
 
 class ProgressBar:

@@ -8,7 +8,6 @@ Any config of `adaptive_full_finetune` works. No weights, no accelerator and, wi
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from omegaconf import DictConfig
 from torchtune import config
@@ -36,8 +35,7 @@ def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryE
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
-    path = Path(cfg.output_dir) / "adaptive_batch" / "estimate.json"
-    check_output_dir(path.parent)
+    path = check_output_dir(cfg.output_dir) / "adaptive_batch" / "estimate.json"
     estimated = estimate_devices(cfg, save=lambda one: one.save(path), builder=builder)
     print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
     try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +22,10 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog, raising_on_sigterm
-from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import NoiseScale, Progress
 from adaptive_batch.torchtune import (
@@ -83,7 +83,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
-        check_output_dir(Path(self.cfg.output_dir))
+        check_output_dir(self.cfg.output_dir)
         self._setup_data()
         if self.settings.preview:
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
@@ -174,7 +174,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
-            message = f"the run has {settings.epochs * steps} steps, so nothing is validated"
+            message = f"the run has {count(settings.epochs * steps, 'step')}, so nothing is validated"
             self.record.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not saved:
             self.progress = replace(self.progress, steps=self.progress.epoch * steps)
@@ -237,7 +237,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
         if first_epoch < epochs:
-            self.record.event("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
+            self.record.event(
+                "end", f"{count(self.progress.steps, 'step')}, {count(self.progress.samples, 'sample')} trained"
+            )
         self.profiler.stop()
 
     def _train_epoch(self) -> None:
@@ -281,7 +283,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.progress.epoch_steps and self.unlabelled == self.progress.epoch_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self.cfg.dataset), remedy)
-        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=self.nonfinite.count())
+        nonfinite = self.nonfinite.count()
+        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=nonfinite)
+        if self.settings.on_nonfinite_loss == "skip" and not done and nonfinite == self.progress.epoch_steps > 0:
+            what = f"epoch {epoch}: the loss or the gradients of all {nonfinite} steps are not finite, so nothing was trained"
+            raise NonfiniteLossError(f"{what}; check the weights that it began with, the data and dtype")
 
     def _after(self, result: StepResult, progress: Progress) -> Progress:
         """Progress after a step, with what it has measured."""

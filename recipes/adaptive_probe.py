@@ -8,15 +8,14 @@ Any config of `adaptive_full_finetune` works, so the bound is that of the traini
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from omegaconf import DictConfig
 from torchtune import config, training
 
 from adaptive_batch import distributed
+from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     BatchSizeFinder,
@@ -46,7 +45,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         DoesNotFitError: not even one row fits, at any length.
     """
     settings = Settings.from_config(cfg)
-    check_output_dir(Path(cfg.output_dir))
+    check_output_dir(cfg.output_dir)
     job = Job(cfg, settings, builder)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
@@ -85,11 +84,11 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
 
 def summary(results: list[ProbeResult]) -> str:
     """One aligned line for each length."""
-    lines = [f"{'length':>7} {'max_batch_size':>15} {'tokens':>8} {'peak GiB':>9}"]
+    lines = [f"{'length':>7} {'max_batch_size':>15} {'tokens':>8} {'peak':>10}"]
     for result in results:
         tokens = result.max_batch_size * result.sequence_length
-        peak = (result.peak_bytes() or 0) / GIB
-        lines.append(f"{result.sequence_length:>7} {result.max_batch_size:>15} {tokens:>8} {peak:>9.3f}")
+        peak = format_bytes(result.peak_bytes() or 0)
+        lines.append(f"{result.sequence_length:>7} {result.bound:>15} {tokens:>8} {peak:>10}")
     return "\n".join(lines)
 
 

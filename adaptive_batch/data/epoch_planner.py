@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -71,7 +73,10 @@ class Batching:
 
 
 class Rows(Protocol):
-    """A map-style dataset, and the tokens of each row, with and without padding: int64, `[rows]`."""
+    """A map-style dataset, and the tokens of each row, with and without padding: int64, `[rows]`.
+
+    `recount` has them counted again where a row that was read, on any rank, is not as long as they say, and returns which; "" for none.
+    """
 
     @property
     def dataset(self) -> Dataset[Any]: ...
@@ -80,6 +85,25 @@ class Rows(Protocol):
     @property
     def real_lengths(self) -> torch.Tensor: ...
     def num_real_tokens(self, row: Any) -> int: ...
+    def recount(self) -> str: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _PlannedBy:
+    """The lengths by which an epoch is planned from one of its rows on."""
+
+    begin: int
+    lengths: torch.Tensor
+
+    @cached_property
+    def packed(self) -> str:
+        """The lengths as text, small."""
+        return base64.b64encode(zlib.compress(self.lengths.to(torch.int32).numpy().tobytes(), level=1)).decode()
+
+    @classmethod
+    def unpacked(cls, begin: int, packed: str) -> _PlannedBy:
+        lengths = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(packed))), dtype=torch.int32)
+        return cls(begin, lengths.to(torch.int64))
 
 
 def plan_token_batches(
@@ -119,6 +143,9 @@ class EpochPlanner:
         divisible: steps by tokens divide into equal micro-batches.
         counts_tokens: the tokens of an epoch must be known.
         maximum: returns the batch that a rule may not pass now; None for no limit.
+
+    Attributes:
+        depends_on_lengths: which rows a step holds does.
     """
 
     def __init__(
@@ -142,6 +169,11 @@ class EpochPlanner:
             window=batching.sample_window,
         )
         schedule = batching.batch_size_schedule
+        self.depends_on_lengths = bool(batching.batch_tokens) or batching.sample_order == "seqlen"
+        self._epoch, self._planned_by = (
+            0,
+            list[_PlannedBy](),
+        )  # the lengths that this epoch is planned by, from row to row
         self._is_estimate = schedule is not None and needs_noise_scale(schedule)
         self._planned = lru_cache(maxsize=2)(self._plan_tokens)
 
@@ -156,6 +188,42 @@ class EpochPlanner:
     def forget_plans(self) -> None:
         """Forget planned epochs, which were for other ranks."""
         self._planned.cache_clear()
+
+    @property
+    def planned_from(self) -> int:
+        """The row of the current epoch from which on its plan is that of the lengths as they are now."""
+        return self._planned_by[-1].begin if self._planned_by else 0
+
+    def begin(self, progress: Progress) -> bool:
+        """Plan what is left of an epoch by the lengths as they are now; return whether what is left was planned by others.
+
+        The rows that it has trained stay trained, whatever their lengths were taken to be.
+        """
+        if not self.depends_on_lengths:
+            return False
+        rows, before = progress.epoch_rows, self._parts(progress.epoch)
+        now = _PlannedBy(rows, self._rows.lengths)
+        differs = not torch.equal(before[-1].lengths, now.lengths)
+        self._epoch = progress.epoch
+        self._planned_by = [*(part for part in before if part.begin < rows), now] if differs or not rows else before
+        if differs or len(before) > len(self._planned_by):
+            self.forget_plans()
+        return differs and rows > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the lengths that the current epoch is planned by, as plain values."""
+        return {"epoch": self._epoch, "planned_by": [[part.begin, part.packed] for part in self._planned_by]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Plan the epoch as it was planned when the state was saved."""
+        self._epoch = state["epoch"]
+        self._planned_by = [_PlannedBy.unpacked(begin, packed) for begin, packed in state["planned_by"]]
+        self.forget_plans()
+
+    def _parts(self, epoch: int) -> list[_PlannedBy]:
+        """Return the lengths that an epoch is planned by, each from a row on."""
+        is_current = epoch == self._epoch and self._planned_by
+        return self._planned_by if is_current else [_PlannedBy(0, self._rows.lengths)]
 
     def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[Progress, int]:
         """Return progress with the batch that is requested for the next step, and its rows over all ranks; 0 where the epoch is over."""
@@ -240,7 +308,19 @@ class EpochPlanner:
 
     def order(self, progress: Progress) -> torch.Tensor:
         """Return the row numbers of the current epoch in the order of their use: int64, `[rows]`."""
-        return self.token_batches(progress).rows if self._batching.batch_tokens else self.sampler.order(progress.epoch)
+        if self._batching.batch_tokens:
+            return self.token_batches(progress).rows
+        if not self.depends_on_lengths:
+            return self.sampler.order(progress.epoch)
+        order = torch.zeros(0, dtype=torch.int64)
+        for part in self._parts(progress.epoch):
+            order = torch.cat([order[: part.begin], self._left(progress.epoch, part, used=order[: part.begin])])
+        return order
+
+    def _left(self, epoch: int, part: _PlannedBy, *, used: torch.Tensor) -> torch.Tensor:
+        """Return the rows that are left of an epoch, in their order by these lengths."""
+        order = self.sampler.order(epoch, lengths=part.lengths)
+        return order[~torch.isin(order, used)] if len(used) else order
 
     def token_batches(self, progress: Progress) -> TokenBatchPlan:
         """Return the rows of each step of the current epoch, by tokens."""
@@ -291,24 +371,36 @@ class EpochPlanner:
             tokens = tokens_before[begin + size] - tokens_before[begin] if tokens_before else 0
             progress = progress.after_step(rows=size, tokens=tokens)
 
-    def _plan_constant(self, order: torch.Tensor) -> TokenBatchPlan:
-        lengths, divisible = self._rows.lengths, self._divisible
+    def _plan_constant(self, order: torch.Tensor, lengths: torch.Tensor | None = None) -> TokenBatchPlan:
+        lengths, divisible = self._rows.lengths if lengths is None else lengths, self._divisible
         return plan_token_batches(lengths, self._batching, ranks=self.ranks, order=order, divisible=divisible)
 
     def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int], EpochPlan]:
         """Plan the rows of each step of an epoch, and the tokens that are requested for each on one device."""
-        batching, order = self._batching, self.sampler.order(begin.epoch)
+        first, *others = self._parts(begin.epoch)
+        batches, budgets = self._plan_part(begin, first, used=torch.zeros(0, dtype=torch.int64))
+        for part in others:
+            done = int(torch.searchsorted(batches.starts, part.begin))
+            at = begin
+            for step in range(done):
+                rows = batches[step]
+                at = replace(at.after_step(rows=len(rows), tokens=int(part.lengths[rows].sum())), batch=budgets[step])
+            rest, budgets_of_rest = self._plan_part(at, part, used=batches.rows[: part.begin])
+            batches, budgets = batches.followed_by(rest, after=done), budgets[:done] + budgets_of_rest
+        return batches, budgets, EpochPlan.of_sizes(batches.sizes.tolist(), **self._batching.ends)
+
+    def _plan_part(self, begin: Progress, part: _PlannedBy, *, used: torch.Tensor) -> tuple[TokenBatchPlan, list[int]]:
+        """Plan the steps of the rows that are not used yet, and the tokens that are requested for each on one device."""
+        batching, order = self._batching, self._left(begin.epoch, part, used=used)
         if batching.batch_size_schedule is None:
             assert batching.batch_tokens
-            batches = self._plan_constant(order)
-            budgets = [batching.batch_tokens] * len(batches)
-        else:
-            batches, budgets = plan_batches_by_rule(
-                self._rows.lengths,
-                batching.batch_size_schedule,
-                order=order,
-                progress=begin,
-                ranks=self.ranks,
-                **_row_limits(batching, self.ranks, self._divisible),
-            )
-        return batches, budgets, EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
+            batches = self._plan_constant(order, part.lengths)
+            return batches, [batching.batch_tokens] * len(batches)
+        return plan_batches_by_rule(
+            part.lengths,
+            batching.batch_size_schedule,
+            order=order,
+            progress=begin,
+            ranks=self.ranks,
+            **_row_limits(batching, self.ranks, self._divisible),
+        )

@@ -97,7 +97,8 @@ class RowSampler:
     ) -> None:
         self._dataset = dataset
         self._sampler: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed)
-        self._order = partial(row_order, len(dataset), order=order, lengths=lengths, window=window, seed=seed)  # type: ignore[arg-type]
+        self._order = partial(row_order, len(dataset), order=order, window=window, seed=seed)  # type: ignore[arg-type]
+        self._lengths = lengths
         self._is_dataloaders = order == "dataloader"
         self._requested: deque[int] = deque()
         self._rows: Iterator[Any] = iter(())
@@ -108,10 +109,10 @@ class RowSampler:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def order(self, epoch: int) -> torch.Tensor:
-        """Return the row numbers in the order of an epoch: int64, `[rows]`."""
+    def order(self, epoch: int, *, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the row numbers in the order of an epoch: int64, `[rows]`; by other `lengths` than its own where they are given."""
         if not self._is_dataloaders:
-            return self._order(epoch=epoch)
+            return self._order(epoch=epoch, lengths=self._lengths if lengths is None else lengths)
         self._sampler.set_epoch(epoch)
         return torch.tensor(list(self._sampler), dtype=torch.int64)
 

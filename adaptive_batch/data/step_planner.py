@@ -149,6 +149,8 @@ class StepPlanner:
             self._grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=len(self.sampler))
         self._at, self._plan = progress, None
+        if self.epochs.begin(progress):
+            self._log_replanned(progress, "rows are not as long as they were when the checkpoint was saved")
         if self.batching.drop_last and self.plan.steps == 0:
             remedy = f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
             raise SettingError("drop_last", True, remedy)
@@ -160,7 +162,7 @@ class StepPlanner:
         """Hand out the rows of the epoch from progress on; log the rows that no step can hold."""
         batching, epoch = self.batching, progress.epoch
         if not batching.batch_tokens:
-            self.sampler.start_epoch(epoch, position=progress.epoch_rows)
+            self.sampler.start_epoch(epoch, position=progress.epoch_rows, rows=self.epochs.order(progress))
             return
         batches = self.epochs.token_batches(progress)
         self.sampler.start_epoch(epoch, position=progress.epoch_rows, rows=batches.rows)
@@ -169,7 +171,7 @@ class StepPlanner:
             "of the last step (drop_last)": batches[-1] if batching.drop_last else [],
         }
         for which, rows in left_out.items():
-            if rows and not progress.epoch_steps:
+            if rows and progress.epoch_rows == self.epochs.planned_from:
                 some = ", ".join(map(str, sorted(rows)[:10])) + (", ..." if len(rows) > 10 else "")
                 message = f"epoch {epoch}: {len(rows)} rows {which} are dropped: {some}"
                 self.event("dropped", message, epoch=epoch, rows=sorted(rows))
@@ -194,10 +196,29 @@ class StepPlanner:
 
         After the last step of the epoch the sampler has taken none, for any rank.
         """
-        if self.is_over(progress):
-            return progress, self._take(0)
-        progress, size = self.epochs.next_step(progress, self._follow)
-        return progress, self._take(size)
+        while not self.is_over(progress):
+            asked, size = self.epochs.next_step(progress, self._follow)
+            rows = self._take(size)
+            changed = self._rows.recount()
+            if changed and self.epochs.depends_on_lengths:
+                self._plan_again(progress, changed)
+                continue
+            if changed:
+                self.event("recounted", f"{changed}: the lengths that were cached are dropped")
+            return asked, rows
+        return progress, self._take(0)
+
+    def _plan_again(self, progress: Progress, changed: str) -> None:
+        """Plan what is left of the epoch by lengths that are counted again, and hand its rows out from there."""
+        self._at, self._plan = progress, None
+        self.epochs.begin(progress)
+        self._log_replanned(progress, changed)
+        with torch.random.fork_rng(devices=[]):  # a loader draws where it begins
+            self.start_epoch(progress)
+
+    def _log_replanned(self, progress: Progress, why: str) -> None:
+        message = f"{why}: all rows are counted again, and what is left of epoch {progress.epoch} is planned by that"
+        self.event("replanned", message, epoch=progress.epoch, position=progress.epoch_rows)
 
     def size_of_step(self, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool) -> int:
         """Return the size over all ranks, in rows or real tokens, of the step of which this rank has `rows`."""
@@ -271,12 +292,13 @@ class StepPlanner:
             "first_batch_size": self.first_batch_size,
             "grown_in": self._grown_in,
             "maximum": self.maximum,
+            **self.epochs.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a planner that was built as the saved one was."""
         self.epochs.ranks, self._plan = state["ranks"], None
-        self.epochs.forget_plans()
+        self.epochs.load_state_dict(state)
         self.batch_size, self._grown_in = state["batch_size"], state["grown_in"]
         self.first_batch_size = state["first_batch_size"]
         self.saved_maximum, self._reference = state["maximum"] or 0, None

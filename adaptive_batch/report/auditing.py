@@ -13,7 +13,7 @@ from typing import Any
 
 from adaptive_batch.errors import SettingError
 
-from .run_history import Record, RunHistory, as_number, steps_at, whole
+from .run_history import LossesNotFinite, Record, RunHistory, as_number, steps_at, whole
 from .run_log import iterate_records
 
 RECORD = Path("adaptive_batch") / "run.jsonl"
@@ -84,6 +84,8 @@ class _Auditor:
         self._dropped: dict[int, list[list[Any]]] = {}  # by epoch, before its first step
         self._repeats = _Repeats()
         self._changes = _Changes()
+        self._losses = LossesNotFinite()
+        self._skipped: list[int] = []  # steps that changed no weight
         if not has_beginning:
             self._wrong("the beginning of the run is not in the log")
 
@@ -110,6 +112,10 @@ class _Auditor:
             self._end_epoch(record, epoch)
         elif kind == "dropped":
             self._drop(record.get("rows"), epoch)
+        elif kind == "nonfinite_loss" and record.get("skipped") is True:
+            self._skipped.append(whole(record, "step") or steps + 1)
+        elif kind == "replanned":
+            self._forget_dropped(epoch)
         elif kind == "epoch_restarted":
             self._repeats.forget(f"epoch {epoch} began again after step {self._steps}, as its data was changed")
             self._dropped.clear()
@@ -161,6 +167,7 @@ class _Auditor:
             self._wrong(f"step {step} follows step {self._steps}, without a start between them")
             self._trusts = True
         self._repeats.count(step, record)
+        self._losses.add(step, record)
         self._steps = step
         epoch = self._epoch_of(number, what=f"step {step}")
         if epoch is None:
@@ -214,6 +221,12 @@ class _Auditor:
         else:
             self._dropped.setdefault(number, []).append(rows)
 
+    def _forget_dropped(self, number: int | None) -> None:
+        """Take back what an epoch has listed as dropped: it is planned again, and lists what it drops now."""
+        if self._epochs and self._epochs[-1].number == number:
+            self._epochs[-1].forget_dropped()
+        self._dropped.clear()
+
     def _end_epoch(self, record: Record, number: int | None) -> None:
         if number is None:
             self._wrong(f"after step {self._steps}: the end of an epoch without its number")
@@ -250,6 +263,10 @@ class _Auditor:
         for epoch in self._epochs:
             yield f"epoch {epoch.number}", epoch.describe()
         yield from self._changes.lines()
+        yield from (("loss", line) for line in self._losses.lines())
+        if self._skipped:
+            which = f"{len(self._skipped):,} (their loss or gradients were not finite): {_first_ten(self._skipped)}"
+            yield "loss", f"skipped steps, which changed no weight: {which}"
         yield from (("repeats", line) for line in self._repeats.lines())
         notes = self._repeats.explained
         for heading, lines, num in (("note", notes, len(notes)), ("problem", self.problems, self.num_problems)):
@@ -299,6 +316,10 @@ class _Epoch:
             elif there != mark:
                 found.setdefault(f"rows {_MARKS[mark]}, and {_MARKS[there]}", []).append(row)
         return [f"{what}: {_first_ten(those)}" for what, those in found.items()]
+
+    def forget_dropped(self) -> None:
+        """Take back every mark of a dropped row."""
+        self._marks, self.num_dropped = self._marks.replace(b"\2", b"\0"), 0
 
     def close(self, *, is_done: bool) -> list[str]:
         """Return what does not add up at the end of the epoch; what was counted stays."""

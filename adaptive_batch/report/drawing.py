@@ -26,6 +26,7 @@ LIGHT: Mapping[str, str] = {
     "green": "#00805f",
     "purple": "#9c4a88",
     "ochre": "#8a6d00",
+    "red": "#c4001a",
 }
 # What a page shows in their place on a dark ground.
 DARK: Mapping[str, str] = {
@@ -37,11 +38,13 @@ DARK: Mapping[str, str] = {
     "green": "#35c99d",
     "purple": "#dd92c8",
     "ochre": "#d9b84a",
+    "red": "#ff6b78",
 }
 GROUNDS = {"light": ("#ffffff", "#f6f8fa"), "dark": ("#0d1117", "#161b22")}  # of the page, of a figure
 # matplotlib's marker of each kind of event, the same as a character, and its colour; the shapes alone tell them apart.
 MARKS: Mapping[str, tuple[str, str, str]] = {
     "batch size changed": ("^", "▲", "blue"),
+    "loss not finite": ("D", "◆", "red"),
     "out of memory": ("X", "✖", "vermilion"),
     "limit changed": ("v", "▼", "purple"),
     "saved": ("o", "●", "muted"),
@@ -124,7 +127,7 @@ def plot(axes: Axes, points: Points, label: str, colour: str, **style: Any) -> N
     crosses = _thinned([x for x, y in zip(points.x, points.y, strict=True) if math.isnan(y)])
     if crosses:
         name = "not finite" if "not finite" not in axes.get_legend_handles_labels()[1] else "_"
-        style = {"linestyle": "none", "marker": "x", "color": LIGHT["vermilion"], "label": name}
+        style = {"linestyle": "none", "marker": "x", "color": LIGHT["red"], "label": name}
         axes.plot(crosses, [0.98] * len(crosses), transform=axes.get_xaxis_transform(), **style)
 
 

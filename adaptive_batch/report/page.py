@@ -51,8 +51,8 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         remedy = "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's output_dir"
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     timeline = Timeline.of(read_records(folder / "run.jsonl") if has_log else [])
-    text, picture = render(timeline, probe, estimate, name=Path(output_dir).resolve().name)
-    _write(page, text)
+    text, picture = render(timeline, probe, estimate, name=_printable(Path(output_dir).resolve().name))
+    _write(page, _printable(text))
     _write(page.with_suffix(".png"), picture)
     return page, page.with_suffix(".png")
 
@@ -127,7 +127,8 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
         last = steps[-1]
         facts |= {"epochs": last.value("epoch") + 1, "steps": last.number}
         facts |= {"samples": last.samples, "tokens": last.value("tokens_seen")}
-    facts["bound"] = as_number(probe.get("max_batch_size")) if probe else math.nan
+    bound, most = (as_number((probe or {}).get(key)) for key in ("max_batch_size", "maximum"))
+    facts["bound"] = f"{bound:,.0f}+" if bound >= most > 0 else bound
     if steps:
         facts["first batch"] = steps[0].value("batch_size")
         before, rows = steps[-2:][0], last.value("batch_size")  # the last step may be the short end of an epoch
@@ -157,12 +158,18 @@ def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
         notes.append("No optimizer step is recorded.")
     if timeline.other_runs:
         notes.append(f"Only the last run of the file is shown; other runs in it: {timeline.other_runs}.")
+    notes += [f"{line[0].upper()}{line[1:]}." for line in timeline.losses_not_finite.lines()]
     if num := sum(map(len, timeline.rolled_back)):
         notes.append(f"Steps that restarts rolled back: {num:,}. The figures of loss show them dotted.")
     if missing:
         names = ", ".join(title[0].lower() + title[1:] for title in missing)
         notes.append(f"Not recorded, and so not shown: {names}.")
     return notes
+
+
+def _printable(text: str) -> str:
+    """Return a text with what no UTF-8 can hold, as of a folder's name that is none, written out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _duration(seconds: float) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 
 Record = Mapping[str, Any]
 
+_IN_NEXT_STEP = {"limit", "nonfinite_loss"}  # logged before the record of the step in which they happened
+NOT_FINITE = "loss not finite"
 _NEVER_ROLLED_BACK = {"out of memory", "restarted", "preempted"}  # they happened, whatever a restart rolled back
 
 
@@ -78,7 +80,7 @@ class RunHistory:
             elif kind == "step" and record is not None:
                 steps = whole(record, "step") or 0
             if record is None or self._attempts[place].run is self._run:
-                within = steps + (kind == "limit")  # which is lowered in the middle of the next step
+                within = steps + (kind in _IN_NEXT_STEP)
                 yield record, steps, within <= self._kept.get(place, -1)
 
     def _started(self, start: Record) -> _Attempt:
@@ -154,9 +156,21 @@ class Timeline:
     other_runs: int
 
     @cached_property
-    def marked(self) -> list[tuple[str, Event]]:
-        """The events that figures mark, each with its mark."""
-        return [(event.mark, event) for event in self.events if event.mark and not event.rolled_back]
+    def marked(self) -> list[tuple[str, Event | Step]]:
+        """The events that figures mark, each with its mark, and the steps whose loss or gradients are not finite."""
+        those = [event for event in self.events if not event.rolled_back]
+        logged = {whole(event.values, "step"): event for event in those if event.values["kind"] == "nonfinite_loss"}
+        steps = [step for step in self.steps if logged.pop(step.number, None) or not_finite(step.values)]
+        wrong: list[Event | Step] = [*steps, *logged.values()]  # of what ended a run there is no step
+        return [(event.mark, event) for event in those if event.mark] + [(NOT_FINITE, one) for one in wrong]
+
+    @cached_property
+    def losses_not_finite(self) -> LossesNotFinite:
+        """The steps whose loss is nan or infinite."""
+        losses = LossesNotFinite()
+        for step in self.steps:
+            losses.add(step.number, step.values)
+        return losses
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Timeline:
@@ -189,6 +203,31 @@ class Timeline:
             back = not counts and mark not in _NEVER_ROLLED_BACK
             events.append(Event(mark, number, newest.samples, seconds, record, back))
         return cls(steps, rolled_back, events, seconds, history.num_other_runs)
+
+
+class LossesNotFinite:
+    """Counts the steps whose loss is nan or infinite, and keeps the first of each."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, int]] = {}  # by what the loss is: the first step, and how many
+
+    def add(self, number: int, step: Record) -> None:
+        """Look at the record of a step."""
+        if kind := not_finite(step):
+            first, num = self._found.get(kind, (number, 0))
+            self._found[kind] = first, num + 1
+
+    def lines(self) -> list[str]:
+        """Return a line for nan and for infinite, where there were such."""
+        return [
+            f"loss is {kind} at step {first:,} ({num:,} step{'s' * (num > 1)})"
+            for kind, (first, num) in self._found.items()
+        ]
+
+
+def not_finite(step: Record) -> str:
+    """Return whether the recorded loss of a step is ``NaN`` or ``infinite``; empty where it is neither, or not recorded."""
+    return {"nan": "NaN", "inf": "infinite", "-inf": "infinite"}.get(str(step.get("loss")), "")
 
 
 def steps_at(start: Record) -> int:

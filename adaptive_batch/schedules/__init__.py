@@ -10,7 +10,7 @@ from .batch_rules import (
     next_batch_size,
     request_batch,
 )
-from .batch_schedules import at_epochs, by_noise_scale, geometric, linear_ramp, ramp_by_doubling, steps
+from .batch_schedules import EXAMPLES, at_epochs, by_noise_scale, geometric, linear_ramp, ramp_by_doubling, steps
 from .clock import UNITS, Clock, TrainingClock
 from .epoch_plan import EpochPlan
 from .learning_rate import (
@@ -27,6 +27,7 @@ from .preview import PlannedStep, as_record, batch_sizes_ahead, check_increments
 from .progress import Progress
 
 __all__ = [
+    "EXAMPLES",
     "KEY",
     "RULES",
     "UNITS",

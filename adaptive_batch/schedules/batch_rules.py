@@ -114,7 +114,8 @@ def _check_call(function: object, /, *arguments: object, key: str, form: str) ->
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        remedy = f"it takes {signature} ({error}); give a function {form}, of positional arguments"
+        remedy = f"it takes ({', '.join(signature.parameters)}) ({error}); give a function {form}, of positional arguments, or in a configuration a block "
+        remedy += "{_component_: ..., ...} where this builds one"
         raise SettingError(key, _name_of(function), remedy) from error
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
+from adaptive_batch._util import MOST
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -39,14 +40,14 @@ class Reference:
 
 def parse_reference(value: object) -> Reference:
     """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens; raise ValueError for all else."""
-    if type(value) is int and value >= 1:
+    if type(value) is int and 1 <= value <= MOST:
         return Reference(float(value), "rows")
     if isinstance(value, str) and value.endswith("tok"):
         try:
             amount = float(value.removesuffix("tok"))
         except ValueError:
             amount = math.nan
-        if 0 < amount < math.inf:
+        if 0 < amount <= MOST:
             return Reference(amount, "tokens")
     raise ValueError(f"{value!r}: give a whole number of rows, 1 or more, or tokens as in 8192tok")
 
@@ -101,6 +102,11 @@ class _Scaled(NamedTuple):
     unscaled: float
     applied: float
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the group still has the rate that was applied."""
+        return float(self.group["lr"]) == self.applied
+
 
 class LearningRate:
     """Set the rate of optimizers for a step: the unscaled rate x rule(batch / reference), which the step alone sees.
@@ -152,10 +158,12 @@ class LearningRate:
         self.follows_clock = scheduler is None or _is_function_of_clock(scheduler)
         # a scheduler that is built to resume meets followers whose lr is what the schedule had made of their base
         self._resumes = getattr(scheduler, "last_epoch", 0) > 0
+        self._num_groups = len(self._first.param_groups)
         self._last_clock: float | None = None
         self._rates: list[float] | None = None  # of a scheduler that is stepped: its last ones
         self._counts: list[int] = []  # and how often it and its parts were stepped
         self._scaled: dict[Optimizer, list[_Scaled]] = {}  # for a step that is still to be taken
+        self._overwritten: list[_Scaled] = []  # before the step
         self._named_left_out = False
         name = type(scheduler).__name__
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -174,7 +182,7 @@ class LearningRate:
             with suppress(
                 AttributeError
             ):  # torchao's CPUOffloadOptimizer has no hooks: :meth:`restore` is called for it
-                optimizer.register_step_post_hook(lambda stepped, *_: self.restore(stepped))
+                optimizer.register_step_post_hook(lambda stepped, *_: self._after_step(stepped))
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 
     def set(self, clock: float, *, batch: float | None = None) -> float:
@@ -188,7 +196,8 @@ class LearningRate:
             The rate of the first group, as applied.
 
         Raises:
-            SettingError: somebody else has stepped a scheduler that keeps its own count.
+            SettingError: somebody else has stepped a scheduler that keeps its own count, overwritten the last step's rate, or added a
+                parameter group that the scheduler does not know.
             ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has moved then.
         """
         factor = 1.0
@@ -197,6 +206,12 @@ class LearningRate:
             if batch is None:
                 raise ValueError(f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step")
             factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
+        overwritten, self._overwritten = self._overwritten, []
+        for one in overwritten:
+            if not one.is_there:
+                remedy = "another rate was set after the step's own and before optimizer.step(), and is not scaled; set it before or after both"
+                raise SettingError("lr_scaling", self.rule, remedy)
+            write_rate(one.group, one.unscaled)  # torch's get_optimizer_state_dict has taken a step at a rate of 0
         self.restore()
         if self._scheduler is not None:
             self._schedule(self._scheduler, clock)
@@ -213,9 +228,13 @@ class LearningRate:
     def restore(self, optimizer: Optimizer | None = None) -> None:
         """Put the unscaled rates back, of all optimizers or one, where nobody has changed what :meth:`set` wrote."""
         for each in self._optimizers if optimizer is None else [optimizer]:
-            for group, unscaled, applied in self._scaled.pop(each, ()):
-                if float(group["lr"]) == applied:
-                    write_rate(group, unscaled)
+            for one in self._scaled.pop(each, ()):
+                if one.is_there:
+                    write_rate(one.group, one.unscaled)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._overwritten += [one for one in self._scaled.get(optimizer, ()) if not one.is_there]
+        self.restore(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold besides the optimizers' own state, as numbers, strings, lists and dicts.
@@ -252,10 +271,10 @@ class LearningRate:
         self._rates, self._last_clock, self._counts = list(state["rates"]), state["clock"], _counts(self._scheduler)
 
     def _save_unscaled(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        for group, (_, unscaled, applied) in zip(state["param_groups"], self._scaled.get(optimizer, ()), strict=False):
-            if float(group["lr"]) == applied:
-                kept = group["lr"]
-                group["lr"] = torch.full_like(kept, unscaled) if isinstance(kept, torch.Tensor) else unscaled
+        for saved, one in zip(state["param_groups"], self._scaled.get(optimizer, ()), strict=False):
+            if one.is_there:
+                rate = saved["lr"]
+                saved["lr"] = torch.full_like(rate, one.unscaled) if isinstance(rate, torch.Tensor) else one.unscaled
 
     def _remember_bases(self) -> None:
         """Keep the base rate of each group where an optimizer's state dict keeps it: its lr is saved as it was scheduled."""
@@ -269,6 +288,9 @@ class LearningRate:
 
     def _schedule(self, scheduler: LRScheduler, clock: float) -> None:
         """Write the scheduled rates."""
+        if (now := len(self._first.param_groups)) != self._num_groups:
+            remedy = f"it was built for {self._num_groups} parameter groups, and the optimizer has {now}; add groups before it is built"
+            raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
         self._remember_bases()
         scheduled = self._scheduled(scheduler, clock)
         self._last_clock = clock

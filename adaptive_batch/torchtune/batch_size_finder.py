@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from adaptive_batch import distributed
-from adaptive_batch._util import file_signature, fingerprint
+from adaptive_batch._util import fingerprint, format_bytes
 from adaptive_batch.data import longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
+from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
@@ -28,6 +28,7 @@ from .data import Data
 from .doctor import installed_version
 from .fake_run import expected_curve
 from .job import Job
+from .sources import sources_of
 from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
@@ -128,7 +129,7 @@ class BatchSizeFinder:
         on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:
             of_each = " of each rank" if ranks > 1 else ""
-            remedy = f"the model's weights alone need {weights / GIB:.2f} GiB{of_each}, and {budget / GIB:.2f} GiB may be used"
+            remedy = f"the model's weights alone need {format_bytes(weights)}{of_each}, and {format_bytes(budget)} may be used"
             remedy += "; allow more memory or take a smaller model"
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
@@ -335,7 +336,7 @@ class BatchSizeFinder:
         """Return a name for everything that a peak depends on, whatever may be used."""
         configured, device = as_dict(self._job.cfg), self._job.device
         others = {key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")}
-        sources = _sources({**memory_keys(configured), **others})
+        sources = sources_of({**memory_keys(configured), **others})
         kernels = []
         if device.type == "cuda":
             kernels = [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
@@ -430,18 +431,6 @@ def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
             "probe.sequence_length", length, f"rows with {others} have a length of their own; use longest"
         )
     return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
-
-
-def _sources(value: Any) -> list[Any]:
-    """The files of the components that are the user's own, whose names alone do not say what they do."""
-    if isinstance(value, Mapping):
-        return [source for item in value.values() for source in _sources(item)]
-    if isinstance(value, list | tuple):
-        return [source for item in value for source in _sources(item)]
-    if not isinstance(value, str) or value.partition(".")[0] in ("torch", "torchtune", "torchao", "bitsandbytes"):
-        return []
-    module = sys.modules.get(value.rpartition(".")[0])
-    return [value, file_signature(module.__file__)] if module is not None and module.__file__ else []
 
 
 def _shapes(batch: Any) -> Any:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune.modules.peft import get_adapter_params
 
-from adaptive_batch._util import check_bool, check_whole
+from adaptive_batch._util import check_bool, check_whole, count
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
@@ -31,6 +31,14 @@ _SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
 TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
+_SWITCHES = (
+    "shuffle",
+    "resume_from_checkpoint",
+    "compile",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+    "log_peak_memory_stats",
+)
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
@@ -93,14 +101,18 @@ def _component(block: Any) -> Any:
     return block.get("_component_") if isinstance(block, Mapping) else block
 
 
-def check_output_dir(folder: Path, *, key: str = "output_dir") -> None:
-    """Refuse a folder that cannot be written to, before anything is built."""
+def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
+    """Return a folder of the configuration; refuse one that cannot be written to, before anything is built."""
+    if not isinstance(given, str | Path) or not str(given):
+        raise SettingError(key, given, "give a folder of yours")
+    folder = Path(given)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(key, str(folder), f"it cannot be made ({error}); give a folder of yours") from None
     if not os.access(folder, os.W_OK):
         raise SettingError(key, str(folder), "it cannot be written to; give a folder of yours")
+    return folder
 
 
 def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
@@ -158,8 +170,16 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     warmup = (config.get("lr_scheduler") or {}).get("num_warmup_steps")
     two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
     validates, by_rule = s.run_val_every_n_steps is not None, rule is not None
+    for switch in _SWITCHES:
+        if config.get(switch) is not None:
+            check_bool(switch, config[switch])
     _refuse(
         config,
+        (
+            config.get("cudnn_deterministic_mode") not in (None, "default", "warn", "error", 0, 1, 2),
+            "cudnn_deterministic_mode",
+            "give default, warn or error, or null",
+        ),
         (str(config.get("dtype")) in ("fp16", "float16"), "dtype", "fp16 needs gradient scaling; use bf16 or fp32"),
         (
             config.get("device") == "npu" and config.get("compile"),
@@ -233,6 +253,10 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         check_block("dataset_val", s.dataset_val, several=True)
     if s.optimizer_in_bwd:
         _check_optimizer_in_backward(s, config)
+    if by_rule and needs_noise_scale(rule) and (why := _hides_noise(s)):
+        raise SettingError(
+            "batch_size_schedule", config["batch_size_schedule"], f"it follows the gradient noise scale: {why}"
+        )
 
 
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:
@@ -340,16 +364,25 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
         yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    if not settings.measures_noise:
-        return
-    key = "log_gradient_noise_scale" if settings.log_gradient_noise_scale else "batch_size_schedule"
-    whole_steps = settings.micro_batch_size is None and settings.gradient_accumulation_steps == 1
+    size, changes = settings.micro_batch_size, settings.batch_changes or settings.grows or settings.batch_tokens
+    if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
+        yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
+    if settings.log_gradient_noise_scale and (why := _hides_noise(settings)):
+        yield "log_gradient_noise_scale", why
+
+
+def _hides_noise(settings: Settings) -> str:
+    """Return why the gradient noise scale is never measured; empty where it may be."""
+    size, rule = settings.micro_batch_size, settings.batch_size_schedule
+    rows = settings.step_rows if rule is None else getattr(rule, "start", None)
+    stays = not (settings.batch_changes or settings.batch_tokens)
+    whole_steps = size is None and settings.gradient_accumulation_steps == 1 and not settings.grow_beyond_maximum
     if settings.micro_batch_tokens is not None:
-        yield (
-            key,
-            "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size",
+        return (
+            "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size"
         )
-    elif settings.sample_order == "seqlen":
-        yield key, "rows come sorted by length, so a micro-batch is no random part of a step"
-    elif whole_steps and not settings.grow_beyond_maximum:
-        yield key, "a step is one micro-batch, and it takes two; set micro_batch_size or gradient_accumulation_steps"
+    if settings.sample_order == "seqlen":
+        return "rows come sorted by length, so a micro-batch is no random part of a step"
+    if whole_steps or (stays and isinstance(size, int) and isinstance(rows, int) and size >= rows):
+        return "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"
+    return ""

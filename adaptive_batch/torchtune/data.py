@@ -231,15 +231,12 @@ class Data:
         keys += ["pad_to_multiple_of"] if settings.pad_to_multiple_of > 1 else []
         if not keys:
             return
-        row = self.read_row(0)
-        if not isinstance(row, Mapping) or not hasattr(row.get("tokens"), "__len__"):
-            why = "rows have no list of tokens"
-        elif others := sorted(set(row) - _MEASURED_BY_TOKENS):
-            why = f"rows have {', '.join(others)}, which no tokens measure"
-        else:
+        others = sorted(set(self.read_row(0)) - _MEASURED_BY_TOKENS)
+        if not others:
             return
         key = next((key for key in keys if self._job.cfg.get(key) is not None), keys[0])
-        raise SettingError(key, self._job.cfg.get(key), f"{why}; remove it, and use micro_batch_size")
+        remedy = f"rows have {', '.join(others)}, which no tokens measure; remove it, and use micro_batch_size"
+        raise SettingError(key, self._job.cfg.get(key), remedy)
 
 
 def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from adaptive_batch._util import check_whole, nearest
 from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import EXAMPLES
 
 Resume = Literal["free", "report", "epoch", "refuse"]
 T = TypeVar("T")
@@ -181,6 +182,10 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
     def read(name: str, value: Any) -> Any:
         found = _load(value, key=name)
+        if example := next((example for build, example in EXAMPLES.items() if build is found), ""):
+            raise SettingError(
+                name, value, f"it builds the function; give a block: {name}={{_component_: {value}, {example}}}"
+            )
         check(found, key=name)
         return found
 

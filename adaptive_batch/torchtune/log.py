@@ -13,7 +13,7 @@ from torchtune import config, training, utils
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
-from adaptive_batch._util import ProgressBar
+from adaptive_batch._util import ProgressBar, count
 from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
@@ -74,7 +74,7 @@ class TrainingLog:
         of_ranks = f", {ranks} ranks" if ranks > 1 else ""
         event(
             "start",
-            f"{begins} with epoch {progress.epoch}{within}; {rows} rows{of_ranks}",
+            f"{begins} with epoch {progress.epoch}{within}; {count(rows, 'row')}{of_ranks}",
             resumed=resumed,
             run=run.name,
             rows=rows,
@@ -167,10 +167,10 @@ class TrainingLog:
             return
         sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
         least, most = min(sizes, default=0), max(sizes, default=0)
-        rows = f"{least} to {most} rows" if least < most else f"{most} rows"
-        what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
+        rows = f"{least} to {most} rows" if least < most else count(most, "row")
+        what = f"{'about ' if plan.is_estimate else ''}{count(plan.steps, 'step')} of {rows}"
         if settings.batch_tokens and settings.batch_size_schedule is None:
-            what += f", up to {settings.batch_tokens * self._job.ranks} tokens"
+            what += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
         self.record.event(
             "plan",
             f"epoch {epoch}: {what}; a micro-batch holds {holds}",
@@ -188,7 +188,7 @@ class TrainingLog:
     def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int) -> None:
         """Log the rows of an epoch that were trained and left out, and how many steps had no label or no finite loss."""
         if unlabelled:
-            message = f"{unlabelled} of {progress.epoch_steps} steps had no label at all, and changed nothing"
+            message = f"{unlabelled} of {count(progress.epoch_steps, 'step')} had no label at all, and changed nothing"
             self.record.event("no_labels", message, steps=unlabelled)
         if nonfinite:
             end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
@@ -198,7 +198,7 @@ class TrainingLog:
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
         self.record.event(
             "epoch",
-            f"epoch {progress.epoch}: {progress.epoch_rows} rows trained{left_out}",
+            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}",
             epoch=progress.epoch,
             used=progress.epoch_rows,
             left_out=sum(reasons.values()),
@@ -252,7 +252,7 @@ class TrainingLog:
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log a validation, and its metric."""
-        message = f"step {step}: val_loss {loss:.4f} over {rows} rows"
+        message = f"step {step}: val_loss {loss:.4f} over {count(rows, 'row')}"
         self.record.event("validation", message, steps=step, val_loss=loss)
         self._log({"val_loss": loss}, step=step)
 

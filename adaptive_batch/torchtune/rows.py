@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,8 @@ from .config_errors import one_line
 from .doctor import installed_version
 from .job import Job
 from .sources import sources_of
+
+log = logging.getLogger("adaptive_batch")
 
 _TOKENS, _REAL, _WORST = range(3)  # what is measured of a row
 
@@ -49,6 +54,7 @@ class Rows(Dataset[Any]):
         self._job, self._key, self._dataset, self._name = job, key, dataset, name
         self._real_tokens = real_tokens or (lambda row: len(row["tokens"]))
         self._measured: Measured | None = None
+        self._cache_file: Path | None = None
         self._trusts_cache = True
         self._changed = ""  # how a row differs from what the cache says, as a sentence
 
@@ -81,6 +87,9 @@ class Rows(Dataset[Any]):
         if self._measured is None or not self._measured.is_cached or not distributed.any_of_ranks(bool(self._changed)):
             return ""
         changed = next(filter(None, distributed.all_gather(self._changed)))
+        if self._cache_file is not None:
+            with suppress(OSError):
+                self._cache_file.unlink(missing_ok=True)
         self._measured, self._trusts_cache, self._changed = None, False, ""
         return changed
 
@@ -94,9 +103,12 @@ class Rows(Dataset[Any]):
             raise self._refused(number, f"cannot be read ({why}); correct it, or filter it out") from error
         numbers = self._measure(number, row)
         self._check(number, numbers)
-        cached = self._measured.numbers[number].tolist() if self._measured and self._measured.is_cached else numbers
-        if cached[_TOKENS] != numbers[_TOKENS]:
-            self._changed = f"row {number} has {numbers[_TOKENS]} tokens, and had {cached[_TOKENS]} when it was counted"
+        counted = int(self._measured.numbers[number, _TOKENS]) if self._measured else numbers[_TOKENS]
+        if counted != numbers[_TOKENS] and not self._changed:
+            self._changed = f"row {number} has {numbers[_TOKENS]} tokens, and had {counted} when it was counted"
+            if self._measured and not self._measured.is_cached:
+                message = "rows change as they are read, so that a step may hold other than was planned"
+                log.warning("%s: %s; %s", self._key, self._changed, message)
         return row
 
     @property
@@ -111,8 +123,10 @@ class Rows(Dataset[Any]):
         blocks = self._job.plain(self._key), self._job.plain("tokenizer")
         described = described_with_files(blocks), sources_of(self._dataset, blocks)
         name = fingerprint("rows", described, installed_version("torchtune"))
-        cache_file = cache_directory() / f"lengths-{name}.bin"
-        return measure_rows(self, self._measure, num_numbers=3, cache_file=cache_file, reads_cache=self._trusts_cache)
+        self._cache_file = cache_directory() / f"lengths-{name}.bin"
+        return measure_rows(
+            self, self._measure, num_numbers=3, cache_file=self._cache_file, reads_cache=self._trusts_cache
+        )
 
     def _measure(self, number: int, row: Any) -> list[int]:
         """Return the tokens of a row, those that are not padding, and its token id that is most likely outside of a vocabulary."""

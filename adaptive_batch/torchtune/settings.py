@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,12 @@ def _reference(name: str, value: Any) -> Reference:
 
 def _number_of_batches(name: str, value: Any) -> int | None:
     return None if value == -1 else check_whole(name, value)  # torchtune's later recipes write all so
+
+
+def _seed(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise SettingError(name, value, "give a whole number, 0 to 4294967295, or null")
+    return value
 
 
 def _norm(name: str, value: Any) -> float:
@@ -171,7 +178,7 @@ class EstimateSettings:
     sequence_lengths: tuple[int | str, ...] = key(
         _lengths, "a list of lengths, each as `probe.sequence_length`; null: that one alone", default=(), shown="null"
     )
-    world_size: int = key(check_whole, "ranks that share the model", default=1)
+    world_size: int = key(partial(check_whole, most=10**5), "ranks that share the model", default=1)
     changes: bool = key(check_bool, "also estimate what single changes of the configuration would bring", default=True)
     headroom: float | None = key(
         checked(check_share), "share of the memory that is left free; null: `probe.headroom`", default=None
@@ -210,8 +217,10 @@ class Settings:
 
     batch_size: int = key(check_whole)
     gradient_accumulation_steps: int = key(check_whole)
-    epochs: int = key(check_whole)
+    epochs: int = key(partial(check_whole, most=10**6))  # each is previewed
     max_steps_per_epoch: int | None = key(check_whole, default=None)
+    seed: int | None = key(_seed, default=None)
+    log_every_n_steps: int | None = key(check_whole, default=None)
     optimizer_in_bwd: bool = key(check_bool, default=False)
     clip_grad_norm: float | None = key(_norm, default=None)
     ac_mode: str | None = key(one_of("none", "full", "selective"), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -44,7 +44,7 @@ def sources_of(*roots: object) -> list[Any]:
             _add(modules, value.__module__)
         else:
             _add(modules, *(kind.__module__ for kind in type(value).__mro__))
-        if isinstance(digest := getattr(value, "_fingerprint", None), str):
+        if isinstance(digest := getattr(value, "__dict__", {}).get("_fingerprint"), str):
             found.append(digest)
             continue
         waiting.extend((part, depth + 1) for part in _parts(value))
@@ -60,7 +60,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.__func__, value.__self__)
     elif isinstance(value, FunctionType):
         yield from (cell.cell_contents for cell in value.__closure__ or () if cell != type(cell)())
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         yield from islice(value.values(), _MOST_ITEMS)
     elif isinstance(value, list | tuple):
         yield from value[:_MOST_ITEMS]

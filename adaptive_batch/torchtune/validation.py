@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
@@ -50,7 +51,7 @@ class Validation:
     ) -> None:
         settings, runner = job.settings.validation, trainer.runner
         assert settings is not None
-        self._job, self._data = job, data
+        self._job, self._data, self._record = job, data, record
         self.num_rows = settings.rows_of(len(data.dataset_val), ranks=job.ranks)
         limit = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
@@ -60,7 +61,7 @@ class Validation:
             limit = MicroBatchLimit(tokens, "tokens")
             record.event(
                 "validation_bound",
-                f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",
+                f"validation: {count(bound.max_batch_size, 'row')} of {count(bound.sequence_length, 'token')} fit at once",
                 max_batch_size=bound.max_batch_size,
                 sequence_length=bound.sequence_length,
                 trials=len(bound.trials),
@@ -86,6 +87,9 @@ class Validation:
             return self._evaluator.run(self._rows())
         finally:
             random_state.restore()
+            if changed := self._data.dataset_val.recount():
+                message = f"dataset_val: {changed}: the lengths that were cached are dropped"
+                self._record.event("recounted", message)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())

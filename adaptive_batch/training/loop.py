@@ -345,6 +345,7 @@ class AdaptiveLoop:
         check_share("headroom", headroom)
         check_whole("maximum", maximum)
         check_bool("round_to_power_of_two", round_to_power_of_two)
+        self._rate.restore()  # of a step that was left out: a trial is none of training's steps
         reshard(self._model)
         ranks, rows = distributed.data_parallel_size(), self._rows
         search = MaxBatchSearch(

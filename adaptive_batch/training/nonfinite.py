@@ -31,7 +31,7 @@ class NonfiniteSteps:
         policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the norm of the gradients too,
             where the runner measures it, and drop the gradients; ``stop`` raises.
         runner: of the steps.
-        event: takes each step that is not finite; of several in a row, the first is printed.
+        event: takes each step that is not finite; of several in a row, the first and each hundredth are printed.
         is_taken: the optimizer in backward has taken a step by then.
         remedy: returns what can be done after ``stop``.
     """
@@ -76,14 +76,15 @@ class NonfiniteSteps:
         self._num_in_a_row += 1
         self._num_since_counted += 1
         changes = "".join(f"; {change}" for change in self._changes.values())
-        message = f"step {step}: {wrong}, lr {lr:g}{self._before}{changes}"
+        in_a_row = f" ({self._num_in_a_row} steps in a row)" if self._num_in_a_row > 1 else ""
+        message = f"step {step}: {wrong}{in_a_row}, lr {lr:g}{self._before}{changes}"
         would = "stop would end training" if self._is_taken else "skip or stop would not take it"
         skips = self._policy == "skip"
         what_next = "it is skipped: weights and optimizer stay as they are" if skips else f"on_nonfinite_loss={would}"
         self._event(
             "nonfinite_loss",
             f"{message}; {what_next}",
-            prints=self._num_in_a_row == 1 and self._policy != "stop",
+            prints=(self._num_in_a_row == 1 or self._num_in_a_row % 100 == 0) and self._policy != "stop",
             step=step,
             loss=result.loss,
             skipped=skips,

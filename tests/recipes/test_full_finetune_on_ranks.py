@@ -50,6 +50,26 @@ def close(one: list[float], other: list[float], tolerance: float = 2e-4) -> bool
     return len(one) == len(other) and all(abs(a - b) <= tolerance * abs(b) for a, b in zip(one, other, strict=True))
 
 
+# rows that are not as long as the cache says
+
+
+def test_a_row_that_one_rank_finds_of_another_length_has_all_of_them_plan_again(setup):
+    counted = [8 + row % 9 for row in range(32)]
+    changed = [45 if row in (3, 7) else length for row, length in enumerate(counted)]
+    keys = (
+        "dataset._component_=support.components.OfLengthsNow",
+        "batch_tokens=60",
+        "micro_batch_tokens=500",
+        "epochs=1",
+    )
+    for lengths in (counted, changed):
+        attempt = finished(setup, *keys, environment=lambda rank, lengths=lengths: {"LENGTHS": json.dumps(lengths)})
+    (said,) = decisions(attempt.output_dir, "replanned")
+    assert said["position"] > 0
+    assert audit(attempt.output_dir).problems == ()
+    assert all(sum(changed[row] for row in step["rows"]) <= 120 for step in steps(attempt.output_dir))
+
+
 # what two ranks do is what one device does with the same steps
 
 

@@ -69,6 +69,15 @@ def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gra
     assert all(tensor.isfinite().all() for tensor in finished.weights(0).values())
 
 
+def test_an_epoch_of_which_every_step_is_skipped_is_an_error(small):
+    folder = small.fresh_folder()
+    with pytest.raises(
+        NonfiniteLossError, match=r"^epoch 0: the loss or the gradients of all 6 steps are not finite, so nothing"
+    ):
+        small.run_in_process(OURS, *SPOILED, "loss.at=[1,2,3,4,5,6]", f"{KEY}=skip", f"output_dir={folder}")
+    assert not list(folder.glob("epoch_*"))
+
+
 STOPS = (*SPOILED, "loss.at=[4]", f"{KEY}=stop", "save_every_n_steps=2")
 
 
@@ -103,3 +112,10 @@ def test_with_the_optimizer_in_backward_a_step_cannot_be_skipped(small):
         small.run_in_process(OURS, *SPOILED, "loss.at=[3]", *in_backward, f"{KEY}=skip")
     with pytest.raises(NonfiniteLossError, match=r"step 3: the loss is nan, .*the weights have been stepped by it"):
         small.run_in_process(OURS, *SPOILED, "loss.at=[3]", *in_backward, f"{KEY}=stop")
+
+
+def test_where_all_is_finite_looking_at_the_gradients_changes_no_bit(small):
+    looks = small.run_in_process(OURS, *SPOILED, "loss.at=[]", f"{KEY}=skip")
+    plain = small.run_in_process(OURS, *SPOILED, "loss.at=[]")
+    assert looks.losses == plain.losses
+    assert same(looks.weights(0), plain.weights(0))

@@ -51,6 +51,16 @@ REFUSED = {
         r"epoch=0, batch_size=4",
         "0 to 1000000000",
     ),
+    "a builder in place of what it builds": (
+        [f"{FUNCTION}=adaptive_batch.schedules.geometric"],
+        f"{FUNCTION}='adaptive_batch.schedules.geometric'",
+        f"give a block: {FUNCTION}={{_component_: adaptive_batch.schedules.geometric, factor: 2}}",
+    ),
+    "a builder in place of the schedule that it builds": (
+        [f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale"],
+        SCHEDULE,
+        f"give a block: {SCHEDULE}={{_component_: adaptive_batch.schedules.by_noise_scale, start: 16}}",
+    ),
     "raises in a later epoch": (
         [f"{FUNCTION}=support.components.raises_in_second_epoch", PROBE],
         r"epoch=1, batch_size=4",

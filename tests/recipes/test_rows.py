@@ -1,12 +1,15 @@
 """Rows that cannot be used, and rows that are not what they were when they were counted, through the real command line."""
 
 import re
+from itertools import accumulate
 
 import pytest
+from support import components, killed_runs
 from support.cli import MODEL, OURS
+from support.stops import stopped_after
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import read_records
+from adaptive_batch.report import audit, read_records
 
 ODD = ("dataset._component_=support.components.WithOddRow", "batch_size=2", "epochs=1")
 PLAIN = ("dataset._component_=support.components.WithOddRow", "batch_size=4", "epochs=1", "dataset.row=plain")
@@ -48,3 +51,113 @@ def test_lengths_that_were_counted_beside_another_model_are_compared_with_this_o
         SettingError, match=re.escape("row 0 has the token id 12, and the model's vocabulary has 0 to 9")
     ):
         small.run_in_process(OURS, *by_tokens, "model.vocab_size=10")
+
+
+# --- rows that are not as long as the cache says ------------------------------------------------------------------------
+
+COUNTED = [8 + row % 9 for row in range(32)]
+CHANGED = [45 if row in (3, 7, 22) else 5 if row in (11, 30) else length for row, length in enumerate(COUNTED)]
+NOW_LENGTHS = ("dataset._component_=support.components.OfLengthsNow", "optimizer=torch.optim.SGD", "optimizer.lr=0.05")
+STALE = {
+    "as they come": ("batch_tokens=60", "micro_batch_tokens=4096"),
+    "rows that wait": ("batch_tokens=120", "min_rows_per_batch=3", "uniform_micro_batches=rows", "micro_batch_size=2"),
+    "dropped rows": ("batch_tokens=40", "long_rows=drop", "micro_batch_tokens=4096"),
+    "no last step": ("batch_tokens=60", "drop_last=True", "micro_batch_tokens=4096"),
+    "a rule": (
+        "batch_tokens=60",
+        "micro_batch_tokens=500",
+        "grow_beyond_maximum=True",
+        "batch_size_schedule._component_=adaptive_batch.schedules.steps",
+        "batch_size_schedule.batch_sizes=[60,90]",
+        "batch_size_schedule.thresholds=[150tok]",
+    ),
+    "noticed as trials read rows": ("batch_tokens=60",),
+    "short to long, by rows": ("sample_order=seqlen", "batch_size=4", "micro_batch_tokens=4096"),
+}
+
+
+@pytest.fixture
+def stale(small, monkeypatch, tmp_path):
+    """Run with lengths that were counted before three rows grew and two shrank."""
+    monkeypatch.setitem(components.NOW, "row_length", None)
+    cached = tmp_path / "cache"
+
+    def run(*overrides, lengths=CHANGED):
+        monkeypatch.setattr(type(small), "_environment", lambda _: {**environment, "ADAPTIVE_BATCH_CACHE": str(cached)})
+        monkeypatch.setitem(components.NOW, "lengths", lengths)
+        return small.run_in_process(OURS, *NOW_LENGTHS, "epochs=2", *overrides)
+
+    environment = small._environment()
+    return run
+
+
+def records(finished, kind):
+    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+
+
+@pytest.mark.parametrize("overrides", STALE.values(), ids=STALE)
+def test_the_rest_of_the_epoch_is_planned_again_and_no_row_is_lost_or_repeated(stale, overrides):
+    stale(*overrides, lengths=COUNTED)
+    finished = stale(*overrides)
+    (said,) = records(finished, "replanned")
+    assert re.match(
+        r"row \d+ has \d+ tokens, and had \d+ when it was counted: all rows are counted again", said["message"]
+    )
+    assert audit(finished.output_dir).problems == ()
+    assert (said["position"] > 0) == (overrides != STALE["noticed as trials read rows"])
+    tokens = [sum(CHANGED[row] for row in step["rows"]) for step in records(finished, "step")]
+    assert [step["tokens_seen"] for step in records(finished, "step")] == [*accumulate(tokens)]
+    if "batch_size=4" not in overrides:
+        assert all(count <= step["asked"] for count, step in zip(tokens, records(finished, "step"), strict=True))
+    assert not records(stale(*overrides), "replanned")  # they were written down
+
+
+def test_a_run_that_was_planned_again_resumes_to_the_same_bits(stale, small):
+    overrides = ("batch_tokens=60", "micro_batch_tokens=4096", "save_every_n_steps=1")
+    stale(*overrides, lengths=COUNTED)
+    whole = stale(*overrides)
+    (said,) = records(whole, "replanned")
+    done = next(step["step"] for step in records(whole, "step") if step["position"] == said["position"])
+    assert done > 1
+    for step, resumed_by in (
+        (done + 1, "both lengths"),
+        (done - 1, "the first ones alone, which nobody counts any more"),
+    ):
+        folder = stopped_after(whole, small, step)
+        stale(*overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
+        assert audit(folder).problems == (), resumed_by
+        if step > done:
+            assert killed_runs.differences(folder, whole.output_dir) == [], resumed_by
+
+
+def test_rows_that_change_whenever_they_are_read_are_counted_again_once(stale, capsys):
+    overrides = ("batch_tokens=60", "long_rows=alone")
+    stale(*overrides, lengths=COUNTED)
+    finished = stale(*overrides, lengths=Flickering(COUNTED))
+    assert len(records(finished, "replanned")) <= 1
+    assert audit(finished.output_dir).problems == ()
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "rows change as they are read" in line]
+    assert re.match(r"dataset: row \d+ has \d+ tokens, and had \d+ when it was counted; ", said)
+
+
+def test_lengths_of_validation_that_a_row_contradicts_are_dropped(small, monkeypatch, tmp_path):
+    environment = {**small._environment(), "ADAPTIVE_BATCH_CACHE": str(tmp_path)}
+    monkeypatch.setattr(type(small), "_environment", lambda _: environment)
+    own = ("dataset_val._component_=support.components.OfLengthsNow", "batch_size_val=auto", "run_val_every_n_steps=6")
+    finished = []
+    for lengths in (COUNTED, CHANGED, CHANGED):
+        monkeypatch.setitem(components.NOW, "lengths", lengths)
+        finished.append(small.run_in_process(OURS, *PLAIN, *own))
+    assert [len(records(run, "recounted")) for run in finished] == [0, 1, 0]
+    (said,) = records(finished[1], "recounted")
+    assert re.match(
+        r"dataset_val: row \d+ has 45 tokens, and had \d+ when it was counted: .* are dropped", said["message"]
+    )
+
+
+class Flickering(list):
+    """Lengths, of which those of some rows differ each time."""
+
+    def __getitem__(self, row):
+        self.asked = getattr(self, "asked", 0) + 1
+        return super().__getitem__(row) + (row % 4 == 3) * (self.asked % 2)

@@ -497,3 +497,40 @@ def test_a_resumed_start_that_does_not_say_its_rows_leaves_those_that_are_known(
     last = max(place for place, record in enumerate(records) if record["kind"] == "start")
     del records[last]["rows"]
     assert audit_records(records).problems == ()
+
+
+def test_steps_whose_loss_is_not_finite_and_those_that_were_skipped_are_listed():
+    records = []
+    for record in Run().records():
+        step = record.get("step") if record["kind"] == "step" else None
+        if step in (2, 5):
+            records.append({"kind": "nonfinite_loss", "step": step, "skipped": True, "message": "skipped"})
+        records.append({**record, "loss": {2: "nan", 5: "nan", 6: "inf"}.get(step, 1.0)} if step else record)
+    found = audit_records(records)
+    assert found.holds
+    said = [line.split(maxsplit=1)[1] if line.startswith("loss") else line.strip() for line in found.lines]
+    assert "loss is NaN at step 2 (2 steps)" in said
+    assert "loss is infinite at step 6 (1 step)" in said
+    assert "skipped steps, which changed no weight: 2 (their loss or gradients were not finite): 2, 5" in said
+
+
+def test_a_skipped_step_that_was_rolled_back_is_not_listed():
+    saves = []
+    first = list(Run(save_every=1).process(saves))[:6]
+    del saves[2:]
+    again = list(Run(save_every=1).process(saves))
+    place = next(place for place, record in enumerate(first) if record.get("step") == 3)
+    first.insert(place, {"kind": "nonfinite_loss", "step": 3, "skipped": True})
+    found = audit_records([*first, *again])
+    assert found.holds
+    assert not any("skipped" in line for line in found.lines)
+
+
+def test_rows_that_an_epoch_dropped_before_it_was_planned_again_may_be_used():
+    records = Run(long_rows=(1, 2), batches=(4,)).records()
+    replanned = {"kind": "replanned", "epoch": 0, "position": 0}
+    used = Run(batches=(4,)).records()
+    dropped = next(record for record in records if record["kind"] == "dropped")
+    assert not audit_records([used[0], dropped, *used[1:]]).holds
+    assert audit_records([used[0], dropped, replanned, *used[1:]]).holds
+    assert audit_records([used[0], dropped, used[1], replanned, *used[2:]]).holds

@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -96,6 +98,7 @@ def test_a_figure_without_numbers_is_left_out_and_named(metric, figures, title):
 def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run():
     records = full_records()
     records.add("limit", message="longer rows: a micro-batch holds 4", before=8, after=4)
+    records.add("nonfinite_loss", message="step 601: the loss is nan", step=601, skipped=False)
     timeline = timeline_of(records)
     page, _ = render(timeline, PROBE, name="run")
     explained = re.search(r'<ul class="marks".*?</ul>', page, re.DOTALL)
@@ -131,7 +134,7 @@ def test_the_probe_shows_what_fits_what_does_not_and_the_budget():
     shown = lines_of(figure)
     assert shown["fits"] == [(1, 2), (16, 9), (24, 13)]
     assert shown["does not fit"] == [(32, 14)]  # without a peak, where the budget ends
-    assert {y for _, y in shown["budget 14 GiB"]} == {14}
+    assert {y for _, y in shown["budget 14.00 GiB"]} == {14}
     assert shown["bound: 24 rows"] == [(24, 13)]
 
 
@@ -259,6 +262,26 @@ def test_what_a_restart_rolled_back_is_not_marked_but_what_happened_stays_marked
         ("restarted", 5, 80),
     ]
     assert "(rolled back by a restart)" in render(timeline, None, name="run")[0]
+
+
+def test_steps_whose_loss_is_not_finite_are_named_and_marked_once_each():
+    records = Records()
+    records.start()
+    for number in range(1, 31):
+        if number in (7, 20):
+            records.add("nonfinite_loss", message=f"step {number}", step=number, skipped=False)
+        records.step(number, **{7: {"loss": "nan"}, 8: {"loss": "nan"}, 9: {"loss": "-inf"}}.get(number, {}))
+    timeline = timeline_of(records)
+    wrong = [step.samples for step in timeline.steps if step.number in (7, 8, 9, 20)]
+    marker, character, colour = MARKS["loss not finite"]
+    page, _ = render(timeline, None, name="run")
+    assert "Loss is NaN at step 7 (2 steps)." in page
+    assert "Loss is infinite at step 9 (1 step)." in page
+    assert f'style="color:var(--{colour})">{character}</span> loss not finite' in page
+    drawn, _ = figures_of(timeline, None)
+    (loss,) = [figure for figure in drawn if figure.name == "loss-over-samples"]
+    assert sorted(marks_in(loss)[marker]) == wrong
+    assert colour == "red"
 
 
 # --- what is not as it should be ----------------------------------------------------------------------------------------
@@ -405,3 +428,31 @@ def test_a_long_run_makes_a_small_page_soon_and_keeps_its_spike(tmp_path):
     heights = [float(point.split()[2]) for point in curve.strip().splitlines() if point[0] in "ML"]
     assert 1000 < len(heights) < 20_000
     assert sum(height < min(heights) + 50 for height in heights) < 10  # the spike alone is at the top
+
+
+def run_command(*arguments, **environment):
+    command = [sys.executable, "-m", "adaptive_batch", *arguments]
+    return subprocess.run(command, capture_output=True, timeout=120, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", "größe €".encode()], ids=["no UTF-8", "UTF-8"])
+@pytest.mark.parametrize(
+    "environment", [{}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}], ids=str
+)
+def test_a_folder_of_any_name_is_reported_on_any_terminal(tmp_path, name, environment):
+    folder = full_records(60).write(tmp_path / os.fsdecode(name))
+    done = run_command("report", folder, **environment)
+    assert done.returncode == 0, done.stderr.decode()
+    assert (folder / "adaptive_batch" / "report.png").is_file()
+    assert b"adaptive_batch/report.html" in done.stdout
+
+
+def test_a_reader_that_ends_early_ends_the_command_without_a_word(tmp_path):
+    folder = full_records(60).write(tmp_path)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "adaptive_batch", "audit", str(folder)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=120)
+    os.close(writing)
+    assert done.stderr == b""
+    assert done.returncode == -signal.SIGPIPE

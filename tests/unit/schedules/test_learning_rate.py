@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD
 from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
@@ -356,14 +357,44 @@ def test_what_is_saved_or_copied_is_not_scaled_whenever_that_is():
         assert [group["lr"] for group in one.state_dict()["param_groups"]] == [0.1, 0.3]
 
 
-def test_a_rate_that_is_written_before_the_step_stays():
+def test_a_rate_that_is_written_between_the_step_and_what_it_is_set_by_is_refused():
+    """It would be stepped without the rule, and what a scheduler multiplies there would be scaled again and again."""
+    one = optimizer(0.1)
+    rate = LearningRate(one, rule="linear", reference=4)
+    torchs_own = torchs.ExponentialLR(one, 0.9)
+    rate.set(0, batch=8)
+    one.step()
+    torchs_own.step()
+    assert rate.set(1, batch=8) == pytest.approx(0.18)
+    torchs_own.step()
+    one.step()
+    with pytest.raises(
+        SettingError, match=r"^lr_scaling='linear': another rate was set after the step's own and before"
+    ):
+        rate.set(2, batch=8)
+
+
+def test_a_rate_that_is_written_after_a_step_that_was_left_out_is_taken():
     one = optimizer(0.1)
     rate = LearningRate(one, rule="linear", reference=4)
     rate.set(0, batch=8)
     one.param_groups[0]["lr"] = 0.7
+    assert rate.set(1, batch=8) == 1.4
     one.step()
     assert rates(one) == [0.7]
-    assert rate.set(1, batch=8) == 1.4
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_torchs_own_distributed_state_which_takes_a_step_of_none_leaves_the_rate(make):
+    """``get_optimizer_state_dict`` steps with a rate of 0 where there is no state."""
+    model = torch.nn.Linear(2, 2)
+    one = make(model.parameters(), lr=0.1)
+    rate = LearningRate(one, rule="linear", reference=4)
+    rate.set(0, batch=8)
+    get_optimizer_state_dict(model, one)
+    assert rate.set(1, batch=16) == pytest.approx(0.4)
+    one.step()
+    assert rates(one) == [0.1]
 
 
 def test_an_optimizer_without_hooks_is_restored_by_the_next_step_or_by_hand():
@@ -570,6 +601,16 @@ def test_a_rule_needs_a_reference_and_a_batch():
         LearningRate(one, rule="linear", reference=0)
     with pytest.raises(ValueError, match="another optimizer"):
         LearningRate(one, LambdaLR(optimizer(0.1), cosine))
+
+
+@pytest.mark.parametrize("build", [lambda one: LambdaLR(one, cosine), lambda one: StepLR(one, 2)])
+def test_a_group_that_the_scheduler_does_not_know_is_refused(build):
+    one = optimizer(0.1)
+    rate = LearningRate(one, build(one))
+    rate.set(0)
+    one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the optimizer has 2"):
+        rate.set(1)
 
 
 @pytest.mark.parametrize("batch", [None, 0, -1, math.nan])

@@ -25,7 +25,7 @@ from adaptive_batch.torchtune import (
     without_effect,
     without_effect_on,
 )
-from adaptive_batch.torchtune.checks import TO_TRAIN, check_all_is_trained, check_loss, complete
+from adaptive_batch.torchtune.checks import TO_TRAIN, check_all_is_trained, check_loss, check_output_dir, complete
 from adaptive_batch.torchtune.config_errors import check_file, plainly
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -172,6 +172,17 @@ def test_a_key_that_is_missing_is_named(key):
         ({"mine": [1, "${nowhere}"]}, r"mine\[1\]='\${nowhere}': Interpolation key 'nowhere' not found"),
         ({"dtype": "fp8"}, "dtype='fp8': .* give bf16 or fp32"),
         ({"device": "gpu"}, "device='gpu': Expected one of cpu, cuda.* give cuda or cpu"),
+        *(
+            ({"seed": value}, "seed=.*: give a whole number, 0 to 4294967295, or null")
+            for value in (-1, 1.5, "abc", True, [1], 2**32)
+        ),
+        *(({"log_every_n_steps": value}, "log_every_n_steps=.*: give a whole number") for value in (0, -1, 1.5, "abc")),
+        *(
+            ({key: "maybe"}, f"{key}='maybe': give True or False")
+            for key in ("shuffle", "resume_from_checkpoint", "compile", "enable_activation_checkpointing")
+        ),
+        ({"log_peak_memory_stats": 3}, "log_peak_memory_stats=3: give True or False"),
+        ({"cudnn_deterministic_mode": "some"}, "cudnn_deterministic_mode='some': give default, warn or error"),
         ({"clip_grad_norm": "lots"}, "clip_grad_norm='lots': give the largest norm"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0: give the largest norm"),
         ({"clip_grad_norm": 0}, "clip_grad_norm=0: give the largest norm of all gradients, above 0"),
@@ -189,6 +200,12 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     with pytest.raises(SettingError, match=says):
         Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+
+
+@pytest.mark.parametrize("given", [None, "", 3, ["a"]])
+def test_an_output_dir_that_is_no_folder_is_refused(given):
+    with pytest.raises(SettingError, match=r"^output_dir=.*: give a folder of yours"):
+        check_output_dir(given)
 
 
 def test_a_norm_may_be_written_as_torchtune_takes_it():

@@ -17,6 +17,13 @@ GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
 
 
+def _refusal(key, value):
+    try:
+        return str(key.read("it", value))
+    except SettingError as error:
+        return error.remedy
+
+
 def test_absent_means_torchtunes_behaviour():
     settings = Settings.from_config(PLAIN)
     assert not settings.adaptive
@@ -266,11 +273,19 @@ def test_a_reference_is_rows_or_tokens():
         ({"lr_clock": "tokens"}, ["lr_clock"]),
         ({"lr_clock": "tokens", "lr_scheduler": {"_component_": "a.b"}}, []),
         ({"log_gradient_noise_scale": True}, ["log_gradient_noise_scale"]),
-        ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, []),
+        ({"log_gradient_noise_scale": True, "micro_batch_size": 1}, []),
+        ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, ["log_gradient_noise_scale"]),
+        ({"log_gradient_noise_scale": True, "gradient_accumulation_steps": 2}, []),
         (
-            {"log_gradient_noise_scale": True, "micro_batch_size": 2, "sample_order": "seqlen"},
+            {"log_gradient_noise_scale": True, "micro_batch_size": 1, "sample_order": "seqlen"},
             ["log_gradient_noise_scale"],
         ),
+        ({"micro_batch_size": 2}, []),
+        ({"micro_batch_size": 3}, ["micro_batch_size"]),
+        ({"micro_batch_size": 3, "gradient_accumulation_steps": 2}, []),
+        ({"micro_batch_size": 3, "use_maximum_batch_size": True}, []),
+        ({"micro_batch_size": 3, "batch_size_schedule": RAMP}, []),
+        ({"micro_batch_size": 3, "batch_tokens": 100}, []),
         ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto"}, ["probe.assumed_maximum"]),
         ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto", "preview": True}, []),
         ({"reference_batch_size": 8}, ["reference_batch_size"]),
@@ -289,6 +304,40 @@ def test_a_reference_is_rows_or_tokens():
 def test_keys_that_are_set_and_do_nothing_are_named(config, named):
     config = PLAIN | config
     assert [key for key, _ in without_effect(Settings.from_config(config), config)] == named
+
+
+BY_NOISE = {"batch_size_schedule": {"_component_": "adaptive_batch.schedules.by_noise_scale", "start": 4}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({}, "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"),
+        ({"micro_batch_size": 4}, "a step is one micro-batch"),
+        ({"micro_batch_tokens": 100}, "micro-batches by tokens are grouped by length"),
+        ({"micro_batch_size": 2, "sample_order": "seqlen"}, "rows come sorted by length"),
+    ],
+    ids=str,
+)
+def test_a_rule_of_the_noise_that_is_never_measured_is_refused(keys, why):
+    with pytest.raises(SettingError, match=rf"^batch_size_schedule=.*: it follows the gradient noise scale: {why}"):
+        Settings.from_config(PLAIN | BY_NOISE | keys)
+
+
+@pytest.mark.parametrize("keys", [{"micro_batch_size": 2}, {"micro_batch_size": "auto"}, {"grow_beyond_maximum": True}])
+def test_a_rule_of_the_noise_that_may_be_measured_is_taken(keys):
+    config = PLAIN | BY_NOISE | keys
+    assert without_effect(Settings.from_config(config), config) == []
+
+
+WHOLE = [name for name, key in keys_of(Settings).items() if "whole number" in _refusal(key, 0)]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_number_beyond_what_can_be_trained_is_refused(name):
+    assert len(WHOLE) > 15
+    with pytest.raises(SettingError, match=rf"^{name}=1{'0' * 20}: "):
+        keys_of(Settings)[name].read(name, 10**20)
 
 
 @pytest.mark.parametrize("dataset", ["my_dataset", {}, {"source": "json"}, [], [{"source": "json"}]], ids=str)

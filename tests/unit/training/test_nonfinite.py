@@ -47,6 +47,14 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
     assert (steps.count(), steps.count(), runner.dropped) == (4, 0, 0)
 
 
+def test_many_in_a_row_are_printed_now_and_then():
+    steps, events, _ = steps_of("skip")
+    assert all(steps.drops(result(NAN), step=number, lr=0.1) for number in range(1, 251))
+    printed = [event for event in events if event.prints]
+    assert [event.step for event in printed] == [1, 100, 200]
+    assert printed[1].message.startswith("step 100: the loss is nan (100 steps in a row), lr 0.1; it is skipped")
+
+
 def test_the_line_names_what_changed_before():
     steps, events, _ = steps_of("warn")
     seen = [(0, 4, 2.0, 0.1), (0, 8, 1.5, 0.2), (0, 8, 1.25, 0.2), (1, 8, NAN, 0.3)]
