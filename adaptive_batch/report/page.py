@@ -94,6 +94,7 @@ def render(
     if estimate:
         figures = [*estimate_figures(estimate), *figures]
         missing = missing if timeline.events or timeline.steps or probe else []  # it may be an estimate and no run
+    kind = "Run report" if timeline.events or timeline.steps else "Probe report" if probe else "Memory estimate"
     facts, notes, events = facts_of(timeline, probe), _notes_of(timeline, missing), marks_of(timeline)
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -101,6 +102,7 @@ def render(
     template.filters.update(clock=_clock, duration=_duration, number=as_number)
     text = template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
+        kind=kind,
         version=__version__,
         facts=facts,
         notes=notes,
@@ -114,7 +116,7 @@ def render(
         grounds=GROUNDS,
     )
     lines = ["     ".join(f"{k}: {v}" for k, v in facts[place : place + 7]) for place in range(0, len(facts), 7)]
-    return text, to_png(figures, heading=f"Run report: {name}", lines=[*lines, *notes], events=events)
+    return text, to_png(figures, heading=f"{kind}: {name}", lines=[*lines, *notes], events=events)
 
 
 def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[str, str]]:
@@ -154,7 +156,7 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
 def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
     """Return what a reader should know of the run, one sentence each; `missing` are titles of figures without data."""
     notes = []
-    if not timeline.steps:
+    if timeline.events and not timeline.steps:
         notes.append("No optimizer step is recorded.")
     if timeline.other_runs:
         notes.append(f"Only the last run of the file is shown; other runs in it: {timeline.other_runs}.")

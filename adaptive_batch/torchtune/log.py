@@ -25,8 +25,22 @@ from .data import Data
 from .job import Job
 from .preview import TrainingPreview
 from .resumed_run import ResumedRun
+from .settings import Settings
 
 log = utils.get_logger("INFO")
+
+_MUCH_PADDING = 0.3
+
+
+def keys_against_padding(settings: Settings, *, splits: bool) -> str:
+    """Return which key would remove padding, where steps are split into micro-batches or not; empty where none would."""
+    if settings.uniform_micro_batches in ("lengths", "both"):
+        return f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one length"
+    if splits and settings.micro_batch_tokens is None and settings.uniform_micro_batches is None:
+        return "micro_batch_tokens=auto, without micro_batch_size, groups the rows of a step by length"
+    if settings.sample_order != "seqlen":
+        return "sample_order=seqlen with a sample_window brings rows of like length into a step"
+    return "a lower pad_to_multiple_of leaves less" if settings.pad_to_multiple_of > 1 else ""
 
 
 class TrainingLog:
@@ -41,6 +55,7 @@ class TrainingLog:
         if distributed.is_rank_zero():
             self._metrics = config.instantiate(cfg.metric_logger)
             self._metrics.log_config(cfg)
+        self._ran = [0.0, 0.0, 0]  # tokens, with padding, and most micro-batches of a step, in the epoch so far
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
         self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
         if cfg.get("log_peak_memory_stats", False) and not self._memory:
@@ -198,12 +213,19 @@ class TrainingLog:
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
         self.record.event(
             "epoch",
-            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}",
+            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}{self._padding_of_epoch()}",
             epoch=progress.epoch,
             used=progress.epoch_rows,
             left_out=sum(reasons.values()),
             reasons=reasons,
         )
+
+    def _padding_of_epoch(self) -> str:
+        """Return what part of the tokens that ran were padding, with the key that would remove it, where that is much."""
+        (tokens, padded, micro_batches), self._ran = self._ran, [0.0, 0.0, 0]
+        share = 1 - tokens / padded if padded else 0.0
+        key = keys_against_padding(self._settings, splits=micro_batches > 1)
+        return f"; {share:.0%} of the tokens that ran were padding: {key}" if share > _MUCH_PADDING and key else ""
 
     def step(
         self,
@@ -218,6 +240,9 @@ class TrainingLog:
     ) -> None:
         """Write down a step, after which progress is as given, and log its metrics."""
         label_tokens = float(result.label_tokens)
+        tokens, padded, most = self._ran
+        ran = result.tokens / (1 - result.padding_fraction) if result.padding_fraction < 1 else 0.0
+        self._ran = [tokens + result.tokens, padded + ran, max(most, result.micro_batches)]
         metrics = {
             "loss": result.loss,
             "lr": rate,

@@ -110,6 +110,14 @@ def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run
     assert marks_in(drawn[1])[MARKS["restarted"][0]] == [timeline.steps[419].samples]
 
 
+def test_a_bound_that_is_the_most_that_was_tried_has_a_plus():
+    for most, shown in ((24, "24+"), (25, "24")):
+        probe = {**PROBE, "maximum": most}
+        assert dict(facts_of(timeline_of(Records()), probe))["bound"] == shown
+        (figure, *_), _ = figures_of(timeline_of(Records()), probe)
+        assert f"The largest that fits has {shown} rows" in figure.description
+
+
 def test_the_head_has_the_facts_of_the_run():
     facts = dict(facts_of(timeline_of(full_records()), PROBE))
     assert facts["rows"] == "4,096"
@@ -343,7 +351,10 @@ def test_very_short_runs_make_a_page(tmp_path, num_steps):
 def test_a_probe_alone_makes_a_page(tmp_path):
     folder = Records().write(tmp_path, probe=PROBE)
     (folder / "adaptive_batch" / "run.jsonl").unlink()
-    assert figures_in(write_report(folder)[0].read_text()) == ["probe"]
+    page = write_report(folder)[0].read_text()
+    assert figures_in(page) == ["probe"]
+    assert "<h1>Probe report <small>" in page
+    assert "No optimizer step" not in page
 
 
 @pytest.mark.slow

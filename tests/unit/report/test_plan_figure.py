@@ -259,6 +259,9 @@ def test_a_report_of_a_folder_with_a_plan_alone_shows_its_figures_and_tables(tmp
     assert "more &lt;compute&gt;" in page
     assert "Left out: a &lt;thing&gt;." in page
     assert "Not recorded" not in page
+    assert "<h1>Memory estimate <small>" in page
+    assert ": memory estimate</title>" in page
+    assert "No optimizer step" not in page
 
 
 @pytest.mark.slow
