@@ -264,7 +264,8 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
         raise
     except Exception as error:  # the user's code, and the libraries that fetch and parse, have many
         why = f"{type(error).__name__}: {one_line(error)}"
-        raise SettingError(key, name, f"it cannot be built ({why}); check its source and arguments") from error
+        remedy = "set streaming=False" if block.get("streaming", False) else "check its source and arguments"
+        raise SettingError(key, name, f"it cannot be built ({why}); {remedy}") from error
     return dataset
 
 
