@@ -66,6 +66,12 @@ def test_tokens_may_be_a_list_an_array_or_a_tensor(small):
     assert others == [first] * 4
 
 
+def test_a_collate_function_that_leaves_out_rows_is_refused(small):
+    leaving_out = "support.components.leaving_out"
+    with pytest.raises(SettingError, match=f"collate_fn='{leaving_out}': it made 3 rows of 4; return all of them"):
+        small.run_in_process(OURS, *PLAIN, f"collate_fn={leaving_out}")
+
+
 # --- rows that are not as long as the cache says ------------------------------------------------------------------------
 
 COUNTED = [8 + row % 9 for row in range(32)]

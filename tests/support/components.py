@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from support.cli import MODEL, pictures
+from torchtune.data import padded_collate_sft
 from torchtune.models.qwen2 import qwen2
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
@@ -175,6 +176,11 @@ class OfLengths:
         length = NOW.get("row_length") or self.lengths[row]
         tokens = [row + 1, *(1 + (row * row + 7 * i * i) % 500 for i in range(1, length))]
         return {"tokens": tokens, "labels": [-100, *tokens[1:]]}
+
+
+def leaving_out(rows, padding_idx=0, ignore_idx=-100):
+    """A collate function that leaves out a row of each batch."""
+    return padded_collate_sft(rows[:-1], padding_idx=padding_idx, ignore_idx=ignore_idx)
 
 
 class OfKind(OfLengths):
