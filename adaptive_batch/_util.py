@@ -1,14 +1,17 @@
-"""Small tools that every package may use: checks of values, atomic writes, the cache folder, fingerprints."""
+"""Small tools that every package may use: checks of values, progress bars, atomic writes, the cache folder, fingerprints."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
 import stat
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -16,13 +19,21 @@ from pathlib import Path, PurePath
 
 from adaptive_batch.errors import SettingError
 
+log = logging.getLogger("adaptive_batch")
+
+SECONDS_BETWEEN_LINES = 10.0  # of progress, where no terminal shows a bar
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
+MOST = (
+    10**12
+)  # rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied
 
 
-def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more") -> int:
-    """Refuse what is not a whole number, 1 or more."""
+def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = MOST) -> int:
+    """Refuse what is not a whole number, 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingError(key, value, remedy)
+    if value > most:
+        raise SettingError(key, value, f"give {most} or less")
     return value
 
 
@@ -39,11 +50,69 @@ def check_share(key: str, value: object) -> None:
         raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Format an amount of memory in GiB, or in MiB or bytes where two decimals of GiB would not show it."""
-    if num_bytes >= 0.1 * 2**30:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.2f} MiB" if num_bytes >= 0.1 * 2**20 else f"{num_bytes} bytes"
+def format_bytes(num_bytes: float) -> str:
+    """Format an amount of memory in GiB, or in MiB, KiB or bytes where two decimals of more would not show it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= 0.1 * size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return count(round(num_bytes), "byte")
+
+
+def count(number: int, what: str) -> str:
+    """Format so many things, such as ``1 row`` and ``2 rows``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def rows_fit(rows: int) -> str:
+    """Say that so many rows fit: ``1 row fits``, ``2 rows fit``."""
+    return f"{count(rows, 'row')} fit{'s' * (rows == 1)}"
+
+
+def format_bound(rows: int | None, maximum: int) -> str:
+    """Format the rows that fit, with a plus where as many fit as are tried at most, or any number does (None)."""
+    return f"{maximum}+" if rows is None or rows >= maximum > 0 else str(rows)
+
+
+class ProgressBar:
+    """Shows how far long work has come: a bar on a terminal; elsewhere a line every ten seconds, and one at the end.
+
+    Args:
+        total: units of work in all.
+        unit: of the work, in the plural.
+        what: is done, as in "counting tokens".
+        done: units of it that were done before.
+        shown: False shows nothing.
+    """
+
+    def __init__(self, total: int, unit: str, what: str = "", *, done: int = 0, shown: bool = True) -> None:
+        self._total, self._unit, self._what, self._done, self._shown = total, unit, what, done, shown
+        self._last_line = time.monotonic()
+        self._bar = None
+        if shown and sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:  # the core needs torch alone
+                return
+            self._bar = tqdm(total=total, desc=what, initial=done, unit=f" {unit}")
+
+    def advance(self, what: str | None = None) -> None:
+        """Count one unit as done, under another description if one is given."""
+        self._done, self._what = self._done + 1, self._what if what is None else what
+        if self._bar is not None:
+            self._bar.set_description(self._what, refresh=False)
+            self._bar.update()
+        elif self._shown:
+            now = time.monotonic()
+            if now - self._last_line >= SECONDS_BETWEEN_LINES or self._done == self._total:
+                self._last_line = now
+                log.info("%s: %d of %d %s", self._what, self._done, self._total, self._unit)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def nearest(name: str, names: list[str]) -> str:

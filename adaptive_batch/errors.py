@@ -5,6 +5,7 @@
       GrowthFunctionError         (also a ValueError)    a user's growth function failed or returned no row count
       DoesNotFitError             (also a RuntimeError)  one row does not fit; numbers and remedies
       RankLostError               (also a RuntimeError)  one rank failed where the others cannot learn of it; all must end
+      NonfiniteLossError          (also a RuntimeError)  a step's loss or gradients are NaN or infinite, and are not to be stepped by
       CheckpointError             (also a RuntimeError)  a checkpoint file is missing, truncated, or belongs to another run
 
 A user's mistake is one of these. An assertion is ours.
@@ -62,6 +63,10 @@ class RankLostError(AdaptiveBatchError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[RankLostError], tuple[str, dict[str, Any]]]:
         return type(self), (str(self), self.facts)
+
+
+class NonfiniteLossError(AdaptiveBatchError, RuntimeError):
+    """The loss or the gradients of a step are NaN or infinite, and training is to stop there. The message names what came before."""
 
 
 class CheckpointError(AdaptiveBatchError, RuntimeError):

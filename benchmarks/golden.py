@@ -1067,9 +1067,7 @@ class Loop:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 norm = None if result.grad_norm is None else float(result.grad_norm)
-                seen.append(
-                    [result.rows, result.micro_batches, self.optimizer.param_groups[0]["lr"], result.loss, norm]
-                )
+                seen.append([result.rows, result.micro_batches, self.loop.learning_rate, result.loss, norm])
                 if self.loop.progress.steps >= until:
                     return seen
         return seen

@@ -8,7 +8,6 @@ Any config of `adaptive_full_finetune` works. No weights, no accelerator and, wi
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from omegaconf import DictConfig
 from torchtune import config
@@ -20,6 +19,7 @@ from adaptive_batch.torchtune import (
     ModelBuilder,
     check_output_dir,
     estimate_devices,
+    no_component_exits,
     set_up_terminal,
     use_shipped_config,
 )
@@ -35,8 +35,7 @@ def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryE
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
-    path = Path(cfg.output_dir) / "adaptive_batch" / "estimate.json"
-    check_output_dir(path.parent)
+    path = check_output_dir(cfg.output_dir) / "adaptive_batch" / "estimate.json"
     estimated = estimate_devices(cfg, save=lambda one: one.save(path), builder=builder)
     print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
     try:
@@ -50,7 +49,8 @@ def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryE
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the estimate: YAML first, then key=value from the command line over it."""
-    estimate(cfg)
+    with no_component_exits():
+        estimate(cfg)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ same keys; any config of those recipes runs unchanged. The keys that are ours ar
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,13 +20,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.data import StepPlanner
-from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog
-from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog, raising_on_sigterm
+from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import NoiseScale, Progress
 from adaptive_batch.torchtune import (
@@ -39,7 +36,6 @@ from adaptive_batch.torchtune import (
     Job,
     LimitFinder,
     ModelBuilder,
-    RateController,
     ResumedRun,
     Settings,
     Trainer,
@@ -47,14 +43,15 @@ from adaptive_batch.torchtune import (
     TrainingPreview,
     Validation,
     all_ranks,
-    as_dict,
+    build_rate,
     check_output_dir,
     check_scheduler,
+    interruptible,
     set_up_terminal,
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import FullBatchLoss, StepResult, agree_on_step
+from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, StepResult, agree_on_step
 
 log = utils.get_logger("INFO")
 Part = TypeVar("Part", bound=Stateful)
@@ -74,9 +71,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
         self.cfg, self.watch = cfg, watch
-        plain = as_dict(cfg)
-        self.settings = Settings.from_config(plain)
-        self.without_effect = without_effect(self.settings, plain, ranks=distributed.world_size())
+        self.settings = Settings.from_config(cfg)
+        self.without_effect = without_effect(self.settings, cfg, ranks=distributed.world_size())
         self.job = Job(cfg, self.settings, builder)
         self.device = self.job.device
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
@@ -87,13 +83,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
-        check_output_dir(Path(self.cfg.output_dir))
+        check_output_dir(self.cfg.output_dir)
         self._setup_data()
         if self.settings.preview:
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
             text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, resumes=keeps_batch)
             if distributed.is_rank_zero():
-                print(text)
+                print(*self.without_effect, text, sep="\n")
             return
         self._setup_log()
         self._setup_model()
@@ -142,6 +138,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             limit=lambda: self.planner.limit,
             lower=lambda change: self.limits.lower(change),
         )
+        self.nonfinite = NonfiniteSteps(
+            self.settings.on_nonfinite_loss,
+            runner=trainer.runner,
+            event=self.record.event,
+            is_taken=self.settings.optimizer_in_bwd,
+            remedy=self.checkpoints.after_end,
+        )
         self.limits = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
         self.planner.limits = self.parts["limits"] = self.limits.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
@@ -171,7 +174,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
-            message = f"the run has {settings.epochs * steps} steps, so nothing is validated"
+            message = f"the run has {count(settings.epochs * steps, 'step')}, so nothing is validated"
             self.record.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not saved:
             self.progress = replace(self.progress, steps=self.progress.epoch * steps)
@@ -182,14 +185,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_rate(self) -> None:
         trainer, saved = self.trainer, self.resumed.saved
-        self.parts["learning_rate"] = self.rate = RateController(
+        self.parts["learning_rate"] = self.rate = build_rate(
             self.job,
             self.planner,
             trainer.optimizers,
             progress=self.progress,
             total_steps=self.preview.schedule_steps,
             saved=saved.get("learning_rate", {}),
-            record=self.record,
         )
         limits, base = self.limits.limits, trainer.base_rate
         self.log.rate_and_stages(self.rate, self.preview, self.progress, base=base, limits=limits, saved=saved)
@@ -229,20 +231,21 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.planner.start_epoch(self.progress)
                 if epoch == first_epoch and within:  # beginning to read rows draws, as it had in the saved run
                     self.resumed.restore_random_state(self.progress)
-                with logging_redirect_tqdm([logging.getLogger("adaptive_batch")]):
-                    self._train_epoch()
+                self._train_epoch()
                 self.progress = self.progress.after_epoch()
                 self.unlabelled = 0
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
         if first_epoch < epochs:
-            self.record.event("end", f"{self.progress.steps} steps, {self.progress.samples} samples are trained")
+            self.record.event(
+                "end", f"{count(self.progress.steps, 'step')}, {count(self.progress.samples, 'sample')} trained"
+            )
         self.profiler.stop()
 
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
         epoch, done, runner = self.progress.epoch, self.progress.epoch_steps, self.trainer.runner
-        with tqdm(total=self.planner.plan.steps, initial=done, disable=not distributed.is_rank_zero()) as bar:
+        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
@@ -259,10 +262,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 batch = self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens)
                 rate = self.rate.set(progress, plan=self.planner.plan, batch=batch)
                 result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
-                self.trainer.step()
+                changes = {"epoch": epoch, "batch_size": progress.batch, "micro-batch": runner.retry.limit()}
+                if not self.nonfinite.drops(result, step=progress.steps + 1, lr=rate, **changes):
+                    self.trainer.step()
+                self.rate.restore()
                 self.progress = self._after(result, progress)
-                bar.update(1)
-                bar.set_description(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
+                bar.advance(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
                 self.log.step(
                     result,
                     self.progress,
@@ -278,7 +283,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.progress.epoch_steps and self.unlabelled == self.progress.epoch_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self.cfg.dataset), remedy)
-        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled)
+        nonfinite = self.nonfinite.count()
+        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=nonfinite)
+        if self.settings.on_nonfinite_loss == "skip" and not done and nonfinite == self.progress.epoch_steps > 0:
+            what = f"epoch {epoch}: the loss or the gradients of all {nonfinite} steps are not finite, so nothing was trained"
+            raise NonfiniteLossError(f"{what}; check the weights that it began with, the data and dtype")
 
     def _after(self, result: StepResult, progress: Progress) -> Progress:
         """Progress after a step, with what it has measured."""
@@ -393,6 +402,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if hasattr(self, "limits"):
             self.limits.keep_lost(end.facts)
 
+    def after_end(self) -> str:
+        """Return what is resumed from if this is ended now, as the end of a sentence."""
+        found = hasattr(self, "checkpoints")
+        return self.checkpoints.after_end() if found else "nothing is changed yet; start it again"
+
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""
         if hasattr(self, "log"):
@@ -412,8 +426,10 @@ def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
             if distributed.is_rank_zero():
                 config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
             recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
-            recipe.setup()
-            recipe.train()
+            with interruptible(recipe.after_end):
+                with raising_on_sigterm():
+                    recipe.setup()
+                recipe.train()
     finally:
         if recipe:
             recipe.cleanup()

@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 from torchtune import config, training
 
 from adaptive_batch import distributed
+from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     BatchSizeFinder,
@@ -26,7 +26,8 @@ from adaptive_batch.torchtune import (
     Settings,
     Trainer,
     all_ranks,
-    as_dict,
+    check_output_dir,
+    left_by_rounding,
     set_up_terminal,
     use_shipped_config,
     without_effect_on,
@@ -43,7 +44,8 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         SettingError: a setting cannot be used; no weights have been loaded yet.
         DoesNotFitError: not even one row fits, at any length.
     """
-    settings = Settings.from_config(as_dict(cfg))
+    settings = Settings.from_config(cfg)
+    check_output_dir(cfg.output_dir)
     job = Job(cfg, settings, builder)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
@@ -60,8 +62,8 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         if distributed.is_rank_zero():
             print(text)
 
-    for key, reason in without_effect_on("adaptive_probe", settings, ranks=distributed.world_size()):
-        say(f"{key} has no effect: {reason}")
+    for keys in without_effect_on("adaptive_probe", settings, cfg, ranks=distributed.world_size()):
+        say(str(keys))
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)
@@ -71,7 +73,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        say(f"\n{result.table()}\n")
+        say("\n".join(["", result.table(), left_by_rounding(result.max_batch_size, result.batch_size)]))
         results.append(result)
     if refused and not results:
         raise refused
@@ -82,11 +84,11 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
 
 def summary(results: list[ProbeResult]) -> str:
     """One aligned line for each length."""
-    lines = [f"{'length':>7} {'max_batch_size':>15} {'tokens':>8} {'peak GiB':>9}"]
+    lines = [f"{'length':>7} {'max_batch_size':>15} {'tokens':>8} {'peak':>10}"]
     for result in results:
         tokens = result.max_batch_size * result.sequence_length
-        peak = (result.peak_bytes() or 0) / GIB
-        lines.append(f"{result.sequence_length:>7} {result.max_batch_size:>15} {tokens:>8} {peak:>9.3f}")
+        peak = format_bytes(result.peak_bytes() or 0)
+        lines.append(f"{result.sequence_length:>7} {result.bound:>15} {tokens:>8} {peak:>10}")
     return "\n".join(lines)
 
 

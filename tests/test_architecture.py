@@ -13,7 +13,7 @@ LINE = "schedules, distributed < data, memory < probe, estimate, checkpoint < tr
 TIER = {name: tier for tier, names in enumerate(LINE.split(" < ")) for name in names.split(", ")}
 BELOW_ALL = {"errors", "_util"}
 OUTSIDE = sys.stdlib_module_names | {"torch"}
-OPTIONAL = {"report": {"matplotlib", "jinja2"}, "data": {"tqdm"}}  # imported where it is used
+OPTIONAL = {"report": {"matplotlib", "jinja2"}, "_util.py": {"tqdm"}}  # imported where it is used
 FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
 
 

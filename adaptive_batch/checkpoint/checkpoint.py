@@ -10,9 +10,8 @@ import json
 import os
 import pickle
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,36 +24,15 @@ from adaptive_batch._util import atomic_write
 from adaptive_batch.errors import CheckpointError
 
 from .content import Content, read_into, read_optimizer, read_whole
-from .dcp import METADATA, Ranks, reason, write_tensors
+from .dcp import METADATA, Ranks, write_tensors
+from .failures import reason
+from .manifest import SavedFile, SkippedCheckpoint, other_content, other_size, signed, unsigned
 
 Result = TypeVar("Result")
 
 MANIFEST, STATE = "resume.json", "state.pt"
 FORMAT, FORMAT_VERSION = "adaptive_batch resume point", 1
 _SEEN_SECONDS = 10.0  # in which a file that another node has written must be seen
-_CHUNK_BYTES = 4 * 2**20  # large enough that reading, not Python, takes the time
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """Size of a file and its ``zlib.crc32``, as the manifest has them."""
-
-    bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class SkippedCheckpoint:
-    """A folder that is no complete checkpoint, and why; `is_ours` if it was written as one in a format that this version knows."""
-
-    path: Path
-    reason: str
-    is_ours: bool
-    order: int | None = None
-
-    def describe(self) -> str:
-        """Return folder and reason in one line."""
-        return f"{self.path} is skipped: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -73,14 +51,7 @@ class Checkpoint:
 
     def corruption(self) -> str | None:
         """Read every file, and return what differs from what was saved; None where nothing does."""
-        for name, saved in self.files.items():
-            try:
-                found = _crc32(self.path / name)
-            except OSError as error:
-                return f"{name} cannot be read ({error})"
-            if found != saved.crc32:
-                return f"{name} has another checksum (crc32 {found:08x}) than was saved ({saved.crc32:08x})"
-        return None
+        return other_content(self.path, self.files)
 
     def load(self) -> tuple[Any, Any]:
         """Load what any number of ranks saved, whole, on the CPU: the tree of tensors, and the small state. No code of a file is run.
@@ -152,7 +123,7 @@ def write_checkpoint(folder: Path, content: Content, *, step: int, order: int, r
             another rank.
     """
     written = write_tensors(folder, content.tensors, ranks)
-    of_ranks = ranks.each(lambda: {name: _saved_file(folder / name) for name in written})
+    of_ranks = ranks.each(lambda: {name: SavedFile.of(folder / name) for name in written})
     files = {name: file for of_rank in of_ranks for name, file in of_rank.items()}
 
     def complete() -> None:
@@ -164,8 +135,8 @@ def write_checkpoint(folder: Path, content: Content, *, step: int, order: int, r
             _load_safely(folder / STATE)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"the state could not be read again: {reason(error)}") from error
-        ours = {name: _saved_file(folder / name) for name in (METADATA, STATE)}
-        checkpoint = Checkpoint(folder, step, order, __version__, ranks.count, dict(sorted({**files, **ours}.items())))
+        ours = {name: SavedFile.of(folder / name) for name in (METADATA, STATE)}
+        checkpoint = Checkpoint(folder, step, order, __version__, ranks.count, {**files, **ours})
         atomic_write(folder / MANIFEST, _manifest(checkpoint), sync=True)
         deadline = time.monotonic() + _SEEN_SECONDS
         while isinstance(seen := inspect(folder), SkippedCheckpoint):
@@ -196,48 +167,26 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
             return SkippedCheckpoint(
                 folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order
             )
-        files = {name: SavedFile(**file) for name, file in content["files"].items()}
+        content, files = unsigned(text)
         found = Checkpoint(folder, content["step"], order, content["package_version"], content["world_size"], files)
-        if _manifest(found) != text:
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         what = "truncated or changed" if is_ours else "unrecognized"
         return SkippedCheckpoint(folder, f"{MANIFEST} is {what}", is_ours)
-    for name, saved in found.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
-            return SkippedCheckpoint(folder, f"{name} is missing", True, order)
-        if size != saved.bytes:
-            return SkippedCheckpoint(folder, f"{name} has {size:,} bytes, {saved.bytes:,} were saved", True, order)
-    return found
+    changed = other_size(folder, files)
+    return found if changed is None else SkippedCheckpoint(folder, changed, True, order)
 
 
 def _manifest(checkpoint: Checkpoint) -> str:
-    content: dict[str, Any] = {
+    content = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "package_version": checkpoint.package_version,
         "step": checkpoint.step,
         "order": checkpoint.order,
         "world_size": checkpoint.world_size,
-        "files": {name: asdict(file) for name, file in checkpoint.files.items()},
     }
-    content["crc32"] = zlib.crc32(json.dumps(content).encode())  # of the manifest itself
-    return json.dumps(content, indent=1) + "\n"
+    return signed(content, checkpoint.files)
 
 
 def _load_safely(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _saved_file(path: Path) -> SavedFile:
-    return SavedFile(path.stat().st_size, _crc32(path))
-
-
-def _crc32(path: Path) -> int:
-    checksum, chunk = 0, bytearray(_CHUNK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while read := file.readinto(chunk):
-            checksum = zlib.crc32(memoryview(chunk)[:read], checksum)
-    return checksum

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import CheckpointError
+
+from .failures import reason
 
 Result = TypeVar("Result")
 
@@ -52,17 +53,6 @@ class Ranks:
         except Exception as error:
             kind = TypeError if isinstance(error, TypeError) else CheckpointError
             raise kind(f"rank {self.rank}: {reason(error)}") from error
-
-
-def reason(error: BaseException) -> str:
-    """The text of an error in a line; of the system's error where torch has wrapped others around it."""
-    below: BaseException | None = error
-    while below is not None and not isinstance(below, OSError):
-        below = below.__cause__ or below.__context__
-    if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
-        # torch's own advice is to allow everything
-        return f"it names {named[1]}, which torch.load(weights_only=True) allows only once its package is imported, if at all"
-    return str(below or error).partition("\n")[0]
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[str]:

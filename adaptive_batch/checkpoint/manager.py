@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,11 @@ from adaptive_batch._util import move_into_place
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import GIB, host_available_bytes
 
-from .checkpoint import Checkpoint, SkippedCheckpoint, inspect, write_checkpoint
+from .checkpoint import Checkpoint, inspect, write_checkpoint
 from .content import Content, gather_content, local_part
-from .dcp import Ranks, reason
+from .dcp import Ranks
+from .failures import saving
+from .manifest import SkippedCheckpoint, newest_complete
 
 log = logging.getLogger("adaptive_batch")
 
@@ -47,12 +49,15 @@ def latest_complete(output_dir: Path) -> tuple[Checkpoint | None, list[SkippedCh
         The checkpoint, or None; and what was skipped before it was found: those that are newer, or whose age cannot be known,
         each with the reason.
     """
-    checkpoints, skipped = _inspected(output_dir)
-    for found in checkpoints:
-        if (corruption := found.corruption()) is None:
-            return found, [other for other in skipped if other.order is None or other.order > found.order]
-        skipped.append(SkippedCheckpoint(found.path, corruption, True, found.order))
-    return None, skipped
+    return newest_complete(*checkpoints_in(output_dir))
+
+
+def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
+    """Return the checkpoints of steps whose files have their sizes, and the other folders that are named as such; none is read."""
+    found = [inspect(folder) for folder in _step_folders(output_dir)]
+    return [one for one in found if isinstance(one, Checkpoint)], [
+        one for one in found if isinstance(one, SkippedCheckpoint)
+    ]
 
 
 class CheckpointManager:
@@ -67,15 +72,23 @@ class CheckpointManager:
         asynchronous: :meth:`save` copies the tensors to the host and returns, and a thread writes. Where the host lacks memory
             for the copy, that checkpoint is saved synchronously, which is logged.
         process_group: whose ranks save together; None for one process. An asynchronous save needs one that nothing else uses.
+        others: the orders of what is saved beside these and counted with them.
     """
 
     def __init__(
-        self, output_dir: Path, *, keep_last: int | None = None, asynchronous: bool = False, process_group: Any = None
+        self,
+        output_dir: Path,
+        *,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
+        process_group: Any = None,
+        others: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         assert keep_last is None or keep_last >= 1, keep_last
         self._output_dir = Path(output_dir)
         self._keep_last = keep_last
         self._ranks = Ranks(process_group)
+        self._others = others
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         self._copies: dict[str, torch.Tensor] = {}
@@ -170,21 +183,10 @@ class CheckpointManager:
         target = self._output_dir / f"step_{step}"
         temporary = self._output_dir / f"{_SAVING}step_{step}"
         ranks = self._ranks
-        try:
+        with saving(target, temporary, num_bytes=content.num_bytes, removes=ranks.rank == 0):
             order = ranks.first(lambda: self._prepare(target, temporary))
             write_checkpoint(temporary, content, step=step, order=order, ranks=ranks)
             ranks.first(lambda: move_into_place(temporary, target))
-        except BaseException as error:
-            nearest = next(folder for folder in (target, *target.parents) if folder.exists())
-            free = shutil.disk_usage(nearest).free
-            if ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            if not isinstance(error, Exception):
-                raise
-            raise CheckpointError(
-                f"saving {target} failed ({reason(error)}): it needs {content.num_bytes:,} bytes and a little more, and "
-                f"{free:,} bytes were free when it failed; what was saved before is untouched: free disk space or correct the path"
-            ) from error
         if ranks.rank == 0:
             self._remove_old(order)
 
@@ -205,29 +207,28 @@ class CheckpointManager:
             if isinstance(existing, SkippedCheckpoint) and not existing.is_ours:
                 raise FileExistsError(f"{target} exists and is not ours to replace: {existing.reason}")
         temporary.mkdir()
-        orders = (inspect(folder).order for folder in _step_folders(self._output_dir))
-        return max([time.time_ns(), *(order + 1 for order in orders if order is not None)])
+        return self.next_order()
+
+    def next_order(self) -> int:
+        """Return the order of what is saved next: one more than of all that is there, so that no clock decides what is newest."""
+        saved, skipped = checkpoints_in(self._output_dir)
+        orders = [*(one.order for one in saved), *(one.order or 0 for one in skipped), *self._others()]
+        return 1 + max(orders, default=0)
 
     def _remove_old(self, newest: int) -> None:
         """Keep the last few that are complete by name and size. Folders of users and of newer versions stay."""
         if self._keep_last is None:
             return
-        checkpoints, skipped = _inspected(self._output_dir)
+        saved, skipped = checkpoints_in(self._output_dir)
+        complete = sorted(saved, key=lambda one: -one.order)
         older = [other for other in skipped if other.is_ours and (other.order is None or other.order < newest)]
-        for path in [*(old.path for old in checkpoints[self._keep_last :]), *(old.path for old in older)]:
+        for path in [*(old.path for old in complete[self._keep_last :]), *(old.path for old in older)]:
             removed = path.with_name(_REMOVED + path.name)
             try:
                 path.rename(removed)  # partly removed, it might look like a user's folder
                 shutil.rmtree(removed)
             except OSError as error:
                 log.warning("%s could not be removed: %s", path, error)
-
-
-def _inspected(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
-    """The checkpoints whose files have their sizes, the newest first, and the other folders."""
-    found = [inspect(folder) for folder in _step_folders(output_dir)]
-    checkpoints = sorted((one for one in found if isinstance(one, Checkpoint)), key=lambda one: -one.order)
-    return checkpoints, [one for one in found if isinstance(one, SkippedCheckpoint)]
 
 
 def _step_folders(output_dir: Path) -> list[Path]:

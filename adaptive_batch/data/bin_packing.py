@@ -8,6 +8,7 @@ is the second way to fill.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,7 +37,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for key in ("max_tokens", "min_rows", "max_rows"):
-            check_whole(key, getattr(self, key))
+            check_whole(key, getattr(self, key), most=sys.maxsize)  # which is no limit
         for key, words in (("count", COUNTS), ("long_rows", LONG_ROWS)):
             if getattr(self, key) not in words:
                 raise SettingError(key, getattr(self, key), f"must be one of {', '.join(words)}")

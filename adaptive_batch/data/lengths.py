@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from adaptive_batch._util import atomic_write
+from adaptive_batch._util import ProgressBar, atomic_write
 from adaptive_batch.errors import SettingError
 
 logger = logging.getLogger("adaptive_batch")
@@ -136,7 +136,7 @@ def measure_rows(
             logger.warning("%s: row %d no longer has that length; counting all rows again", cache_file, changed)
         measured: Iterable[Numbers] = _measured(rows, num_rows, num_workers)
         if show_progress:
-            measured = _shown(measured, num_rows)
+            measured = _with_progress(measured, num_rows)
         numbers = torch.tensor([*measured], dtype=torch.int64)
     if cache_file is not None:
         packed = numbers.numpy().tobytes()
@@ -266,16 +266,11 @@ def _random_state_kept() -> Iterator[None]:
             numpy_random.set_state(numpy_state)
 
 
-def _shown(measured: Iterable[Numbers], num_rows: int) -> Iterable[Numbers]:
-    """Show the progress of measuring; without tqdm, a line is logged instead of a bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        logger.info("counting the tokens of %d rows", num_rows)
-        return measured
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # in a log file each update is a line
-    bar: Iterable[Numbers] = tqdm(measured, "counting tokens", num_rows, unit=" rows", mininterval=interval)
-    return bar
+def _with_progress(measured: Iterable[Numbers], num_rows: int) -> Iterator[Numbers]:
+    with ProgressBar(num_rows, "rows", "counting tokens") as bar:
+        for numbers in measured:
+            yield numbers
+            bar.advance()
 
 
 def _checksum(path: Path, packed: bytes) -> bytes:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from adaptive_batch._util import count
+
 Row = TypeVar("Row")
 
 UNIFORM = ("rows", "lengths", "both")
@@ -24,7 +26,7 @@ class MicroBatchLimit:
     unit: str = "rows"
 
     def __str__(self) -> str:
-        return f"{self.amount} {'padded ' if self.unit == 'tokens' else ''}{self.unit}"
+        return count(self.amount, {"rows": "row", "tokens": "padded token"}[self.unit])
 
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
         """Return the micro-batch that takes most of the limit."""

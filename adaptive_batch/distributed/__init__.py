@@ -25,7 +25,7 @@ from .collectives import (
     world_size,
 )
 from .fsdp import Sharding, reshard, shapes_worked_out_apart
-from .preemption import EXIT_STATUS, Preemption
+from .preemption import EXIT_STATUS, Preemption, Terminated, raising_on_sigterm
 from .watchdog import End, Watchdog
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "End",
     "Preemption",
     "Sharding",
+    "Terminated",
     "Watchdog",
     "all_gather",
     "all_reduce_max",
@@ -54,6 +55,7 @@ __all__ = [
     "meet_ranks",
     "minimum",
     "on_rank_zero",
+    "raising_on_sigterm",
     "rank",
     "reshard",
     "shapes_worked_out_apart",

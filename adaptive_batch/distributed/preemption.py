@@ -6,11 +6,34 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 # Ended by a request, saved, and to be started again: "temporary failure; the user is invited to retry" (sysexits.h).
 EXIT_STATUS = 75
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came where there is nothing to finish before."""
+
+
+@contextmanager
+def raising_on_sigterm() -> Iterator[None]:
+    """Inside, in the main thread, SIGTERM raises :class:`Terminated`."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Preemption:

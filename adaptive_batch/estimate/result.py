@@ -12,8 +12,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from adaptive_batch._util import atomic_write, format_bytes
-from adaptive_batch.memory import GIB, Line, MemoryCurve
+from adaptive_batch._util import atomic_write, count, format_bound, format_bytes
+from adaptive_batch.memory import Line, MemoryCurve
 
 from .fake_step import Resident
 
@@ -76,8 +76,8 @@ class CurveCheck:
         off = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
         if off > 1e-3:
             counted, expected = format_bytes(self.counted_bytes), format_bytes(self.expected_bytes)
-            return f"do not rely on the maximum batch size: {self.rows} rows hold {counted}, and the curve gives {expected}"
-        return f"checked: a third size, {self.rows} rows, lies on the curve {f'within {off:.2%}' if off else 'to the byte'}"
+            return f"do not rely on the maximum batch size: {count(self.rows, 'row')} held {counted}, and the curve gives {expected}"
+        return f"checked: a third size, {count(self.rows, 'row')}, lies on the curve {f'within {off:.2%}' if off else 'to the byte'}"
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ class LengthEstimate:
         """What the peak at that many rows is made of, and where in the step it is."""
         parts = sorted(self.composition(rows).items(), key=lambda item: -item[1])
         total = sum(size for _, size in parts)
-        shares = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > 0.005 * total)
+        shares = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total)
         highest = self.curve.highest(rows)
-        text = f"peak of {rows} x {self.sequence_length} tokens: {highest.at(rows) / GIB:.2f} GiB: {shares}"
+        text = f"peak of {rows} x {count(self.sequence_length, 'token')}: {format_bytes(highest.at(rows))}: {shares}"
         site = self.breakdowns[highest.operation].site
         return f"{text}\n  reached in {site}" if site else text
 
@@ -208,18 +208,18 @@ class MemoryEstimate:
 
     def format_rows(self, rows: int | None) -> str:
         """Rows that fit, as text: with a plus where more may fit."""
-        return f"{self.maximum}+" if rows is None or rows >= self.maximum else str(rows)
+        return format_bound(rows, self.maximum)
 
     def table(self) -> str:
         """Aligned text: a line for each device and length, what is resident, and what makes the peaks."""
-        cells = [["device", "length", "max_batch_size", "tokens", "peak GiB", "GiB a row", "free GiB"]]
+        cells = [["device", "length", "max_batch_size", "tokens", "peak", "a row", "free"]]
         for device, length in product(self.devices, self.lengths):
             rows = self.bound(length, device)
             peak, line = length.peak_bytes(max(1, rows)), length.curve.highest(max(2, rows))
             cells.append([
                 device.name, str(length.sequence_length), self.format_rows(rows), str(rows * length.sequence_length),
-                f"{peak / GIB:.2f}", f"{float(line.bytes_per_row) / GIB:.4f}",
-                f"{(device.budget_bytes - peak) / GIB:.2f}" if rows else "-",
+                format_bytes(peak), format_bytes(float(line.bytes_per_row)),
+                format_bytes(device.budget_bytes - peak) if rows else "-",
             ])  # fmt: skip
         lines = _aligned(cells)
         for device in self.devices:
@@ -231,13 +231,13 @@ class MemoryEstimate:
                     lines.append(f"  {length.sequence_length} tokens: too large: {what}")
         resident, of_step = self.lengths[0].resident, self.lengths[0].optimizer_peak_bytes
         on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
-        gradients = f", gradients that stay {resident.gradients / GIB:.2f}" if resident.gradients else ""
+        gradients = f", gradients that stay {format_bytes(resident.gradients)}" if resident.gradients else ""
         lines.append(
-            f"fixed{on_each}: {resident.total / GIB:.2f} GiB: parameters {resident.parameters / GIB:.2f}, optimizer state "
-            f"{resident.optimizer / GIB:.2f}{gradients}, buffers {resident.buffers / GIB:.2f}"
+            f"fixed{on_each}: {format_bytes(resident.total)}: parameters {format_bytes(resident.parameters)}, optimizer state "
+            f"{format_bytes(resident.optimizer)}{gradients}, buffers {format_bytes(resident.buffers)}"
         )
         if of_step is not None:
-            lines.append(f"optimizer's step: {of_step / GIB:.2f} GiB at its peak, whatever the batch")
+            lines.append(f"optimizer's step: {format_bytes(of_step)} at its peak, whatever the batch")
         for length in self.lengths:
             lines.append(length.explain(max(1, *(self.bound(length, device) for device in self.devices))))
         lines += [str(length.check) for length in self.lengths if length.check]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from adaptive_batch._util import format_bytes
 from adaptive_batch.errors import SettingError
 
 from .curve import Trace
@@ -109,7 +110,7 @@ def budget_bytes(
         limit = parse_size(device_memory, total_bytes=total_bytes)
         if limit > total_bytes:
             remedy = (
-                f"the device has {total_bytes / GIB:.2f} GiB; give that or less, or null (None) for what is available"
+                f"the device has {format_bytes(total_bytes)}; give that or less, or null (None) for what is available"
             )
             raise SettingError(key, device_memory, remedy)
     return int(min(limit, available_bytes) * (1 - headroom))

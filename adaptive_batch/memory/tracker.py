@@ -11,6 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adaptive_batch._util import format_bytes
+
 from .curve import Trace
 
 
@@ -79,8 +81,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak_bytes = self.live_bytes
             if self.peak_bytes > self.budget_bytes:
                 raise torch.OutOfMemoryError(
-                    f"CPU out of memory: {self.peak_bytes / 1024**3:.3f} GiB of tensors are alive, "
-                    f"over the budget of {self.budget_bytes / 1024**3:.3f} GiB"
+                    f"CPU out of memory: {format_bytes(self.peak_bytes)} of tensors are alive, "
+                    f"over the budget of {format_bytes(self.budget_bytes)}"
                 )
 
     def _see(self, storage: torch.UntypedStorage) -> None:

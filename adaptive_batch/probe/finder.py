@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import atomic_write
-from adaptive_batch.memory import GIB
+from adaptive_batch._util import atomic_write, count, format_bound, format_bytes, rows_fit
 
 from .search import Search, Trial
 
 log = logging.getLogger("adaptive_batch")
 
-_FORMAT = 1
+_FORMAT = 2
 _KEPT = 31  # results of other lengths, devices or settings that a file keeps
 
 
@@ -35,6 +34,7 @@ class ProbeResult:
         budget_bytes: what a trial was allowed; with several ranks, on the one that was allowed least.
         from_cache: the bound was known, and was tried once more.
         budgets_of_ranks: what each of several ranks was allowed, in bytes.
+        maximum: the most rows that would have been tried; 0 where it is not known.
     """
 
     max_batch_size: int
@@ -46,6 +46,12 @@ class ProbeResult:
     budget_bytes: int = 0
     from_cache: bool = False
     budgets_of_ranks: tuple[int, ...] = ()
+    maximum: int = 0
+
+    @property
+    def bound(self) -> str:
+        """`max_batch_size` as text, with a plus where no more were tried."""
+        return format_bound(self.max_batch_size, self.maximum)
 
     @property
     def num_out_of_memory(self) -> int:
@@ -69,36 +75,35 @@ class ProbeResult:
 
     def table(self) -> str:
         """Aligned text: a line for each trial, then what is fixed, what a row costs, what is left free, and the bound."""
-        lines = [f"{'rows':>6} {'length':>7} {'peak GiB':>9} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
+        lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
         for trial, seconds in zip(self.trials, self.seconds, strict=True):
-            peak = "-" if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
+            peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
             rate = f"{trial.batch_size / seconds:.1f}" if seconds and trial.fits else "-"
             lines.append(
-                f"{trial.batch_size:>6} {self.sequence_length:>7} {peak:>9} {'yes' if trial.fits else 'no':>5} "
+                f"{trial.batch_size:>6} {self.sequence_length:>7} {peak:>10} {'yes' if trial.fits else 'no':>5} "
                 f"{seconds:>8.2f} {rate:>8}"
             )
-        lines.append(
-            f"fixed: {self.resident_bytes / GIB:.3f} GiB (weights, buffers, optimizer state, gradients that stay)"
-        )
+        fixed = format_bytes(self.resident_bytes)
+        lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, gradients that stay)")
         optimizer_peaks = [t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None]
         if optimizer_peaks:
-            lines.append(f"optimizer's step: {max(optimizer_peaks) / GIB:.3f} GiB at its peak, whatever the batch")
+            lines.append(f"optimizer's step: {format_bytes(max(optimizer_peaks))} at its peak, whatever the batch")
         if (slope := self.bytes_per_row()) is not None:
-            lines.append(f"each row: {slope / GIB:.4f} GiB more, between the two largest sizes that fit")
+            lines.append(f"each row: {format_bytes(slope)} more, between the two largest sizes that fit")
         if (bound_peak := self.peak_bytes()) is not None:
-            free = (self.budget_bytes - bound_peak) / GIB
-            lines.append(f"free at the bound: {free:.3f} GiB of the {self.budget_bytes / GIB:.3f} GiB allowed")
+            free = format_bytes(max(0, self.budget_bytes - bound_peak))
+            lines.append(f"free at the bound: {free} of the {format_bytes(self.budget_bytes)} allowed")
         if budgets := self.budgets_of_ranks:
             least, most = min(budgets), max(budgets)
             of_ranks = f"{len(budgets)} ranks, which all must have room"
             if most > 1.01 * least:
                 which = ", ".join(str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least)
-                of_ranks += f": rank {which} may use least, {least / GIB:.3f} GiB, others up to {most / GIB:.3f} GiB"
+                of_ranks += f": rank {which} may use least, {format_bytes(least)}, others up to {format_bytes(most)}"
             lines.append(of_ranks)
         cached = ", known from before and tried again" if self.from_cache else ""
         is_rounded = self.batch_size != self.max_batch_size
         rounded = f"; rounded down to a power of two: {self.batch_size}" if is_rounded else ""
-        return "\n".join([*lines, f"max_batch_size: {self.max_batch_size}{cached}{rounded}"])
+        return "\n".join([*lines, f"max_batch_size: {self.bound}{cached}{rounded}"])
 
 
 def run_search(
@@ -128,8 +133,9 @@ def run_search(
         trial = _agree(run_trial(size))
         seconds.append(time.perf_counter() - start)
         trials.append(trial)
-        peak = "" if trial.peak_bytes is None else f", peak {trial.peak_bytes / GIB:.3f} GiB"
-        log.info("trial %d: %d rows %s%s", len(trials), size, "fit" if trial.fits else "do not fit", peak)
+        peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
+        went = rows_fit(size) if trial.fits else f"{count(size, 'row')} did not fit"
+        log.info("trial %d: %s%s", len(trials), went, peak)
         return trial
 
     while (size := search.candidate) is not None:
@@ -142,7 +148,7 @@ def run_search(
             power //= 2
         batch_size = power or bound
     found = tuple(trials), tuple(seconds)
-    return ProbeResult(bound, batch_size, *found, sequence_length, resident_bytes, budget_bytes)
+    return ProbeResult(bound, batch_size, *found, sequence_length, resident_bytes, budget_bytes, maximum=search.maximum)
 
 
 def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:

@@ -55,12 +55,16 @@ def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
 
 
 class Search(ABC):
-    """A search: while there is a candidate, try it and record the trial. The answer lies in an open interval."""
+    """A search: while there is a candidate, try it and record the trial. The answer lies in an open interval.
+
+    Attributes:
+        maximum: no more rows are tried.
+    """
 
     def __init__(self, name: str, limit: int) -> None:
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(f"{name}={limit!r}: give a whole number of rows, at least 1")
-        self._limit = limit
+        self.maximum = limit
         self._trials: list[Trial] = []
 
     @property
@@ -76,7 +80,7 @@ class Search(ABC):
     @property
     def _too_many(self) -> int:
         """Fewest rows known not to fit; one above the limit while all have fitted."""
-        return min((trial.batch_size for trial in self._trials if not trial.fits), default=self._limit + 1)
+        return min((trial.batch_size for trial in self._trials if not trial.fits), default=self.maximum + 1)
 
     def record(self, trial: Trial) -> None:
         """Take in how the trial of the candidate went; a ValueError refuses one of another size, or after the end."""
@@ -98,7 +102,7 @@ class Halving(Search):
     def candidate(self) -> int | None:
         if self.best:
             return None
-        return (self._too_many // 2 or None) if self._trials else self._limit
+        return (self._too_many // 2 or None) if self._trials else self.maximum
 
 
 class BinarySearch(Search):
@@ -166,7 +170,7 @@ class Predictive(Search):
             return known if known > best else None
         points = self._points()
         if not points or points[-1].rows != best:  # the device could not say
-            return (best + too_many) // 2 if failed else min(2 * best, self._limit)
+            return (best + too_many) // 2 if failed else min(2 * best, self.maximum)
         target = next_rows(points, rounding=self._rounding, resident_known=self._resident_bytes > 0)
         if target is None:
             return None
@@ -200,14 +204,14 @@ class Predictive(Search):
         if not is_counted and CLOSE * rows > 1:  # noise decides over the last percent, and an error is not worth it
             rows = math.floor(rows * (1 - UNCERTAIN))
             return rows if rows - best > CLOSE * best else None
-        if not is_counted and rows <= best < self._limit:  # a row is much, and blocks may have been half empty
+        if not is_counted and rows <= best < self.maximum:  # a row is much, and blocks may have been half empty
             short = curve.peak_bytes(best + 1) - resident - room
             return best + 1 if short <= 2 * self._granularity_bytes / scale else None
         return rows if rows > best else None
 
     def _allowed(self, curve: MemoryCurve, budget_bytes: float) -> int:
         rows = curve.max_rows(int(budget_bytes))
-        return self._limit if rows is None else min(rows, self._limit)
+        return self.maximum if rows is None else min(rows, self.maximum)
 
     def _rows_by_trace(self) -> int | None:
         """Most rows that fit, where the curve has been measured."""

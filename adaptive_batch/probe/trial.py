@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._util import format_bytes
+from adaptive_batch._util import count, format_bytes
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, RankLostError
 from adaptive_batch.memory import (
@@ -117,7 +117,7 @@ class DryRun:
             RuntimeError: the trial failed for another reason than memory; that size is not "too large", it is broken.
             RankLostError: out of memory where the other ranks cannot be told; whether the ``trial_rows`` in its facts fit is not known.
         """
-        what = f"a trial of {batch_size} rows"
+        what = f"a trial of {count(batch_size, 'row')}"
         try:
             usage = self._measure(lambda: self._forward_backward(batch_size), what, self.budget_bytes)
         except RankLostError as lost:
@@ -134,7 +134,7 @@ class DryRun:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            what = f"a trial of evaluating {batch_size} rows"
+            what = f"a trial of evaluating {count(batch_size, 'row')}"
             usage = self._measure(lambda: evaluate(batch_size), what, self.budget_bytes, prepare=False)
         finally:
             self._model.train()  # a module may do more in it than note its mode

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import cycle, pairwise
 from typing import TYPE_CHECKING
 
+from adaptive_batch._util import format_bytes
 from adaptive_batch.estimate import LengthEstimate, MemoryEstimate, Target
 from adaptive_batch.memory import GIB
 
@@ -35,7 +36,7 @@ def summary_lines(estimate: MemoryEstimate) -> list[str]:
         fits = (
             f"{_rows_that_fit(estimate, one, target)} of {one.sequence_length:,} tokens" for one in estimate.lengths
         )
-        lines.append(f"{target.name}: {'; '.join(fits)}. {target.budget_bytes / GIB:.2f} GiB may be used.")
+        lines.append(f"{target.name}: {'; '.join(fits)}. {format_bytes(target.budget_bytes)} may be used.")
     return lines
 
 
@@ -75,12 +76,13 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
         axes.set_ylabel("peak memory (GiB)")
         add_legend(axes)
 
-    words = [f"The optimizer's step holds {of_optimizer:.2f} GiB with any number of rows."] if of_optimizer else []
+    of_step = format_bytes(length.optimizer_peak_bytes or 0)
+    words = [f"The optimizer's step holds {of_step} with any number of rows."] if of_optimizer else []
     for target in estimate.devices:
         bound, fits = estimate.bound(length, target), _rows_that_fit(estimate, length, target)
-        needs = f"{length.peak_bytes(max(1, bound)) / GIB:.2f} GiB."
+        needs = f"{format_bytes(length.peak_bytes(max(1, bound)))}."
         words.append(f"{target.name}: {fits}, {needs}" if bound else f"{target.name}: {fits} fits; one needs {needs}")
-    shares = [f"{kind} {size / GIB:.2f}" for kind, size in _composition(length, max(1, most)).items() if size > 0]
+    shares = [f"{kind} {format_bytes(size)}" for kind, size in _composition(length, max(1, most)).items() if size > 0]
     words.append(f"Forward and backward, {max(1, most)} at once: {', '.join(shares)}.")
     title = f"Estimated memory, rows of {length.sequence_length:,} tokens"
     return Figure(f"estimate-{number}", title, " ".join(words), draw)

@@ -127,7 +127,8 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
         last = steps[-1]
         facts |= {"epochs": last.value("epoch") + 1, "steps": last.number}
         facts |= {"samples": last.samples, "tokens": last.value("tokens_seen")}
-    facts["bound"] = as_number(probe.get("max_batch_size")) if probe else math.nan
+    bound, most = (as_number((probe or {}).get(key)) for key in ("max_batch_size", "maximum"))
+    facts["bound"] = f"{bound:,.0f}+" if bound >= most > 0 else bound
     if steps:
         facts["first batch"] = steps[0].value("batch_size")
         before, rows = steps[-2:][0], last.value("batch_size")  # the last step may be the short end of an epoch

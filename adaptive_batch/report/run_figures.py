@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from adaptive_batch._util import format_bytes
+
 from .drawing import LIGHT, Figure, Points, add_legend, from_zero, mark_events, plot
 from .run_history import Step, Timeline, as_number
 
@@ -173,8 +175,11 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
     trials = probe.get("trials") if probe else None
     if not probe or not isinstance(trials, list):
         return None
-    budget, bound, length = (as_number(probe.get(key)) for key in ("budget_bytes", "max_batch_size", "sequence_length"))
-    budget = budget / _GIB if 0 < budget < math.inf else math.nan
+    budget, bound, length, most = (
+        as_number(probe.get(key)) for key in ("budget_bytes", "max_batch_size", "sequence_length", "maximum")
+    )
+    allowed = format_bytes(budget) if 0 < budget < math.inf else ""
+    budget = budget / _GIB if allowed else math.nan
     fits: list[tuple[float, float]] = []
     too_large: list[tuple[float, float]] = []
     for trial in trials:
@@ -188,14 +193,15 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
         return None
     of_tokens = f" of {length:.0f} tokens" if 0 < length < math.inf else ""
     at_bound = [point for point in fits if point[0] == bound][-1:]
+    found = f"{bound:.0f}{'+' if bound >= most > 0 else ''} row{'s' * (bound != 1)}"
 
     def draw(axes: Axes) -> None:
         if budget > 0:
-            axes.axhline(budget, color=LIGHT["muted"], linewidth=1.2, linestyle="--", label=f"budget {budget:.3g} GiB")
+            axes.axhline(budget, color=LIGHT["muted"], linewidth=1.2, linestyle="--", label=f"budget {allowed}")
         for points, label, colour, style in (
             (fits, "fits", "blue", {"marker": "o", "markersize": 5}),
             (too_large, "does not fit", "vermilion", {"marker": "X", "markersize": 7}),
-            (at_bound, f"bound: {bound:.0f} rows", "green", {"marker": "o", "markersize": 12, "fillstyle": "none"}),
+            (at_bound, f"bound: {found}", "green", {"marker": "o", "markersize": 12, "fillstyle": "none"}),
         ):
             if points:
                 xs, ys = zip(*sorted(set(points)), strict=True)
@@ -208,6 +214,6 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
 
     words = f"Trials that fit: {len(fits)}; that do not: {len(too_large)}. "
     is_known = 0 < bound < math.inf
-    words += f"The largest that fits has {bound:.0f} rows{of_tokens}. " if is_known else "None is known to fit. "
-    words += f"Allowed are {budget:.3g} GiB." if budget > 0 else ""
+    words += f"The largest that fits has {found}{of_tokens}. " if is_known else "None is known to fit. "
+    words += f"Allowed are {allowed}." if allowed else ""
     return Figure("probe", "Peak memory of trials", words.strip(), draw)

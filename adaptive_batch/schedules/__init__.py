@@ -10,7 +10,7 @@ from .batch_rules import (
     next_batch_size,
     request_batch,
 )
-from .batch_schedules import at_epochs, by_noise_scale, geometric, linear_ramp, ramp_by_doubling, steps
+from .batch_schedules import EXAMPLES, at_epochs, by_noise_scale, geometric, linear_ramp, ramp_by_doubling, steps
 from .clock import UNITS, Clock, TrainingClock
 from .epoch_plan import EpochPlan
 from .learning_rate import (
@@ -23,10 +23,11 @@ from .learning_rate import (
     write_rate,
 )
 from .noise_scale import NoiseSample, NoiseScale, squared_norm
-from .preview import PlannedStep, as_record, batch_sizes_ahead, check_stages, stages_of, table
+from .preview import PlannedStep, as_record, batch_sizes_ahead, check_increments, check_stages, stages_of, table
 from .progress import Progress
 
 __all__ = [
+    "EXAMPLES",
     "KEY",
     "RULES",
     "UNITS",
@@ -46,6 +47,7 @@ __all__ = [
     "batch_sizes_ahead",
     "by_noise_scale",
     "check_increment",
+    "check_increments",
     "check_schedule",
     "check_stages",
     "describe_unscaled",

@@ -73,7 +73,7 @@ def _call(function: Callable[..., object], /, *arguments: object, call: str, lea
     """Call a function of the user's and check its answer; `call` and `remedy` are for the message."""
     try:
         answer = function(*arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
     number = whole_number(answer)
     if number is None or not least <= number <= MOST_ROWS:
@@ -114,7 +114,8 @@ def _check_call(function: object, /, *arguments: object, key: str, form: str) ->
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        remedy = f"it takes {signature} ({error}); give a function {form}, of positional arguments"
+        remedy = f"it takes ({', '.join(signature.parameters)}) ({error}); give a function {form}, of positional arguments, or in a configuration a block "
+        remedy += "{_component_: ..., ...} where this builds one"
         raise SettingError(key, _name_of(function), remedy) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -296,3 +296,14 @@ def _whole(key: str, value: object) -> int:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# What each of them may be given in a block of the configuration.
+EXAMPLES: Mapping[Callable[..., Schedule | Increment], str] = {
+    steps: "batch_sizes: [16, 32], thresholds: [1ep]",
+    linear_ramp: "start: 16, end: 64, over: 1ep",
+    ramp_by_doubling: "end: 64, over: 1ep",
+    by_noise_scale: "start: 16",
+    at_epochs: "additions: {1: 8}",
+    geometric: "factor: 2",
+}

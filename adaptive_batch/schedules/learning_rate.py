@@ -8,6 +8,7 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from numbers import Integral, Real
@@ -17,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
+from adaptive_batch._util import MOST
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -38,14 +40,14 @@ class Reference:
 
 def parse_reference(value: object) -> Reference:
     """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens; raise ValueError for all else."""
-    if type(value) is int and value >= 1:
+    if type(value) is int and 1 <= value <= MOST:
         return Reference(float(value), "rows")
     if isinstance(value, str) and value.endswith("tok"):
         try:
             amount = float(value.removesuffix("tok"))
         except ValueError:
             amount = math.nan
-        if 0 < amount < math.inf:
+        if 0 < amount <= MOST:
             return Reference(amount, "tokens")
     raise ValueError(f"{value!r}: give a whole number of rows, 1 or more, or tokens as in 8192tok")
 
@@ -93,25 +95,42 @@ class _Scheduled(NamedTuple):
         return self.rate if self.factor is None or base == self.base else base * self.factor
 
 
+class _Scaled(NamedTuple):
+    """A parameter group whose rate was scaled: the rate before, and the one that was applied, as it reads."""
+
+    group: dict[str, Any]
+    unscaled: float
+    applied: float
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the group still has the rate that was applied."""
+        return float(self.group["lr"]) == self.applied
+
+
 class LearningRate:
-    """Set the rate of optimizers: base x schedule(clock) x rule(batch / reference), recomputed each time.
+    """Set the rate of optimizers for a step: the unscaled rate x rule(batch / reference), which the step alone sees.
+
+    The unscaled rate is base x schedule(clock); without a scheduler it is the one that the groups hold, which anybody may
+    change between two steps. The groups hold it again as soon as ``optimizer.step()`` returns, and so does what
+    ``optimizer.state_dict()`` returns before that: whatever reads or multiplies a rate between two steps reads its own.
 
     A ``LambdaLR``, as every schedule of torchtune is, and a ``SequentialLR`` of nothing else are functions of the step:
     they are evaluated at the clock, which may be fractional. Any other scheduler keeps its own count and is stepped once
-    each time the clock has moved; it sees unscaled rates only, as it may make the next rate from the last. Nothing else
-    may step the scheduler; its ``get_last_lr()`` reports what was applied.
+    each time the clock has moved, and nothing else may step it. ``get_last_lr()`` reports what was applied.
 
     Args:
-        optimizers: one, or several; the first is the one that `scheduler` was built around. Each group
+        optimizers: one, or several; the first is the one that `scheduler` was built around. With a scheduler each group
             keeps its base rate in its ``initial_lr``. Schedulers that bring rates of their own (``OneCycleLR``,
             ``CyclicLR``) give those of the first optimizer to all.
-        scheduler: None for a rate that only the batch changes.
+        scheduler: None for a rate that only the batch changes. Of either, what accelerate or Lightning wraps is taken.
         rule: ``none``, ``linear`` or ``sqrt``, see :func:`scale_learning_rate`.
         reference: the global batch that the base rates were chosen for; rows where it is a number.
         batch_can_change: warn where the scheduler cannot follow.
 
     Attributes:
         follows_clock: the scheduler is a function of the clock, and keeps no count.
+        rule, reference: as given.
 
     Raises:
         SettingError: a scheduler that waits for a metric.
@@ -131,20 +150,26 @@ class LearningRate:
             raise ValueError(f"rule={rule!r}: give one of {', '.join(RULES)}")
         if rule != "none" and reference is None:
             raise ValueError(f"rule={rule!r}: give the reference too, the global batch that the rate was chosen for")
-        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        self._first, self._scheduler, self._rule = self._optimizers[0], scheduler, rule
-        self._reference = reference if isinstance(reference, Reference | None) else parse_reference(reference)
+        several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        self._optimizers: list[Optimizer] = [_unwrapped(each, "optimizer") for each in several]
+        scheduler = _unwrapped(scheduler, "scheduler")
+        self._first, self._scheduler, self.rule = self._optimizers[0], scheduler, rule
+        self.reference = reference if isinstance(reference, Reference | None) else parse_reference(reference)
         self.follows_clock = scheduler is None or _is_function_of_clock(scheduler)
         # a scheduler that is built to resume meets followers whose lr is what the schedule had made of their base
         self._resumes = getattr(scheduler, "last_epoch", 0) > 0
+        self._num_groups = len(self._first.param_groups)
         self._last_clock: float | None = None
         self._rates: list[float] | None = None  # of a scheduler that is stepped: its last ones
+        self._counts: list[int] = []  # and how often it and its parts were stepped
+        self._scaled: dict[Optimizer, list[_Scaled]] = {}  # for a step that is still to be taken
+        self._overwritten: list[_Scaled] = []  # before the step
         self._named_left_out = False
         name = type(scheduler).__name__
         if isinstance(scheduler, ReduceLROnPlateau):
             remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, can follow"
             raise SettingError("lr_scheduler", name, remedy)
-        if getattr(scheduler, "optimizer", self._first) is not self._first:
+        if _unwrapped(getattr(scheduler, "optimizer", self._first), "optimizer") is not self._first:
             raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
         if batch_can_change and not self.follows_clock:
             log.warning(
@@ -153,6 +178,12 @@ class LearningRate:
                 name,
             )
         self._remember_bases()
+        for optimizer in self._optimizers if rule != "none" else ():
+            with suppress(
+                AttributeError
+            ):  # torchao's CPUOffloadOptimizer has no hooks: :meth:`restore` is called for it
+                optimizer.register_step_post_hook(lambda stepped, *_: self._after_step(stepped))
+                optimizer.register_state_dict_post_hook(self._save_unscaled)
 
     def set(self, clock: float, *, batch: float | None = None) -> float:
         """Apply the rate that belongs to a point of training and to the batch that is stepped there.
@@ -165,26 +196,45 @@ class LearningRate:
             The rate of the first group, as applied.
 
         Raises:
+            SettingError: somebody else has stepped a scheduler that keeps its own count, overwritten the last step's rate, or added a
+                parameter group that the scheduler does not know.
             ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has moved then.
         """
         factor = 1.0
-        if self._rule != "none":
-            assert self._reference is not None
+        if self.rule != "none":
+            assert self.reference is not None
             if batch is None:
-                raise ValueError(f"batch=None: rule {self._rule} needs the {self._reference.unit} of the step")
-            factor = scale_learning_rate(1.0, batch, self._reference.amount, self._rule)
-        if self._scheduler is not None or self._rule != "none":
-            self._remember_bases()
-            scheduled = self._scheduled(clock)
-            self._last_clock = clock
-            for optimizer in self._optimizers:
-                groups = optimizer.param_groups
-                for group, of_group in zip(groups, _one_each(scheduled, groups), strict=True):
-                    rate = of_group.rate if optimizer is self._first else of_group.of(float(group["initial_lr"]))
-                    write_rate(group, rate * factor)
+                raise ValueError(f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step")
+            factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
+        overwritten, self._overwritten = self._overwritten, []
+        for one in overwritten:
+            if not one.is_there:
+                remedy = "another rate was set after the step's own and before optimizer.step(), and is not scaled; set it before or after both"
+                raise SettingError("lr_scaling", self.rule, remedy)
+            write_rate(one.group, one.unscaled)  # torch's get_optimizer_state_dict has taken a step at a rate of 0
+        self.restore()
+        if self._scheduler is not None:
+            self._schedule(self._scheduler, clock)
+        for optimizer in self._optimizers if factor != 1.0 else ():
+            rates = _read_rates(optimizer)  # all of them first: groups may share a tensor
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                write_rate(group, rate * factor)
+            applied = _read_rates(optimizer)
+            self._scaled[optimizer] = [*map(_Scaled, optimizer.param_groups, rates, applied)]
         if self._scheduler is not None:
             self._scheduler._last_lr = [*_read_rates(self._first)]  # for its get_last_lr()
         return float(self._first.param_groups[0]["lr"])
+
+    def restore(self, optimizer: Optimizer | None = None) -> None:
+        """Put the unscaled rates back, of all optimizers or one, where nobody has changed what :meth:`set` wrote."""
+        for each in self._optimizers if optimizer is None else [optimizer]:
+            for one in self._scaled.pop(each, ()):
+                if one.is_there:
+                    write_rate(one.group, one.unscaled)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._overwritten += [one for one in self._scaled.get(optimizer, ()) if not one.is_there]
+        self.restore(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold besides the optimizers' own state, as numbers, strings, lists and dicts.
@@ -218,11 +268,17 @@ class LearningRate:
             log.warning("the checkpoint's schedule is a %s: %s begins where it was built", state["scheduler"], name)
             return
         self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), state["scheduler_state"]))
-        self._rates, self._last_clock = list(state["rates"]), state["clock"]
+        self._rates, self._last_clock, self._counts = list(state["rates"]), state["clock"], _counts(self._scheduler)
+
+    def _save_unscaled(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        for saved, one in zip(state["param_groups"], self._scaled.get(optimizer, ()), strict=False):
+            if one.is_there:
+                rate = saved["lr"]
+                saved["lr"] = torch.full_like(rate, one.unscaled) if isinstance(rate, torch.Tensor) else one.unscaled
 
     def _remember_bases(self) -> None:
-        """Keep the base rate of each group where an optimizer's state dict keeps it: its lr may be saved scaled."""
-        if self._scheduler is None and self._rule == "none":
+        """Keep the base rate of each group where an optimizer's state dict keeps it: its lr is saved as it was scheduled."""
+        if self._scheduler is None:
             return
         for optimizer in self._optimizers:
             groups = optimizer.param_groups
@@ -230,28 +286,61 @@ class LearningRate:
                 if "initial_lr" not in group:
                     group["initial_lr"] = float(leader.get("initial_lr", group["lr"]) if self._resumes else group["lr"])
 
-    def _scheduled(self, clock: float) -> list[_Scheduled]:
+    def _schedule(self, scheduler: LRScheduler, clock: float) -> None:
+        """Write the scheduled rates."""
+        if (now := len(self._first.param_groups)) != self._num_groups:
+            remedy = f"it was built for {self._num_groups} parameter groups, and the optimizer has {now}; add groups before it is built"
+            raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
+        self._remember_bases()
+        scheduled = self._scheduled(scheduler, clock)
+        self._last_clock = clock
+        for optimizer in self._optimizers:
+            groups = optimizer.param_groups
+            for group, of_group in zip(groups, _one_each(scheduled, groups), strict=True):
+                write_rate(
+                    group, of_group.rate if optimizer is self._first else of_group.of(float(group["initial_lr"]))
+                )
+
+    def _scheduled(self, scheduler: LRScheduler, clock: float) -> list[_Scheduled]:
         """Return the rate of each group of the first optimizer; a scheduler that keeps its own count is stepped if the clock has moved."""
         groups = self._first.param_groups
         bases = [float(group["initial_lr"]) for group in groups]
-        if self._scheduler is None:
-            return [_Scheduled(base, 1.0, base) for base in bases]
         if self.follows_clock:
-            return _evaluate(self._scheduler, int(clock) if clock == int(clock) else clock)
+            return _evaluate(scheduler, int(clock) if clock == int(clock) else clock)
         if self._rates is None:
             self._rates = _read_rates(self._first)
+        elif self._counts != _counts(scheduler):
+            name = type(scheduler).__name__
+            remedy = "let one alone step it (one that is left out here may be stepped by others: the rate is scaled as it is found)"
+            raise SettingError(
+                "lr_scheduler", name, f"somebody else steps it too, so it counts each step twice; {remedy}"
+            )
         elif self._last_clock is not None and clock != self._last_clock:
             for group, rate in zip(groups, self._rates, strict=True):
                 write_rate(group, rate)
             with warnings.catch_warnings():  # in a resumed run the scheduler steps before the optimizer's first step
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-                self._scheduler.step()
+                scheduler.step()
             self._rates = _read_rates(self._first)
-        has_base = not _brings_rates(self._scheduler)
+        self._counts = _counts(scheduler)
+        has_base = not _brings_rates(scheduler)
         return [
             _Scheduled(base, rate / base if has_base and base else None, rate)
             for base, rate in zip(bases, self._rates, strict=True)
         ]
+
+
+def _unwrapped(one: Any, name: str) -> Any:
+    """Return the optimizer or the scheduler that accelerate's or Lightning's wrapper holds; itself where it is none."""
+    while isinstance(inner := getattr(one, name, None), Optimizer | LRScheduler):
+        one = inner
+    return one
+
+
+def _counts(scheduler: LRScheduler) -> list[int]:
+    """Return how often a scheduler and its parts were stepped."""
+    parts = [count for part in getattr(scheduler, "_schedulers", ()) for count in _counts(part)]
+    return [getattr(scheduler, "last_epoch", 0), *parts]
 
 
 def _one_each(items: list[Any], groups: list[Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -12,7 +12,7 @@ from typing import Any
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 
-from .batch_rules import KEY, next_batch_size
+from .batch_rules import KEY, Increment, next_batch_size
 from .batch_schedules import Stages
 from .progress import Progress
 
@@ -106,8 +106,9 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
     first, last = stages[0].first, stages[-1].last
     tokens = last.tokens - first.tokens
     total = (
-        f"in all: {last.epochs - first.epochs:.2f} epochs, {last.steps - first.steps:,} steps, "
-        f"{last.samples - first.samples:,} samples, {f'{tokens:,}' if tokens else 'a number not known before of'} tokens"
+        f"in all: {last.epochs - first.epochs:.2f} epochs, {last.steps - first.steps:,} step{'s' * (last.steps - first.steps != 1)}, "
+        f"{last.samples - first.samples:,} sample{'s' * (last.samples - first.samples != 1)}, "
+        f"{f'{tokens:,}' if tokens else 'a number not known before of'} tokens"
     )
     merged = [f"one line merges {stage.changes + 1:,} stages of other batches" for stage in stages if stage.changes]
     return "\n".join([*text, total, *merged, *notes])
@@ -187,29 +188,51 @@ def check_stages(
     return lines
 
 
+def check_increments(increment: Increment, *, first_epoch: int, epochs: int, batch_size: int) -> None:
+    """Call a growth function for all epochs that are ahead, before it is known what fits.
+
+    How far the batch will be cut is not known then, so an answer is a mistake where it is one both for the batch that nothing
+    has cut and for the one that training begins with.
+
+    Raises:
+        GrowthFunctionError: an answer cannot be used; the message names its epoch and batch size.
+    """
+    increment, uncut = _copy_of(increment), batch_size
+    for epoch in range(first_epoch, epochs):
+        try:
+            uncut = next_batch_size(increment, epoch=epoch, batch_size=uncut, maximum=None).after
+        except GrowthFunctionError:
+            next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=None)
+            return
+
+
 def batch_sizes_ahead(
-    increment: Callable[[int, int], object], *, first_epoch: int, epochs: int, batch_size: int, maximum: int | None
+    increment: Increment, *, first_epoch: int, epochs: int, batch_size: int, maximum: int | None
 ) -> tuple[list[int], str]:
     """Call a growth function for all epochs that are ahead, each twice, which shows a function that is not pure.
 
-    A copy is called where there can be one, so that a function that counts its calls does not count these.
-
     Returns:
         The batch size of each epoch from `first_epoch` on, as far as known; and why no more are known, "" where all are.
+
+    Raises:
+        GrowthFunctionError: an answer cannot be used; the message names its epoch and batch size.
     """
-    with suppress(Exception):  # what holds a file or a lock, for instance, has no copy
-        increment = copy.deepcopy(increment)
+    increment = _copy_of(increment)
     sizes: list[int] = []
     for epoch in range(first_epoch, epochs):
-        try:
-            growth, again = (
-                next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=maximum) for _ in range(2)
-            )
-        except GrowthFunctionError as error:
-            return sizes, str(error)
+        growth, again = (
+            next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=maximum) for _ in range(2)
+        )
         if growth != again:
             answers = (growth.requested - batch_size, again.requested - batch_size)
             return sizes, "the growth function answered {}, then {}".format(*answers)
         batch_size = growth.after
         sizes.append(batch_size)
     return sizes, ""
+
+
+def _copy_of(increment: Increment) -> Increment:
+    """Return a copy where there can be one, so that a function that counts its calls does not count those made ahead."""
+    with suppress(Exception):  # what holds a file or a lock, for instance, has no copy
+        return copy.deepcopy(increment)
+    return increment

@@ -9,6 +9,7 @@ from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
     from .batch_size_finder import BatchSizeFinder as BatchSizeFinder
+    from .batch_size_finder import left_by_rounding as left_by_rounding
     from .checkpoints import Checkpoints as Checkpoints
     from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .estimates import estimate_devices as estimate_devices
     from .job import Job as Job
     from .launch import all_ranks as all_ranks
+    from .launch import interruptible as interruptible
+    from .launch import no_component_exits as no_component_exits
     from .launch import set_up_terminal as set_up_terminal
     from .launch import use_shipped_config as use_shipped_config
     from .limit_finder import LimitFinder as LimitFinder
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from .model import FullModel as FullModel
     from .model import ModelBuilder as ModelBuilder
     from .preview import TrainingPreview as TrainingPreview
-    from .rate import RateController as RateController
+    from .rate import build_rate as build_rate
     from .rate import check_scheduler as check_scheduler
     from .resumed_run import ResumedRun as ResumedRun
     from .settings import Settings as Settings
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from .validation import Validation as Validation
 
 _NAMES_OF = {
-    ".batch_size_finder": ("BatchSizeFinder",),
+    ".batch_size_finder": ("BatchSizeFinder", "left_by_rounding"),
     ".checkpoints": ("Checkpoints",),
     ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
     ".config_errors": ("as_dict",),
@@ -50,12 +53,12 @@ _NAMES_OF = {
     ".epoch_checkpoints": ("STATE_KEY",),
     ".estimates": ("estimate_devices",),
     ".job": ("Job",),
-    ".launch": ("all_ranks", "set_up_terminal", "use_shipped_config"),
+    ".launch": ("all_ranks", "interruptible", "no_component_exits", "set_up_terminal", "use_shipped_config"),
     ".limit_finder": ("LimitFinder",),
     ".log": ("TrainingLog",),
     ".model": ("FullModel", "ModelBuilder"),
     ".preview": ("TrainingPreview",),
-    ".rate": ("RateController", "check_scheduler"),
+    ".rate": ("build_rate", "check_scheduler"),
     ".resumed_run": ("ResumedRun",),
     ".settings": ("Settings", "reference_tables", "write_reference"),
     ".trainer": ("Trainer",),

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from adaptive_batch import distributed
-from adaptive_batch._util import fingerprint
+from adaptive_batch._util import fingerprint, format_bytes
 from adaptive_batch.data import longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import GIB, DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
+from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
@@ -55,6 +55,9 @@ _MEMORY_KEYS = [
     "tensor_parallel_dim",
     "tensor_parallel_plan",
 ]
+
+# Numbers of an optimizer by which its memory depends on whether they are zero: momentum has a buffer, weight decay may have one.
+_RATES = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay")
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
@@ -126,7 +129,7 @@ class BatchSizeFinder:
         on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:
             of_each = " of each rank" if ranks > 1 else ""
-            remedy = f"the model's weights alone need {weights / GIB:.2f} GiB{of_each}, and {budget / GIB:.2f} GiB may be used"
+            remedy = f"the model's weights alone need {format_bytes(weights)}{of_each}, and {format_bytes(budget)} may be used"
             remedy += "; allow more memory or take a smaller model"
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
@@ -315,9 +318,9 @@ class BatchSizeFinder:
 
     def _conditions(self, tokens: int) -> list[Any]:
         """Return what a trial's memory depends on, as far as it is configured."""
-        job, configured = self._job, as_dict(self._job.cfg)
+        job = self._job
         return [
-            {key: configured.get(key) for key in _MEMORY_KEYS},
+            memory_keys(as_dict(job.cfg)),
             {name: installed_version(name) for name in _PACKAGES},
             f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
             [
@@ -333,7 +336,7 @@ class BatchSizeFinder:
         """Return a name for everything that a peak depends on, whatever may be used."""
         configured, device = as_dict(self._job.cfg), self._job.device
         others = {key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")}
-        sources = sources_of({**{key: configured.get(key) for key in _MEMORY_KEYS}, **others})
+        sources = sources_of({**memory_keys(configured), **others})
         kernels = []
         if device.type == "cuda":
             kernels = [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
@@ -389,6 +392,31 @@ class BatchSizeFinder:
             return made[:count]
 
         return WorstRows(rows, target, f"one row of {target} tokens")
+
+
+def left_by_rounding(bound: int, batch_size: int) -> str:
+    """Return what the power of two leaves of a bound, and the key that trains with all of it; empty where it leaves nothing."""
+    if batch_size == bound:
+        return ""
+    unused = f"the power of two leaves {bound - batch_size} of the {bound} rows that fit unused ({1 - batch_size / bound:.0%})"
+    return f"{unused}; probe.round_to_power_of_two=False trains with all of them"
+
+
+def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration as far as memory depends on it, so that a sweep of learning rates is one to a cached bound."""
+    found = {key: configured.get(key) for key in _MEMORY_KEYS}
+    found["clip_grad_norm"] = found["clip_grad_norm"] is not None
+    found["optimizer"] = {
+        key: _are_zero(value) if key in _RATES else value for key, value in configured["optimizer"].items()
+    }
+    return found
+
+
+def _are_zero(value: Any) -> Any:
+    """Return of each number whether it is zero, and anything else as it is."""
+    if isinstance(value, list):
+        return [_are_zero(one) for one in value]
+    return value == 0 if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _half(rows: int | None) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig
@@ -22,13 +23,15 @@ from adaptive_batch._util import atomic_write
 from adaptive_batch.checkpoint import (
     Checkpoint,
     CheckpointManager,
-    latest_complete,
+    SkippedCheckpoint,
+    checkpoints_in,
     load_named_optimizer_state,
     named_optimizer_state,
+    newest_complete,
 )
-from adaptive_batch.errors import CheckpointError
+from adaptive_batch.errors import CheckpointError, SettingError
 
-from .epoch_checkpoints import STATE_KEY, EpochCheckpoints, SavedEpoch, read_epoch
+from .epoch_checkpoints import STATE_KEY, EpochCheckpoints, SavedEpoch, inspect_epoch, orders_of_epochs
 from .settings import Settings
 from .trainer import Trainer
 
@@ -42,8 +45,7 @@ class Found:
     Attributes:
         source: where the weights are.
         recipe_state: what was saved with weights and optimizer; None unless resuming.
-        point: the resume point; None at the base, or at an epoch.
-        optimizer_file: of an epoch.
+        point, epoch: the resume point or the epoch; None at the base.
         passed_over: a line for each newer checkpoint that was skipped.
         holds_earlier_run: training begins in a folder where something else was saved.
     """
@@ -51,7 +53,7 @@ class Found:
     source: str
     recipe_state: dict[str, Any] | None = None
     point: Checkpoint | None = None
-    optimizer_file: Path | None = None
+    epoch: SavedEpoch | None = None
     passed_over: list[str] = field(default_factory=list)
     holds_earlier_run: bool = False
 
@@ -83,20 +85,25 @@ class Checkpoints:
             keep_last=settings.keep_last_n_checkpoints,
             asynchronous=settings.enable_async_checkpointing,
             process_group=self._group,
+            others=lambda: orders_of_epochs(Path(cfg.checkpointer.output_dir)),
         )
         self.on_failure: Callable[[CheckpointError], object] = lambda error: log.warning(
             "training continues without a resume point: %s", error
         )
         self._job = self._output_dir / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
-        self._epochs: EpochCheckpoints  # on rank zero
         self.found = distributed.from_rank_zero(self._find)
+        self._run = (self.found.recipe_state or {}).get(STATE_KEY, {}).get("run")
+        if not settings.preview:  # which needs no weights
+            epochs = distributed.on_rank_zero(lambda: EpochCheckpoints(cfg.checkpointer, self.found.epoch))
+            self._epochs = cast(EpochCheckpoints, epochs)  # on rank zero
         self.is_divided = self.found.point is not None
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
     def begin_job(self, run: str) -> None:
         """Write down which run torchrun has started, so that after a restart this run, and no earlier one, is resumed."""
+        self._run = run
         if distributed.is_rank_zero() and self._launch is not None:
             atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
 
@@ -105,9 +112,8 @@ class Checkpoints:
             return found
         if self._cfg.resume_from_checkpoint:
             return self._find_saved()
-        self._epochs = EpochCheckpoints(self._cfg.checkpointer)
-        there = (self._output_dir / "recipe_state").exists() or any(self._output_dir.glob("step_*/resume.json"))
-        return Found("the base checkpoint", holds_earlier_run=there)
+        saved, skipped = self._saved()
+        return Found("the base checkpoint", holds_earlier_run=bool(saved) or any(one.is_ours for one in skipped))
 
     def _find_of_job(self) -> Found | None:
         """Find what the run has saved that torchrun has restarted; None where that is nothing."""
@@ -122,40 +128,48 @@ class Checkpoints:
         return found if state.get("run") == job["run"] else None
 
     def _find_saved(self) -> Found:
-        point, others = latest_complete(self._output_dir)
+        block = self._cfg.checkpointer
+        if (given := block.get("recipe_checkpoint")) and not Path(block.output_dir, given).exists():
+            remedy = (
+                f"there is no such file in {block.output_dir}; leave it out: resuming finds the recipe state itself"
+            )
+            raise SettingError("checkpointer.recipe_checkpoint", given, remedy)
+        newest, others = newest_complete(*self._saved())
         passed_over = [passed.describe() for passed in others]
-        epoch = None
-        try:
-            epoch = read_epoch(self._cfg.checkpointer)
-        except CheckpointError as error:
-            if (Path(self._cfg.checkpointer.output_dir) / "recipe_state").exists():
-                passed_over.append(str(error))
-        if epoch and not (point and self._is_newer(point, epoch)):
-            self._epochs = EpochCheckpoints(self._cfg.checkpointer, epoch)
-            return Found(str(epoch.folder), epoch.state, None, epoch.state_file, passed_over)
-        if point is None:
+        if newest is None:
             raise CheckpointError(self._nothing_complete(passed_over))
-        self._epochs = EpochCheckpoints(self._cfg.checkpointer)
-        return Found(str(point.path), point.load_small_state(), point, None, passed_over)
+        if isinstance(newest, Checkpoint):
+            if given:
+                passed_over.append(f"checkpointer.recipe_checkpoint={given} has no effect: {newest.path.name} is newer")
+            return Found(str(newest.path), newest.load_small_state(), newest, None, passed_over)
+        return Found(str(newest.path), newest.state, None, newest, passed_over)
 
-    @staticmethod
-    def _is_newer(point: Checkpoint, epoch: SavedEpoch) -> bool:
-        """Whether a resume point was saved after the last epoch; of one run, by its steps, whatever the clock read.
+    def _saved(self) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
+        """Return all that there is to resume from, as far as its sizes tell, and what only looks like it."""
+        saved, skipped = checkpoints_in(self._output_dir)
+        epoch = inspect_epoch(self._cfg.checkpointer)
+        if isinstance(epoch, SkippedCheckpoint):
+            skipped.append(epoch)
+        return [*saved, *([epoch] if isinstance(epoch, SavedEpoch) else [])], skipped
 
-        Steps are counted again from an epoch that was restarted.
-        """
-        ours, theirs = point.load_small_state()[STATE_KEY], epoch.state.get(STATE_KEY, {})
-        if ours["run"] == theirs.get("run"):
-            steps, others = ((state["times_begun_again"], state["progress"]["steps"]) for state in (ours, theirs))
-            return bool(steps > others)
-        return point.order >= epoch.order
+    def after_end(self) -> str:
+        """Return what is resumed from if the run ends now, as the end of a sentence; on rank zero."""
+        with contextlib.suppress(CheckpointError):
+            if distributed.world_size() == 1:
+                self._manager.wait()
+        newest = max(self._saved()[0], key=lambda one: (one.order, one.step), default=None)
+        if newest is not None:
+            state = newest.load_small_state() if isinstance(newest, Checkpoint) else newest.state
+            if state.get(STATE_KEY, {}).get("run") == self._run:
+                return f"resume_from_checkpoint=True resumes from {newest.path}"
+        return "nothing of this run is saved yet, so there is nothing to resume from; start it again"
 
     def _nothing_complete(self, passed_over: list[str]) -> str:
         """Return why there is nothing to resume from."""
         folder = self._output_dir
         if passed_over:
-            why = "holds nothing complete to resume from; restore one of these, or give another output_dir:"
-            return "\n".join([f"{folder} {why}", *passed_over])
+            remedy = "restore what was saved, or begin again (resume_from_checkpoint=False)"
+            return f"{folder} holds nothing complete to resume from ({'; '.join(passed_over)}); {remedy}"
         if any(folder.glob("epoch_*")):
             return (
                 f"{folder} holds the weights of a run that is done, and nothing to resume from: the last epoch is saved without "
@@ -189,8 +203,8 @@ class Checkpoints:
             state = self.found.point.load_optimizer(
                 trainer.optimizers, trainer.names_of_parameters, process_group=self._group
             )
-        elif self.found.optimizer_file:
-            saved = torch.load(self.found.optimizer_file, map_location="cpu", mmap=True, weights_only=True)
+        elif self.found.epoch:
+            saved = torch.load(self.found.epoch.state_file, map_location="cpu", mmap=True, weights_only=True)
             state = saved.get(training.OPT_KEY, {})
         if state:
             load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
@@ -218,7 +232,14 @@ class Checkpoints:
                 recipe_state = None
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
         state = None if recipe_state is None else {**recipe_state, training.OPT_KEY: optimizer}
-        distributed.on_rank_zero(lambda: self._epochs.save(model, recipe_state=state, epoch=epoch))
+
+        def save() -> None:
+            try:
+                self._epochs.save(model, recipe_state=state, epoch=epoch, order=self._manager.next_order())
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}; {self.after_end()}") from error
+
+        distributed.on_rank_zero(save)
 
     def mark_preempted(self, epoch: int) -> None:
         """Mark a saved epoch: its run was asked to end."""

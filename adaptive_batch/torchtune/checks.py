@@ -7,20 +7,21 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune.modules.peft import get_adapter_params
 
-from adaptive_batch._util import check_bool, check_whole
+from adaptive_batch._util import check_bool, check_whole, count
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
 from .config_errors import as_dict, check_block, missing, plainly
 from .keys import keys_of, load_function
+from .names import describe_unread, unread
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -30,11 +31,14 @@ _SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
 TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
-_OF_OTHER_RECIPES = {
-    "quantizer": "weights are trained as they are here, with nothing quantized (QAT is torchtune's qat_distributed)",
-    "teacher_model": "nothing is distilled here (torchtune's knowledge_distillation recipes do)",
-    "policy_model": "there is no reinforcement learning here (torchtune's ppo_full_finetune_single_device does it)",
-}
+_SWITCHES = (
+    "shuffle",
+    "resume_from_checkpoint",
+    "compile",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+    "log_peak_memory_stats",
+)
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
@@ -43,18 +47,15 @@ _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
 
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
-    """Fill in torchtune's defaults, in place, and refuse a configuration that is not one of full fine-tuning.
+    """Fill in torchtune's defaults, in place, and refuse a configuration that lacks what training needs.
 
     Raises:
-        SettingError: a key of `needs` is missing, refers to one that is, holds what it cannot, or belongs to another recipe.
+        SettingError: a key of `needs` is missing, refers to one that is, or holds what it cannot.
     """
     try:
         plain = as_dict(cfg)
     except OmegaConfBaseException as error:
         raise plainly(error) or error from error
-    for key, why in _OF_OTHER_RECIPES.items():
-        if plain.get(key) is not None:
-            raise SettingError(key, _component(plain[key]), f"{why}; remove it, and every weight is trained")
     if "compile" not in cfg:  # torchtune's distributed recipe does without
         OmegaConf.update(cfg, "compile", False, force_add=True)
     for key in needs:
@@ -100,14 +101,18 @@ def _component(block: Any) -> Any:
     return block.get("_component_") if isinstance(block, Mapping) else block
 
 
-def check_output_dir(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, before anything is built."""
+def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
+    """Return a folder of the configuration; refuse one that cannot be written to, before anything is built."""
+    if not isinstance(given, str | Path) or not str(given):
+        raise SettingError(key, given, "give a folder of yours")
+    folder = Path(given)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingError("output_dir", str(folder), f"it cannot be made ({error}); give a folder of yours") from None
+        raise SettingError(key, str(folder), f"it cannot be made ({error}); give a folder of yours") from None
     if not os.access(folder, os.W_OK):
-        raise SettingError("output_dir", str(folder), "it cannot be written to; give a folder of yours")
+        raise SettingError(key, str(folder), "it cannot be written to; give a folder of yours")
+    return folder
 
 
 def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
@@ -165,8 +170,16 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     warmup = (config.get("lr_scheduler") or {}).get("num_warmup_steps")
     two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
     validates, by_rule = s.run_val_every_n_steps is not None, rule is not None
+    for switch in _SWITCHES:
+        if config.get(switch) is not None:
+            check_bool(switch, config[switch])
     _refuse(
         config,
+        (
+            config.get("cudnn_deterministic_mode") not in (None, "default", "warn", "error", 0, 1, 2),
+            "cudnn_deterministic_mode",
+            "give default, warn or error, or null",
+        ),
         (str(config.get("dtype")) in ("fp16", "float16"), "dtype", "fp16 needs gradient scaling; use bf16 or fp32"),
         (
             config.get("device") == "npu" and config.get("compile"),
@@ -240,6 +253,10 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         check_block("dataset_val", s.dataset_val, several=True)
     if s.optimizer_in_bwd:
         _check_optimizer_in_backward(s, config)
+    if by_rule and needs_noise_scale(rule) and (why := _hides_noise(s)):
+        raise SettingError(
+            "batch_size_schedule", config["batch_size_schedule"], f"it follows the gradient noise scale: {why}"
+        )
 
 
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:
@@ -252,6 +269,11 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
         (s.gradient_accumulation_steps > 1, "gradient_accumulation_steps", f"{one}; set it to 1"),
         (s.clip_grad_norm is not None, "clip_grad_norm", "there is never a whole gradient; set it to null"),
         (s.on_out_of_memory == "shrink", "on_out_of_memory", f"{failed}; give raise"),
+        (
+            s.on_nonfinite_loss == "skip",
+            "on_nonfinite_loss",
+            "a step has changed the weights before its loss is known; give stop",
+        ),
         (s.measures_noise, noise_key, "there is no gradient left to measure; remove it"),
         *((config.get(key), key, f"{one}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
         (less, "micro_batch_size", f"{one}; remove it"),
@@ -266,8 +288,19 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
 _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
 
 
-def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys that are set and do nothing, each with the reason."""
+class NoEffect(NamedTuple):
+    """Keys that are set and do nothing, and the reason."""
+
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {'have' if ', ' in self.key else 'has'} no effect: {self.reason}"
+
+
+def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, ranks: int = 1) -> list[NoEffect]:
+    """Return the keys that are set and do nothing in training, each with the reason; those that nothing reads are one."""
+    config = as_dict(cfg)
     found = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
     if ranks == 1:
         found += [(name, _ONE_RANK) for name in ("fsdp_cpu_offload", "custom_sharded_layers") if config.get(name)]
@@ -282,11 +315,11 @@ def without_effect(settings: Settings, config: Mapping[str, Any], *, ranks: int 
             found.append(("probe.sequence_lengths", "it is for adaptive_probe"))
     if settings.estimate != type(settings.estimate)():
         found.append(("estimate", "it is for adaptive_estimate"))
-    return found
+    return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in found)]
 
 
-def without_effect_on(recipe: str, settings: Settings, *, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return the keys of the `probe` block that are set and do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
+def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks: int = 1) -> list[NoEffect]:
+    """Return the keys that nothing reads, and those of `probe` that do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
     probe, estimate = settings.probe, settings.estimate
     unused = {"assumed_maximum": "it is for preview"}
     if recipe == "adaptive_probe":
@@ -299,7 +332,13 @@ def without_effect_on(recipe: str, settings: Settings, *, ranks: int = 1) -> lis
         tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
         unused |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
     default = type(probe)()
-    return [(f"probe.{key}", why) for key, why in unused.items() if getattr(probe, key) != getattr(default, key)]
+    changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
+    return [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
+
+
+def _unread(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> list[NoEffect]:
+    names = unread(type(settings), cfg)
+    return [NoEffect(", ".join(names), describe_unread(type(settings), names))] if names else []
 
 
 def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -325,16 +364,25 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
         yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    if not settings.measures_noise:
-        return
-    key = "log_gradient_noise_scale" if settings.log_gradient_noise_scale else "batch_size_schedule"
-    whole_steps = settings.micro_batch_size is None and settings.gradient_accumulation_steps == 1
+    size, changes = settings.micro_batch_size, settings.batch_changes or settings.grows or settings.batch_tokens
+    if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
+        yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
+    if settings.log_gradient_noise_scale and (why := _hides_noise(settings)):
+        yield "log_gradient_noise_scale", why
+
+
+def _hides_noise(settings: Settings) -> str:
+    """Return why the gradient noise scale is never measured; empty where it may be."""
+    size, rule = settings.micro_batch_size, settings.batch_size_schedule
+    rows = settings.step_rows if rule is None else getattr(rule, "start", None)
+    stays = not (settings.batch_changes or settings.batch_tokens)
+    whole_steps = size is None and settings.gradient_accumulation_steps == 1 and not settings.grow_beyond_maximum
     if settings.micro_batch_tokens is not None:
-        yield (
-            key,
-            "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size",
+        return (
+            "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size"
         )
-    elif settings.sample_order == "seqlen":
-        yield key, "rows come sorted by length, so a micro-batch is no random part of a step"
-    elif whole_steps and not settings.grow_beyond_maximum:
-        yield key, "a step is one micro-batch, and it takes two; set micro_batch_size or gradient_accumulation_steps"
+    if settings.sample_order == "seqlen":
+        return "rows come sorted by length, so a micro-batch is no random part of a step"
+    if whole_steps or (stays and isinstance(size, int) and isinstance(rows, int) and size >= rows):
+        return "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"
+    return ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, Node, OmegaConf
@@ -28,10 +30,10 @@ _NEEDED = {
 }
 
 
-def as_dict(cfg: DictConfig) -> dict[str, Any]:
+def as_dict(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as plain dicts and lists, with its references resolved."""
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(plain, dict)
+    plain = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    assert isinstance(plain, Mapping)
     return {str(key): value for key, value in plain.items()}
 
 
@@ -49,10 +51,10 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
-    """Return an error that is about the configuration as one of ours; None for any other."""
+    """Return an error that is about the configuration, or a full disk, as one of ours; None for any other."""
     if isinstance(error, AdaptiveBatchError):
         return error
-    plain = None
+    plain: AdaptiveBatchError | None = None
     if isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
         plain = missing(str(error.full_key or error.key or "config"))
     elif isinstance(error, OmegaConfBaseException):
@@ -65,6 +67,9 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
     elif isinstance(error, InstantiationError):
         named = re.match("Error loading '([^']*)'", str(error))
         plain = SettingError("_component_", named and named[1], one_line(error))
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a log
+        resumes = "resume_from_checkpoint=True resumes from what was saved, if anything was"
+        plain = AdaptiveBatchError(f"{error.strerror}: free disk space in output_dir; {resumes}")
     if plain is not None:
         plain.__cause__ = error
     return plain

@@ -2,113 +2,204 @@
 
 torchtune's checkpointer writes into a temporary folder; when everything is there the folders are renamed into place. The recipe
 state carries an identity that the weights' folder carries too, so weights of one epoch are never taken with the recipe
-state of another.
+state of another. A manifest in that folder has the checksums of both.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shutil
-import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from safetensors import safe_open
+from torch.utils._pytree import tree_leaves
 from torchtune import config, training
+from torchtune.config._errors import InstantiationError
 
 from adaptive_batch._util import atomic_write, move_into_place, sync_folder
-from adaptive_batch.errors import CheckpointError
-from adaptive_batch.memory import is_out_of_memory
+from adaptive_batch.checkpoint import (
+    SavedFile,
+    SkippedCheckpoint,
+    other_content,
+    other_size,
+    reason,
+    saving,
+    signed,
+    unsigned,
+)
+from adaptive_batch.errors import CheckpointError, SettingError
+
+from .checks import check_output_dir
 
 log = logging.getLogger("adaptive_batch")
 
 STATE_KEY = "adaptive_batch"
-_IDENTITY = "adaptive_batch.json"
+_MANIFEST = "adaptive_batch.json"
 _RECIPE_STATE = Path("recipe_state") / "recipe_state.pt"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_EPOCH, _REPLACED = "epoch_*", ".replaced-"
+_OF_A_RECIPE = (training.EPOCHS_KEY, training.SEED_KEY, training.MAX_STEPS_KEY)
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What was written down with the weights in a folder.
+
+    Attributes:
+        identity: of the save, which the recipe state has too: `id`, `folder` and `order`.
+        weights: by name.
+        recipe_state: saved with them; None where training was done.
+        preempted: the run was asked to end meanwhile.
+    """
+
+    identity: Mapping[str, Any]
+    weights: Mapping[str, SavedFile]
+    recipe_state: SavedFile | None
+    preempted: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> _Manifest:
+        """Raise an OSError or a ValueError where there is none."""
+        content, weights = unsigned((folder / _MANIFEST).read_text(errors="replace"))
+        state, preempted = content.pop("recipe_state"), content.pop("preempted")
+        return cls(content, weights, state and SavedFile(**state), preempted)
+
+    def text(self) -> str:
+        state = self.recipe_state and asdict(self.recipe_state)
+        return signed({**self.identity, "recipe_state": state, "preempted": self.preempted}, self.weights)
+
+    def files(self, state_file: Path) -> dict[str, SavedFile]:
+        """Return all that resuming reads, by names in the folder of the weights, which may be a link."""
+        assert self.recipe_state is not None
+        return {**self.weights, str(state_file.absolute()): self.recipe_state}
 
 
 @dataclass(frozen=True)
 class SavedEpoch:
-    """The last complete epoch.
+    """The last epoch that can be resumed from.
 
     Attributes:
+        path: the folder of the weights.
+        order: counted with resume points; 0 for a recipe of torchtune's own.
+        weights: their files.
         state: what :meth:`EpochCheckpoints.save` was given, without the optimizer, and ``weights`` and ``preempted`` of the save.
         state_file: that it was read from.
-        folder: of the weights.
+        files: with checksums, by names in the folder; none for a recipe of torchtune's own.
     """
 
+    path: Path
+    order: int
+    weights: Sequence[Path]
     state: dict[str, Any]
     state_file: Path
-    folder: Path
+    files: Mapping[str, SavedFile] = field(default_factory=dict)
 
     @property
-    def order(self) -> int:
-        """When it was saved, in nanoseconds; 0 for a recipe of torchtune's own."""
-        return int(self.state.get(STATE_KEY, {}).get("weights", {}).get("order", 0))
+    def step(self) -> int:
+        """Optimizer steps so far; 0 for a recipe of torchtune's own."""
+        return int(self.state.get(STATE_KEY, {}).get("progress", {}).get("steps", 0))
+
+    def corruption(self) -> str | None:
+        """Read every file, and return what differs from what was saved; None where nothing does."""
+        return other_content(self.path, self.files)
 
 
-def read_epoch(cfg: DictConfig) -> SavedEpoch:
-    """Read the recipe state of the last epoch, and check that its weights are complete and of the same save.
+def orders_of_epochs(output_dir: Path) -> Iterator[int]:
+    """Yield the orders of the epochs in a folder."""
+    return (manifest.identity["order"] for _, manifest in _manifests(output_dir))
+
+
+def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
+    """Find the epoch that the recipe state belongs to; files are compared by their sizes, and not read. None where none was saved.
 
     Args:
         cfg: the `checkpointer` block of the configuration.
-
-    Raises:
-        CheckpointError: a file is missing, truncated, or belongs to another epoch; it is named.
     """
     output_dir = Path(cfg.output_dir)
-    path = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+    state_file = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+    with_state = [(folder, manifest) for folder, manifest in _manifests(output_dir) if manifest.recipe_state]
+    if not with_state and not state_file.exists():
+        return None
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state, identity = _read_state(state_file)
     except Exception as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read ({error})") from error
-    missing = [k for k in (training.EPOCHS_KEY, training.SEED_KEY, training.MAX_STEPS_KEY) if k not in state]
-    if missing:
-        raise CheckpointError(f"{path} holds no {', '.join(missing)}; it is not the state of a fine-tuning recipe")
-    state.pop(training.OPT_KEY, None)
-    identity = state.get(STATE_KEY, {}).get("weights")
+        if not with_state:
+            return SkippedCheckpoint(state_file, f"it cannot be read ({reason(error)})", is_ours=False)
+        folder, manifest = max(with_state, key=lambda found: found[1].identity["order"])
+        files = dict([manifest.files(state_file).popitem()])
+        why = other_size(folder, files) or other_content(folder, files) or reason(error)
+        return SkippedCheckpoint(folder, why, True, manifest.identity["order"])
     folder = output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
     files = cfg.get("checkpoint_files")
     for name in files if not isinstance(files, DictConfig) and files else ():
         typed = output_dir / str(name)
         if typed.exists() and typed.resolve().parent != folder.resolve():
-            raise CheckpointError(
-                f"checkpoint_files names {typed}, but the recipe state in {output_dir} was saved with {folder}; "
-                "leave checkpoint_files as it was: resuming finds its own files"
-            )
-    if identity:
-        state[STATE_KEY]["preempted"] = _check_weights(folder, identity["id"]).get("preempted", False)
-    if not _weights_in(folder):
-        raise CheckpointError(f"{folder} holds no weights; resume needs the folder as it was saved")
-    return SavedEpoch(state, path, folder)
-
-
-def _check_weights(folder: Path, identity: str) -> dict[str, Any]:
-    """Return what was written down of the weights in a folder, if they are complete and of that save."""
+            remedy = "leave checkpoint_files as it was: resuming finds its own files"
+            why = f"checkpoint_files names {typed}, but {state_file} was saved with {folder.name}; {remedy}"
+            return SkippedCheckpoint(folder, why, False)
+    if identity is None:
+        return _of_torchtune(state, state_file, folder, dict(with_state).get(folder))
+    for place in (folder, folder.with_name(_REPLACED + folder.name)):  # where a killed save has left it
+        for found, manifest in with_state:
+            if found == place and manifest.identity["id"] == identity["id"]:
+                state[STATE_KEY]["preempted"] = manifest.preempted
+                return _of_ours(state, state_file, place, manifest)
     try:
-        saved: dict[str, Any] = json.loads((folder / _IDENTITY).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / _IDENTITY} cannot be read ({error}); {folder} is incomplete") from error
-    if saved["id"] != identity:
-        raise CheckpointError(
-            f"the weights in {folder} are of another save than the recipe state; restore the folder that was saved with it"
-        )
-    for name, size in saved["bytes"].items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else "no file"
-        if found != size:
-            raise CheckpointError(
-                f"checkpoint file {folder / name} is incomplete: {size} bytes were saved, found {found}"
-            )
-    return saved
+        _Manifest.read(folder)
+        why = "its weights are of another save than the recipe state; restore the folder that was saved with it"
+    except OSError as error:
+        why = f"incomplete: {_MANIFEST} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError):
+        why = f"{_MANIFEST} is truncated or changed"
+    return SkippedCheckpoint(folder, why, True, identity["order"])
+
+
+def _read_state(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Return a recipe state without its optimizer, and the identity of its save; None for a recipe of torchtune's own."""
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if missing := [key for key in _OF_A_RECIPE if key not in state]:
+        raise ValueError(f"it holds no {', '.join(missing)}: it is not the state of a fine-tuning recipe")
+    state.pop(training.OPT_KEY, None)
+    if STATE_KEY not in state:
+        return state, None
+    identity = state[STATE_KEY]["weights"]
+    return state, {"id": str(identity["id"]), "folder": str(identity["folder"]), "order": int(identity["order"])}
+
+
+def _of_ours(
+    state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest
+) -> SavedEpoch | SkippedCheckpoint:
+    files, order = manifest.files(state_file), manifest.identity["order"]
+    if why := other_size(folder, files):
+        return SkippedCheckpoint(folder, why, True, order)
+    return SavedEpoch(folder, order, [folder / name for name in manifest.weights], state, state_file, files)
+
+
+def _of_torchtune(
+    state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest | None
+) -> SavedEpoch | SkippedCheckpoint:
+    """Return an epoch without checksums, unless it is of ours and the recipe state has lost that to damage."""
+    if manifest and isinstance(ours := _of_ours(state, state_file, folder, manifest), SavedEpoch):
+        return ours
+    weights = _weights_in(folder)
+    indexed: set[str] = set()
+    for index in folder.glob("*.index.json"):
+        with suppress(ValueError, KeyError, AttributeError):
+            indexed |= set(json.loads(index.read_text())["weight_map"].values())
+    if missing := sorted(indexed - {path.name for path in weights}):
+        return SkippedCheckpoint(folder, f"{missing[0]} is missing", False, 0)
+    if not weights:
+        return SkippedCheckpoint(folder, "it holds no weights; resuming needs the folder as it was saved", False, 0)
+    return SavedEpoch(folder, 0, weights, state, state_file)
 
 
 class EpochCheckpoints:
@@ -117,6 +208,9 @@ class EpochCheckpoints:
     Args:
         cfg: the `checkpointer` block of the configuration.
         epoch: whose weights are loaded, instead of the configured `checkpoint_files`.
+
+    Raises:
+        SettingError: the base checkpoint is not there.
     """
 
     def __init__(self, cfg: DictConfig, epoch: SavedEpoch | None = None) -> None:
@@ -124,11 +218,20 @@ class EpochCheckpoints:
         self._temporary = self._output_dir / ".saving"
         overrides: dict[str, Any] = {"output_dir": str(self._temporary), "should_load_recipe_state": False}
         if epoch:
-            files = [path.resolve() for path in _weights_in(epoch.folder)]
-            overrides["checkpoint_files"] = [str(path) for path in files]
-            log.info("resuming from %s: %s", epoch.folder, ", ".join(path.name for path in files))
-        self._checkpointer = config.instantiate(cfg, **overrides)
-        with contextlib.suppress(OSError):
+            overrides["checkpoint_files"] = [str(path.resolve()) for path in epoch.weights]
+        check_output_dir(self._output_dir, key="checkpointer.output_dir")
+        base = Path(cfg.checkpoint_dir)
+        if not base.is_dir():
+            raise SettingError("checkpointer.checkpoint_dir", str(base), "there is no such folder; see `tune download`")
+        try:
+            self._checkpointer = config.instantiate(cfg, **overrides)
+        except InstantiationError:
+            raise
+        except (OSError, ValueError) as error:
+            key = "checkpoint_files" if "No file with name" in str(error) else "checkpoint_dir"
+            remedy = f"{reason(error).rstrip('.')}; give what `tune download` wrote"
+            raise SettingError(f"checkpointer.{key}", cfg[key], remedy) from error
+        with suppress(OSError):
             self._temporary.rmdir()  # which torchtune's checkpointer makes
 
     def load_weights(self) -> dict[str, Any]:
@@ -148,46 +251,66 @@ class EpochCheckpoints:
             raise
         return state
 
-    def save(self, model_state: Mapping[str, Any], *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
+    def save(
+        self, model_state: Mapping[str, Any], *, recipe_state: Mapping[str, Any] | None, epoch: int, order: int
+    ) -> None:
         """Save the weights as `epoch_{epoch}` and, unless training is done, the recipe state with them.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
         """
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        folder = f"epoch_{epoch}"
-        identity = {"id": uuid.uuid4().hex, "folder": folder, "order": time.time_ns()}
+        target = self._output_dir / f"epoch_{epoch}"
+        identity = {"id": uuid.uuid4().hex, "folder": target.name, "order": order}
         state = {training.MODEL_KEY: dict(model_state), **(recipe_state or {})}
         if recipe_state is not None:
             state[STATE_KEY] = {**state.get(STATE_KEY, {}), "weights": identity}
-        try:
-            self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=recipe_state is not None)
-            saved = self._temporary / folder
-            sizes = {path.name: path.stat().st_size for path in _weights_in(saved)}
-            (saved / _IDENTITY).write_text(json.dumps({**identity, "bytes": sizes}, indent=2))
-            _flush_to_disk(self._temporary)
-        except Exception as error:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            remedy = "free memory" if is_out_of_memory(error) else "free disk space or correct the path"
-            raise CheckpointError(
-                f"saving {self._output_dir / folder} failed ({error}); what was saved before is untouched: "
-                f"{remedy}, and resume with resume_from_checkpoint=True"
-            ) from error
+        num_bytes = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+        saved, new_state = self._temporary / target.name, self._temporary / _RECIPE_STATE
 
         def replace_recipe_state() -> None:  # once the weights that it names are there, and while those before are
-            if (self._temporary / _RECIPE_STATE).exists():
+            if recipe_state is not None:
                 state_file = self._output_dir / _RECIPE_STATE
                 state_file.parent.mkdir(parents=True, exist_ok=True)
-                (self._temporary / _RECIPE_STATE).replace(state_file)
+                new_state.replace(state_file)
                 sync_folder(state_file.parent)
 
-        move_into_place(saved, self._output_dir / folder, then=replace_recipe_state)
+        with saving(target, self._temporary, num_bytes=num_bytes):
+            self._restore_replaced()
+            self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=recipe_state is not None)
+            weights = {path.name: SavedFile.of(path) for path in _weights_in(saved)}
+            manifest = _Manifest(identity, weights, None if recipe_state is None else SavedFile.of(new_state))
+            (saved / _MANIFEST).write_text(manifest.text())
+            _flush_to_disk(self._temporary)
+            move_into_place(saved, target, then=replace_recipe_state)
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _restore_replaced(self) -> None:
+        """Put back the weights of the recipe state that is there, where a save was killed while it replaced both."""
+        for replaced in self._output_dir.glob(_REPLACED + _EPOCH):
+            try:
+                _, identity = _read_state(self._output_dir / _RECIPE_STATE)
+                is_needed = bool(identity) and _Manifest.read(replaced).identity == identity
+            except Exception:  # whichever of both is damaged, it is not resumed from
+                is_needed = False
+            if is_needed:
+                target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+                shutil.rmtree(target, ignore_errors=True)
+                replaced.rename(target)
+            else:
+                shutil.rmtree(replaced)
 
     def mark_preempted(self, epoch: int) -> None:
         """Mark a saved epoch: its run was asked to end while it was being saved."""
-        path = self._output_dir / f"epoch_{epoch}" / _IDENTITY
-        atomic_write(path, json.dumps({**json.loads(path.read_text()), "preempted": True}, indent=2))
+        folder = self._output_dir / f"epoch_{epoch}"
+        atomic_write(folder / _MANIFEST, replace(_Manifest.read(folder), preempted=True).text())
+
+
+def _manifests(output_dir: Path) -> Iterator[tuple[Path, _Manifest]]:
+    """Yield the folders of epochs whose manifests can be read, those too that a killed save has left aside."""
+    for pattern in (_EPOCH, _REPLACED + _EPOCH):
+        for folder in sorted(output_dir.glob(pattern)):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                yield folder, _Manifest.read(folder)
 
 
 def _weights_in(folder: Path) -> list[Path]:
@@ -203,7 +326,7 @@ def _unreadable(path: Path) -> str | None:
         else:
             torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return reason(error)
     return None
 
 

@@ -47,7 +47,6 @@ from adaptive_batch.memory import MemoryCurve
 
 from .batch_size_finder import BatchSizeFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
-from .config_errors import as_dict
 from .estimate_changes import candidates, share_of_layers, with_overrides
 from .fake_run import FEW, MORE, FakeRun, Rows, made_up_row
 from .keys import load_function
@@ -85,14 +84,14 @@ def estimate_devices(
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
     start = time.perf_counter()
+    settings = Settings.from_config(cfg)
     complete(cfg, needs=TO_PLAN)
-    settings = Settings.from_config(as_dict(cfg))
     asked = settings.estimate
     if distributed.is_launched():
         remedy = "run the estimate in one process; give ranks by estimate.world_size"
         raise SettingError("estimate.devices", asked.devices, remedy)
-    for key, reason in without_effect_on("adaptive_estimate", settings):
-        show(f"{key} has no effect: {reason}")
+    for keys in without_effect_on("adaptive_estimate", settings, cfg):
+        show(str(keys))
     estimator = Estimator(cfg, settings, parse_devices(asked.devices), builder)
     lengths, not_counted = estimator.lengths()
     estimate = MemoryEstimate(
@@ -221,7 +220,7 @@ class Estimator:
     @contextmanager
     def _step(self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int) -> Iterator[_Step]:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
-            settings = Settings.from_config(as_dict(cfg))
+            settings = Settings.from_config(cfg)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
             device = FakeDevice(workspace=self._workspace)
             try:

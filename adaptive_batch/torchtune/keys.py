@@ -7,14 +7,14 @@ effect (:mod:`.checks`), changes on resuming (:mod:`.resumed_run`), the tables o
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal, TypeVar
 
 from adaptive_batch._util import check_whole, nearest
 from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import EXAMPLES
 
 Resume = Literal["free", "report", "epoch", "refuse"]
 T = TypeVar("T")
@@ -31,13 +31,38 @@ _THEIRS: Mapping[Resume, str] = {
     "tensor_parallel_dim tensor_parallel_plan tokenizer",
 }
 TORCHTUNE_KEYS: Mapping[str, Resume] = {name: policy for policy, names in _THEIRS.items() for name in names.split()}
-# Spellings of earlier plans for these keys, which are too far from the new ones for a guess.
-RENAMED = {
-    "plan_only": "preview",
-    "probe.plan_for": "estimate.devices",
-    "probe.plan_world_size": "estimate.world_size",
-    "probe.plan_changes": "estimate.changes",
+# What other trainers, our own tables and earlier plans call a key, where neither its letters nor its words tell which one it is.
+_CALLED_ELSEWHERE: Mapping[str, str] = {
+    "batch_size, or probe.maximum for the most that is tried,": "max_batch_size maximum_batch_size",
+    "batch_size x gradient_accumulation_steps": "global_batch_size effective_batch_size",
+    "batch_size_val": "eval_batch_size per_device_eval_batch_size",
+    "use_maximum_batch_size": "auto_batch_size auto_find_batch_size",
+    "batch_increase_function": "growth growth_function",
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "epochs": "num_epochs max_epochs num_train_epochs",
+    "max_steps_per_epoch": "num_steps total_steps",
+    "optimizer.lr": "lr learning_rate",
+    "optimizer.weight_decay": "weight_decay",
+    "lr_scheduler.num_warmup_steps": "warmup warmup_steps num_warmup_steps warmup_ratio",
+    "clip_grad_norm": "max_grad_norm gradient_clip_val",
+    "dtype": "bf16 fp16 precision mixed_precision torch_dtype",
+    "enable_activation_checkpointing": "gradient_checkpointing",
+    "resume_from_checkpoint": "resume",
+    "save_every_n_steps": "save_interval",
+    "keep_last_n_checkpoints": "save_total_limit",
+    "run_val_every_n_steps": "eval_steps eval_every eval_interval val_check_interval",
+    "dataset_val": "eval_dataset validation_dataset",
+    "tokenizer.max_seq_len": "max_seq_len max_seq_length max_length sequence_len",
+    "dataset.packed": "packed packing sample_packing",
+    "sample_order=seqlen": "group_by_length",
+    "compile": "torch_compile",
+    "log_every_n_steps": "logging_steps",
+    "preview": "plan_only dry_run",
+    "estimate.devices": "probe.plan_for",
+    "estimate.world_size": "probe.plan_world_size",
+    "estimate.changes": "probe.plan_changes",
 }
+RENAMED = {name: meant for meant, names in _CALLED_ELSEWHERE.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -79,19 +104,6 @@ def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> di
         for each in fields(block)
         if each.default is MISSING or config.get(each.name) is not None
     }
-
-
-def check_names(names: Iterable[Any], config: Mapping[str, Any]) -> None:
-    """Refuse a top-level key that is nearly one of `names`, which are ours; a user's own key is left alone."""
-    ours = list(names)
-    for name in config:
-        if name in ours or name in TORCHTUNE_KEYS:
-            continue
-        if name in RENAMED:
-            raise SettingError(name, config[name], f"there is no such key; {RENAMED[name]} is meant")
-        # 0.77 sees lr_scaling in lr_scale, and leaves train_batch_size (0.75 of micro_batch_size) to its owner
-        if meant := difflib.get_close_matches(str(name), ours, n=1, cutoff=0.77):
-            raise SettingError(str(name), config[name], f"there is no such key; {meant[0]} is probably meant")
 
 
 def block(keys: type[T]) -> Callable[[str, Any], T]:
@@ -170,6 +182,10 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
     def read(name: str, value: Any) -> Any:
         found = _load(value, key=name)
+        if example := next((example for build, example in EXAMPLES.items() if build is found), ""):
+            raise SettingError(
+                name, value, f"it builds the function; give a block: {name}={{_component_: {value}, {example}}}"
+            )
         check(found, key=name)
         return found
 
@@ -185,7 +201,7 @@ def load_function(path: str, *, key: str) -> Any:
         module = ".".join(parts[:split])
         try:
             found: Any = import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
                 continue
             why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
@@ -210,7 +226,7 @@ def _load(value: object, *, key: str) -> Any:
             return build(**arguments)
         except SettingError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise SettingError(
                 f"{key}._component_",
                 value["_component_"],

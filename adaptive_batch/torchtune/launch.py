@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from omegaconf import DictConfig
 from torchtune import training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.distributed import EXIT_STATUS, Watchdog
-from adaptive_batch.errors import RankLostError, SettingError
+from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog
+from adaptive_batch.errors import AdaptiveBatchError, RankLostError, SettingError
 from adaptive_batch.training import differences
 
 from .checks import check_parallel
@@ -26,15 +28,23 @@ from .configs import config_path, shipped_configs
 
 log = logging.getLogger("adaptive_batch")
 
-_INTERRUPTED = "interrupted; resume_from_checkpoint=True resumes from what was saved last"
+_ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"  # that torchtune takes
+_INTERRUPTED = "interrupted"
 
 
 def use_shipped_config(arguments: list[str]) -> None:
-    """Replace the name of a shipped config after ``--config`` by its path, in place; refuse what is neither file nor shipped."""
+    """Replace the name of a shipped config after ``--config`` by its path, in place; refuse what is neither file nor shipped.
+
+    Every other argument is ``key=value``, or ``~key``, which removes one.
+    """
     if "--config" not in arguments[:-1]:
         return
     index = arguments.index("--config") + 1
     name = arguments[index]
+    for place, given in enumerate(arguments[1:], start=1):
+        if place not in (index - 1, index) and not re.fullmatch(_ARGUMENT, given, re.DOTALL):
+            remedy = "give key=value, without dashes, spaces around = or a second =; ~key removes a key"
+            raise SettingError("argument", given, remedy)
     if Path(name).is_file():
         check_file(name)
         return
@@ -58,11 +68,46 @@ def set_up_terminal() -> None:
         if plain is not None:
             print(f"\n{type(plain).__name__}: {plain}", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
-            print(f"\n{_INTERRUPTED}", file=sys.stderr)
+            print(f"\n{str(error) or _INTERRUPTED}", file=sys.stderr)
         else:
             usual(kind, error, trace)
 
     sys.excepthook = hook
+
+
+@contextmanager
+def no_component_exits() -> Iterator[None]:
+    """Inside, a component that ends the program, a dataset that calls ``sys.exit``, raises an error that says where."""
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code == EXIT_STATUS:  # training has saved and ends as it was asked to
+            raise
+        *_, where = traceback.extract_tb(ended.__traceback__)
+        place = f"{where.name} ({where.filename}:{where.lineno})"
+        remedy = "nothing was trained or saved after it; let it return or raise an error"
+        raise AdaptiveBatchError(f"sys.exit({ended.code!r}) was called in {place}: {remedy}") from ended
+
+
+@contextmanager
+def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
+    """Inside, Ctrl-C, and SIGTERM where it is not waited for, end the process with a line that says what comes next.
+
+    Args:
+        after_end: returns that.
+
+    Raises:
+        KeyboardInterrupt: with that line; of a single process that was asked to end by SIGTERM, SystemExit with status 75.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        asked = isinstance(error, Terminated)
+        message = f"{'asked to end' if asked else _INTERRUPTED}: {after_end()}"
+        if asked and not distributed.is_launched():
+            log.info("%s", message)
+            raise SystemExit(EXIT_STATUS) from None
+        raise KeyboardInterrupt(message) from None
 
 
 @contextmanager
@@ -73,7 +118,8 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     """
     if not distributed.is_launched():
         check_parallel(cfg, world_size=1)
-        yield None
+        with no_component_exits():
+            yield None
         return
     if int(os.environ["RANK"]):
         for name in ("adaptive_batch", "torchtune"):  # rank zero logs for all
@@ -83,14 +129,13 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     try:
         _check_same(cfg)
         _begin_group(cfg, ranks_of_a_model=check_parallel(cfg, world_size=int(os.environ["WORLD_SIZE"])))
-        yield watch
-    except SystemExit as ended:
-        if ended.code not in (None, 0, EXIT_STATUS):
-            watch.fail(f"it was ended with status {ended.code}")
+        with no_component_exits():
+            yield watch
+    except SystemExit:
         watch.stop()
         raise
-    except KeyboardInterrupt:
-        watch.fail(_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        watch.fail(str(error) or _INTERRUPTED)
     except BaseException as error:
         facts = error.facts if isinstance(error, RankLostError) else {}
         kind = "out_of_memory" if "limit" in facts else "error"

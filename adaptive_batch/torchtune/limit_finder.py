@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import atomic_write
+from adaptive_batch._util import atomic_write, count, rows_fit
 from adaptive_batch.data import MicroBatchLimit, largest_divisor, longest_rows
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
-from .batch_size_finder import BatchSizeFinder
+from .batch_size_finder import BatchSizeFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .trainer import Trainer
@@ -72,7 +72,7 @@ class LimitFinder:
         self._bounds.indeterminate, self._bounds.indeterminate_val = map(self._lost.get, _TRIALS)
         for key, which in _TRIALS.items():
             if rows := self._lost.get(key):
-                message = f"a trial {which}of {rows} rows ended all ranks, so whether they fit is not known; up to half are tried"
+                message = f"a trial {which}of {count(rows, 'row')} ended all ranks, so whether they fit is not known; up to half are tried"
                 self._record.event("indeterminate", message, rows=rows)
         if settings.needs_bound:
             batch_size = self._search(batch_size, keeps_batch=keeps_batch)
@@ -113,16 +113,17 @@ class LimitFinder:
         limits.set_bound(bound, tried_length=result.sequence_length)
         if keeps_batch:
             if batch_size > bound:
-                message = f"batch_size {batch_size} is kept; {bound} rows fit here, so it runs as more micro-batches"
+                message = f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more micro-batches"
                 self._record.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
             return batch_size
         if settings.use_maximum_batch_size and not scheduled:
             before, batch_size = batch_size, result.batch_size
             message = f"batch_size {before} -> {batch_size} (use_maximum_batch_size; bound {bound})"
+            message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
             self._record.event("batch_size", message, before=before, after=batch_size, bound=bound)
         if not (limits.splits or scheduled) and batch_size > bound:
             remedy = (
-                f"{bound} rows fit; set batch_size={bound} or less (gradient_accumulation_steps makes up for it), or "
+                f"{rows_fit(bound)}; set batch_size={bound} or less (gradient_accumulation_steps makes up for it), or "
             )
             remedy += "micro_batch_size=auto, or allow more memory"
             raise SettingError("batch_size", batch_size, remedy)

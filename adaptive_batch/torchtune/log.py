@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtune import config, training, utils
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
+from adaptive_batch._util import ProgressBar, count
 from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, describe_unscaled
-from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepResult
+from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepRate, StepResult
 
 from .checkpoints import Checkpoints
+from .checks import NoEffect
 from .data import Data
 from .job import Job
 from .preview import TrainingPreview
-from .rate import RateController, reference_batch
 from .resumed_run import ResumedRun
 
 log = utils.get_logger("INFO")
@@ -48,6 +52,15 @@ class TrainingLog:
             self._metrics.close()
         self.record.close()
 
+    @contextmanager
+    def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
+        """Show how far an epoch has come; a line that is logged meanwhile stands above the bar."""
+        with (
+            logging_redirect_tqdm([logging.getLogger("adaptive_batch")]),
+            ProgressBar(steps, "steps", done=done, shown=distributed.is_rank_zero()) as bar,
+        ):
+            yield bar
+
     # --- where a run begins -----------------------------------------------------------------------------------------
 
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
@@ -61,7 +74,7 @@ class TrainingLog:
         of_ranks = f", {ranks} ranks" if ranks > 1 else ""
         event(
             "start",
-            f"{begins} with epoch {progress.epoch}{within}; {rows} rows{of_ranks}",
+            f"{begins} with epoch {progress.epoch}{within}; {count(rows, 'row')}{of_ranks}",
             resumed=resumed,
             run=run.name,
             rows=rows,
@@ -75,7 +88,7 @@ class TrainingLog:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
             event("replaces", f"{message}; until its first save, resuming takes the earlier")
 
-    def changes(self, run: ResumedRun, *, without_effect: Sequence[tuple[str, str]]) -> None:
+    def changes(self, run: ResumedRun, *, without_effect: Sequence[NoEffect]) -> None:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the reason."""
         settings, event, saved = self._settings, self.record.event, run.saved
         if run.epochs not in (None, settings.epochs):
@@ -100,8 +113,8 @@ class TrainingLog:
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
             event("batch_size", message, before=before, after=configured)
         run.log_changes(self.record)
-        for key, reason in without_effect:
-            event("no_effect", f"{key} has no effect: {reason}", key=key)
+        for keys in without_effect:
+            event("no_effect", str(keys), key=keys.key)
         if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
             event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again")
@@ -115,7 +128,7 @@ class TrainingLog:
 
     def rate_and_stages(
         self,
-        rate: RateController,
+        rate: StepRate,
         plan: TrainingPreview,
         progress: Progress,
         *,
@@ -125,8 +138,12 @@ class TrainingLog:
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
         settings, event = self._settings, self.record.event
+        before, now = saved.get("learning_rate", {}).get("rule", settings.lr_scaling), settings.lr_scaling
+        if before != now:
+            changed = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
+            event("lr_scaling", changed, before=before, after=now)
         if message := rate.describe():
-            event("lr", message, reference=str(reference_batch(self._job)), rule=settings.lr_scaling)
+            event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         table, stages = plan.table(progress, base_rate=base, limits=limits, saved=saved)
@@ -150,10 +167,10 @@ class TrainingLog:
             return
         sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
         least, most = min(sizes, default=0), max(sizes, default=0)
-        rows = f"{least} to {most} rows" if least < most else f"{most} rows"
-        what = f"{'about ' if plan.is_estimate else ''}{plan.steps} steps of {rows}"
+        rows = f"{least} to {most} rows" if least < most else count(most, "row")
+        what = f"{'about ' if plan.is_estimate else ''}{count(plan.steps, 'step')} of {rows}"
         if settings.batch_tokens and settings.batch_size_schedule is None:
-            what += f", up to {settings.batch_tokens * self._job.ranks} tokens"
+            what += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
         self.record.event(
             "plan",
             f"epoch {epoch}: {what}; a micro-batch holds {holds}",
@@ -168,16 +185,20 @@ class TrainingLog:
         if settings.batch_size_schedule is None:  # whose plan shows its batches
             self._log_unscaled(rate, batch=plan.step_rows)
 
-    def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int) -> None:
-        """Log the rows of an epoch that were trained and left out, and how many steps had no label."""
+    def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int) -> None:
+        """Log the rows of an epoch that were trained and left out, and how many steps had no label or no finite loss."""
         if unlabelled:
-            message = f"{unlabelled} of {progress.epoch_steps} steps had no label at all, and changed nothing"
+            message = f"{unlabelled} of {count(progress.epoch_steps, 'step')} had no label at all, and changed nothing"
             self.record.event("no_labels", message, steps=unlabelled)
+        if nonfinite:
+            end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
+            message = f"{nonfinite} of {progress.epoch_steps} steps had a loss or gradients that are not finite{end}"
+            self.record.event("nonfinite_steps", message, steps=nonfinite)
         reasons = planner.epochs.left_out(progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
         self.record.event(
             "epoch",
-            f"epoch {progress.epoch}: {progress.epoch_rows} rows trained{left_out}",
+            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}",
             epoch=progress.epoch,
             used=progress.epoch_rows,
             left_out=sum(reasons.values()),
@@ -231,7 +252,7 @@ class TrainingLog:
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log a validation, and its metric."""
-        message = f"step {step}: val_loss {loss:.4f} over {rows} rows"
+        message = f"step {step}: val_loss {loss:.4f} over {count(rows, 'row')}"
         self.record.event("validation", message, steps=step, val_loss=loss)
         self._log({"val_loss": loss}, step=step)
 

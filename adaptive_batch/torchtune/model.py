@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any, Protocol, cast
@@ -98,7 +99,8 @@ class FullModel:
             if weights.is_divided:
                 weights.load_divided(model)
             else:
-                model.load_state_dict(state)
+                with _refusing_other_weights(model, state, cfg):
+                    model.load_state_dict(state)
         self.freeze(model)
         return model
 
@@ -115,6 +117,24 @@ class FullModel:
             return model.state_dict()
         state: Mapping[str, Any] = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
         return state
+
+
+@contextmanager
+def _refusing_other_weights(model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig) -> Iterator[None]:
+    """Inside, weights are loaded; refuse those of another model."""
+    remedy = "give the model that the checkpoint is of"
+    for name, tensor in model.state_dict().items():
+        if name in weights and (saved := weights[name].shape) != tensor.shape:
+            why = f"its {name} is of shape {tuple(tensor.shape)}, and {tuple(saved)} in the checkpoint"
+            raise SettingError("model", str(cfg.model._component_), f"{why}; {remedy}")
+    try:
+        yield
+    except RuntimeError as error:
+        if "in loading state_dict" not in str(error):
+            raise
+        differs = str(error).splitlines()[1].strip()
+        why = f"the checkpoint is of another one: {differs[:150]} ..."
+        raise SettingError("model", str(cfg.model._component_), f"{why}; {remedy}") from error
 
 
 def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
@@ -202,7 +222,8 @@ def _load_sharded(
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=offload)
     with warnings.catch_warnings():  # torch's own words to itself
         warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are registered")
-        set_model_state_dict(model, state, options=options)
+        with _refusing_other_weights(model, state, cfg):
+            set_model_state_dict(model, state, options=options)
     training.validate_no_params_on_meta_device(model)
 
 

@@ -13,17 +13,18 @@ from adaptive_batch.schedules import (
     Progress,
     as_record,
     batch_sizes_ahead,
+    check_increments,
     check_stages,
     next_batch_size,
     stages_of,
     table,
 )
-from adaptive_batch.training import MicroBatchLimits, same_answers
+from adaptive_batch.training import MicroBatchLimits, StepRate, same_answers
 
-from .batch_size_finder import BatchSizeFinder
+from .batch_size_finder import BatchSizeFinder, left_by_rounding
 from .data import Data
 from .job import Job
-from .rate import RateController, optimizer_of_nothing
+from .rate import build_rate, optimizer_of_nothing
 
 
 class TrainingPreview:
@@ -55,9 +56,12 @@ class TrainingPreview:
         function = settings.batch_increase_function
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
-        elif function is not None and not progress.epoch_steps:
-            grown = next_batch_size(function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None)
-            same_answers({"batch_increase_function": grown.after})
+        elif function is not None:
+            if not (begun := progress.epoch_steps > 0):
+                grown = next_batch_size(function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None)
+                same_answers({"batch_increase_function": grown.after})
+            ahead = {"first_epoch": progress.epoch + begun, "epochs": settings.epochs}
+            check_increments(function, **ahead, batch_size=batches.batch_size)
         random_state.restore()
 
     def look_ahead(
@@ -69,6 +73,9 @@ class TrainingPreview:
             saved: the recipe's state in the checkpoint; empty without one.
             first: the epoch at whose beginning progress is has not been asked about either.
             changed: steps will be others than were planned when the checkpoint was saved.
+
+        Raises:
+            GrowthFunctionError: an answer for a later epoch cannot be used.
         """
         settings, batches = self._settings, self._batches
         epoch = progress.epoch
@@ -108,7 +115,7 @@ class TrainingPreview:
     ) -> tuple[str, list[dict[str, Any]]]:
         """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
         settings, batches = self._settings, self._batches
-        rate = RateController(
+        rate = build_rate(
             self._job,
             batches,
             [optimizer_of_nothing(base_rate)],
@@ -141,6 +148,7 @@ class TrainingPreview:
                 limits.bound, limits.tried_length = rows, tokens
                 if settings.use_maximum_batch_size and not resumes and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
+                    lines += filter(None, [left_by_rounding(rows, batch_size)])
         known_first = batches.first_batch_size
         batches.limits = limits
         batches.begin(progress, batch_size=batch_size)
@@ -161,7 +169,7 @@ class TrainingPreview:
         stays = dict.fromkeys(unknown, last)  # where it is not known, that nothing changes is the best guess
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
-    def _planned(self, progress: Progress, rate: RateController, limits: MicroBatchLimits) -> Iterator[PlannedStep]:
+    def _planned(self, progress: Progress, rate: StepRate, limits: MicroBatchLimits) -> Iterator[PlannedStep]:
         lengths = self._data.real_lengths
         key, num_micro_batches = None, 0
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens

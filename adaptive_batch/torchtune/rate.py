@@ -13,24 +13,24 @@ from torchtune import config
 
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import RunLog
-from adaptive_batch.schedules import (
-    Clock,
-    EpochPlan,
-    LearningRate,
-    Progress,
-    Reference,
-    TrainingClock,
-    write_rate,
-)
+from adaptive_batch.schedules import Clock, LearningRate, Progress, Reference, TrainingClock
+from adaptive_batch.training import StepRate
 
 from .config_errors import as_dict
 from .job import Job
 from .keys import load_function
 
 
-class RateController:
-    """Sets the rate of each step, from where training is and what the step holds.
+def build_rate(
+    job: Job,
+    planner: StepPlanner,
+    optimizers: list[Optimizer],
+    *,
+    progress: Progress,
+    total_steps: int,
+    saved: Mapping[str, Any],
+) -> StepRate:
+    """Build the configured scheduler, and what sets the rate of each step by it.
 
     Args:
         job: of the run.
@@ -38,90 +38,30 @@ class RateController:
         optimizers: that follow; the first is the one that the scheduler is built around.
         progress: where training resumes.
         total_steps: where the scheduler ends, in steps of the constant batch or, where its clock counts steps, in steps.
-        saved: what :meth:`state_dict` gave when the checkpoint was saved; empty without one.
-        record: of the run; None logs nothing.
+        saved: its state when the checkpoint was saved; empty without one.
     """
-
-    def __init__(
-        self,
-        job: Job,
-        planner: StepPlanner,
-        optimizers: list[Optimizer],
-        *,
-        progress: Progress,
-        total_steps: int,
-        saved: Mapping[str, Any],
-        record: RunLog | None = None,
-    ) -> None:
-        self._settings, self._optimizers = job.settings, optimizers
-        self._total, self._reference = total_steps, reference_batch(job)
-        block = job.cfg.get("lr_scheduler", None)
-        self._clock = TrainingClock(
-            job.settings.lr_clock,
-            reference=planner.reference,
-            warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
-            total_steps=total_steps,
-        )
-        self._follow_rule(saved, record)
-        last_epoch = int(self._clock.decay(progress, planner.plan)) - 1
-        if last_epoch >= 0:  # torch asks for it in a scheduler that begins later
-            for group in optimizers[0].param_groups:
-                group.setdefault("initial_lr", float(group["lr"]))
-        scheduler = block and config.instantiate(
-            block, optimizers[0], num_training_steps=total_steps, last_epoch=last_epoch
-        )
-        self._rate = LearningRate(
-            optimizers,
-            scheduler,
-            rule=job.settings.lr_scaling,
-            reference=self._reference,
-            batch_can_change=job.settings.grows or bool(job.settings.batch_tokens),
-        )
-        if saved:
-            self._rate.load_state_dict(saved["scheduler"])
-            self._clock.load_state_dict(saved["clock"])
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the rate is scaled by the tokens of a step, and not by its rows."""
-        return self._reference.unit == "tokens"
-
-    def set(self, progress: Progress, *, plan: EpochPlan, batch: int) -> float:
-        """Apply the rate of a step, and return it.
-
-        Args:
-            progress: before the step.
-            plan: of the epoch.
-            batch: rows that the step holds on all ranks, or real tokens where it :attr:`counts_tokens`.
-        """
-        return self._rate.set(self._clock.at(progress, plan), batch=batch)
-
-    def describe(self) -> str | None:
-        """Return a line on the scaling of the rate; None without."""
-        if self._settings.lr_scaling == "none":
-            return None
-        group, rule = self._optimizers[0].param_groups[0], self._settings.lr_scaling
-        return f"lr {group['initial_lr']:g} belongs to {self._reference} a step, and is scaled by the rule {rule}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values, for the checkpoint."""
-        return {
-            "rule": self._settings.lr_scaling,
-            "scheduler": self._rate.state_dict(),
-            "clock": self._clock.state_dict(),
-            "total_steps": self._total,
-        }
-
-    def _follow_rule(self, saved: Mapping[str, Any], record: RunLog | None) -> None:
-        """Where the rule of scaling is another than the checkpoint's, begin with rates that are not scaled."""
-        before, now = saved.get("rule", "none"), self._settings.lr_scaling
-        if not saved or before == now:
-            return
-        if record:
-            message = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
-            record.event("lr_scaling", message, before=before, after=now)
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
-            write_rate(group, float(group.get("initial_lr", group["lr"])))  # what was saved is scaled
+    settings, block = job.settings, job.cfg.get("lr_scheduler", None)
+    # the part of training that is done; a warm-up in another unit is counted by the state that is loaded
+    last_epoch = int(TrainingClock(settings.lr_clock, reference=planner.reference).decay(progress, planner.plan)) - 1
+    if last_epoch >= 0:  # torch asks for it in a scheduler that begins later
+        for group in optimizers[0].param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+    scheduler = block and config.instantiate(
+        block, optimizers[0], num_training_steps=total_steps, last_epoch=last_epoch
+    )
+    rate = StepRate(
+        planner,
+        optimizers,
+        scheduler,
+        settings.lr_clock,
+        rule=settings.lr_scaling,
+        reference=reference_batch(job),
+        warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
+        total_steps=total_steps,
+    )
+    if saved:
+        rate.load_state_dict(saved)
+    return rate
 
 
 def reference_batch(job: Job) -> Reference:

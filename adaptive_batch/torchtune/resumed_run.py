@@ -12,7 +12,7 @@ import torch
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch._util import fingerprint
+from adaptive_batch._util import count, fingerprint
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
@@ -211,7 +211,7 @@ def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) 
     """Return what differs between two blocks; a dataset is shown as its number of rows and the head of its fingerprint."""
     value, other = conditions[name], others[name]
     if name == "dataset":
-        return f"{conditions['rows']} rows, {value[:8]}"
+        return f"{count(conditions['rows'], 'row')}, {value[:8]}"
     if isinstance(value, dict) and isinstance(other, dict):
         return {key: value[key] for key in value if key not in other or value[key] != other[key]}
     return value

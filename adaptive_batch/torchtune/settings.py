@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from omegaconf import DictConfig
 
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM
@@ -26,14 +29,15 @@ from adaptive_batch.schedules import (
     needs_noise_scale,
     parse_reference,
 )
+from adaptive_batch.training import ON_NONFINITE_LOSS, norm_to_clip
 
 from .checks import check_together
+from .config_errors import as_dict
 from .keys import (
     TORCHTUNE_KEYS,
     Resume,
     auto_or_whole,
     block,
-    check_names,
     checked,
     function,
     key,
@@ -43,6 +47,7 @@ from .keys import (
     read_keys,
     table,
 )
+from .names import check_names
 
 SEARCHES = ("predict", "binary", "halve")
 
@@ -83,13 +88,19 @@ def _number_of_batches(name: str, value: Any) -> int | None:
     return None if value == -1 else check_whole(name, value)  # torchtune's later recipes write all so
 
 
+def _seed(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise SettingError(name, value, "give a whole number, 0 to 4294967295, or null")
+    return value
+
+
 def _norm(name: str, value: Any) -> float:
     try:
         norm = math.nan if isinstance(value, bool) else float(value)  # torchtune's recipes take "inf"
     except (TypeError, ValueError):
         norm = math.nan
-    if not norm >= 0:
-        raise SettingError(name, value, "give the largest norm of all gradients, such as 1.0, or null")
+    if not norm > 0:
+        raise SettingError(name, value, "give the largest norm of all gradients, above 0, such as 1.0, or null")
     return norm
 
 
@@ -131,7 +142,11 @@ class ProbeSettings:
         shown="none",
     )
     round_to_power_of_two: bool = key(
-        check_bool, "train with the power of two at or below the bound; it is tried too", default=True
+        check_bool,
+        "train with the power of two at or below the bound, which is tried too: it stays the same where the bound moves by some rows "
+        "from run to run, and batches that double divide each other. It leaves up to half of what fits unused, which is logged; "
+        "`False`: the bound itself",
+        default=True,
     )
     maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
     trial_timeout: int = key(
@@ -145,7 +160,7 @@ class ProbeSettings:
     cache: bool = key(
         check_bool,
         "a bound in `{output_dir}/adaptive_batch/probe.json` that depends on the same things is tried once, and believed if it "
-        "fits; a search starts from a curve of the same step that was planned or counted before",
+        "fits, whatever the learning rate; a search starts from a curve of the same step that was planned or counted before",
         default=True,
     )
 
@@ -163,7 +178,7 @@ class EstimateSettings:
     sequence_lengths: tuple[int | str, ...] = key(
         _lengths, "a list of lengths, each as `probe.sequence_length`; null: that one alone", default=(), shown="null"
     )
-    world_size: int = key(check_whole, "ranks that share the model", default=1)
+    world_size: int = key(partial(check_whole, most=10**5), "ranks that share the model", default=1)
     changes: bool = key(check_bool, "also estimate what single changes of the configuration would bring", default=True)
     headroom: float | None = key(
         checked(check_share), "share of the memory that is left free; null: `probe.headroom`", default=None
@@ -202,8 +217,10 @@ class Settings:
 
     batch_size: int = key(check_whole)
     gradient_accumulation_steps: int = key(check_whole)
-    epochs: int = key(check_whole)
+    epochs: int = key(partial(check_whole, most=10**6))  # each is previewed
     max_steps_per_epoch: int | None = key(check_whole, default=None)
+    seed: int | None = key(_seed, default=None)
+    log_every_n_steps: int | None = key(check_whole, default=None)
     optimizer_in_bwd: bool = key(check_bool, default=False)
     clip_grad_norm: float | None = key(_norm, default=None)
     ac_mode: str | None = key(one_of("none", "full", "selective"), default=None)
@@ -318,6 +335,13 @@ class Settings:
         "`shrink`: the step is run again with half of what was run at once; `raise`. With the optimizer in backward the default is "
         "`raise`, and `shrink` is refused: a step that failed has changed weights already",
         default="shrink",
+    )
+    on_nonfinite_loss: str = key(
+        one_of(*ON_NONFINITE_LOSS),
+        "a step whose loss is NaN or infinite: `warn` logs it, and training continues; `skip` leaves weights and optimizer as they "
+        "are; `stop` ends the run before the step is taken, with status 1. See [below](#a-loss-that-is-not-finite)",
+        default="warn",
+        resume="report",
     )
     sync_gradients_every_micro_batch: bool = key(
         check_bool,
@@ -441,6 +465,15 @@ class Settings:
         return self.log_gradient_noise_scale or (rule is not None and needs_noise_scale(rule))
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """What the norm of the gradients is clipped to; infinity where it is only measured."""
+        return (
+            None
+            if self.optimizer_in_bwd
+            else norm_to_clip(self.clip_grad_norm, on_nonfinite_loss=self.on_nonfinite_loss)
+        )
+
+    @property
     def restores_random_state(self) -> bool:
         """Whether a resumed run continues with the random numbers of the saved one; torchtune's recipe seeds again."""
         return self.adaptive or self.save_every_n_steps is not None
@@ -478,13 +511,14 @@ class Settings:
         return ValidationSettings(self.run_val_every_n_steps, rows, size == "auto", self.max_validation_batches)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Read and check a whole recipe configuration, as plain dicts and lists."""
+    def from_config(cls, given: Mapping[str, Any] | DictConfig) -> Settings:
+        """Read and check a whole recipe configuration."""
+        config = as_dict(given)
+        check_names(cls, given)
         schedule = config.get("batch_size_schedule")
         if config.get("batch_increase_function") is not None and schedule is not None:  # before either is imported
             remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"
             raise SettingError("batch_size_schedule", schedule, remedy)
-        check_names(OURS, config)
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values.keys() & {"micro_batch_size", "micro_batch_tokens"}:
             values["micro_batch_tokens"] = "auto"  # the tokens of a step do not tell what fits at once

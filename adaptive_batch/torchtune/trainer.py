@@ -72,7 +72,7 @@ class Trainer:
                 retries=settings.on_out_of_memory == "shrink",
             ),
             layout=data.shapes,
-            max_grad_norm=settings.clip_grad_norm,
+            max_grad_norm=settings.max_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
             sharding=Sharding(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
@@ -60,7 +61,7 @@ class Validation:
             limit = MicroBatchLimit(tokens, "tokens")
             record.event(
                 "validation_bound",
-                f"validation: {bound.max_batch_size} rows of {bound.sequence_length} tokens fit at once",
+                f"validation: {count(bound.max_batch_size, 'row')} of {count(bound.sequence_length, 'token')} fit at once",
                 max_batch_size=bound.max_batch_size,
                 sequence_length=bound.sequence_length,
                 trials=len(bound.trials),

@@ -7,10 +7,13 @@ from .loop import AdaptiveLoop, Sampling, StepOptions
 from .max_batch_search import MaxBatchSearch, WorstRows
 from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, count_shifted_labels
 from .model_checks import has_batch_norm
+from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import LimitChange, OOMPolicy, OOMRetry, lengthened
 from .step import agree_on_step, differences, same_answers
+from .step_rate import StepRate
 
 __all__ = [
+    "ON_NONFINITE_LOSS",
     "AdaptiveLoop",
     "Evaluator",
     "FullBatchLoss",
@@ -18,11 +21,13 @@ __all__ = [
     "MaxBatchSearch",
     "MicroBatchLimits",
     "MicroBatchRunner",
+    "NonfiniteSteps",
     "OOMPolicy",
     "OOMRetry",
     "RowLoss",
     "Sampling",
     "StepOptions",
+    "StepRate",
     "StepResult",
     "WorstRows",
     "agree_on_step",
@@ -30,5 +35,6 @@ __all__ = [
     "differences",
     "has_batch_norm",
     "lengthened",
+    "norm_to_clip",
     "same_answers",
 ]

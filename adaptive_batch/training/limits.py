@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from adaptive_batch._util import count, rows_fit
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 
@@ -71,9 +72,9 @@ class MicroBatchLimits:
         rows, tokens = self.micro_batch_size, self.micro_batch_tokens
         most = self._layout.padded_tokens([tried_length] * bound)
         if isinstance(rows, int) and rows > bound:
-            raise SettingError("micro_batch_size", rows, f"{bound} rows fit; give {bound} or less")
+            raise SettingError("micro_batch_size", rows, f"{rows_fit(bound)}; give {bound} or less")
         if isinstance(tokens, int) and tokens > most:
-            remedy = f"{bound} rows of {tried_length} tokens fit; give {most} or less, or auto"
+            remedy = f"{count(bound, 'row')} of {tried_length} tokens fit; give {most} or less, or auto"
             raise SettingError("micro_batch_tokens", tokens, remedy)
         if bound != self.bound:
             self.lowered = None

@@ -39,19 +39,15 @@ from adaptive_batch.data import (
     move_to_device,
 )
 from adaptive_batch.distributed import Sharding, reshard
-from adaptive_batch.errors import SettingError
+from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import DeviceMemory, RandomState, check_device_memory, device_memory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
     RULES,
     UNITS,
     Clock,
-    LearningRate,
     Progress,
-    Reference,
     Schedule,
-    TrainingClock,
-    describe_unscaled,
     needs_noise_scale,
     parse_reference,
 )
@@ -68,8 +64,10 @@ from .model_checks import (
     is_replicated,
     whole_count,
 )
+from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import LimitChange, OOMPolicy, OOMRetry
 from .step import agree_on_step
+from .step_rate import StepRate
 
 log = logging.getLogger("adaptive_batch")
 
@@ -125,6 +123,8 @@ class StepOptions:
         oom_policy: decides how the limit of a micro-batch shrinks; None halves it.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
         memory: of the model's device; None asks torch.
+        on_nonfinite_loss: of a step whose loss is NaN or infinite ``warn`` logs a line; ``skip`` and ``stop`` look at the norm of
+            its gradients too; ``skip`` leaves no gradients, so that ``optimizer.step()`` changes nothing, and ``stop`` raises.
 
     Raises:
         SettingError: a value cannot be used.
@@ -136,6 +136,7 @@ class StepOptions:
     oom_policy: OOMPolicy | None = None
     sync_gradients_every_micro_batch: bool = True
     memory: DeviceMemory | None = None
+    on_nonfinite_loss: str = "warn"
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -143,6 +144,7 @@ class StepOptions:
         if norm is not None and not (is_number and 0 < norm < math.inf):
             raise SettingError("max_grad_norm", norm, "give a number above 0, or None to clip nothing")
         _check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
+        _check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ON_NONFINITE_LOSS)
 
 
 class AdaptiveLoop:
@@ -172,7 +174,7 @@ class AdaptiveLoop:
         micro_batch_tokens: padded tokens at once, ``auto`` for those of the bound; not together with `micro_batch_size`.
         lr_scheduler: built around `optimizer` for steps of `batch_size` rows; its clock is the part of training that is done,
             so that growing the batch does not stretch it. Nobody else must step it, unless it is a function of the number of
-            steps alone, as ``LambdaLR`` is.
+            steps alone, as ``LambdaLR`` is. None for the rate that the optimizer holds before :meth:`run`, whoever sets it.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
         reference_batch_size: the global batch that the optimizer's rates belong to: rows, or ``"8192tok"``; None for
             `batch_size` on all ranks.
@@ -184,6 +186,7 @@ class AdaptiveLoop:
         progress: what training has consumed; moves in :meth:`run`.
         bound: the most rows that were tried and fit at once; None before :meth:`find_bound`.
         num_out_of_memory: steps that were run again after running out of memory.
+        learning_rate: what :meth:`run` has set for the last step, of the first group; None before it.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -255,7 +258,7 @@ class AdaptiveLoop:
         self._steps = StepPlanner(
             self._rows, batching, counts_tokens=clock.counts_tokens, asks_rank_zero=True, event=self._log_event
         )
-        self._steps.limits = self._limits
+        self._steps.limits, self._steps.first_batch_size = self._limits, batch_size
         self._handed_out = _HandedOut()
         device = next(model.parameters()).device
         shrinks = options.on_out_of_memory == "shrink"
@@ -270,9 +273,10 @@ class AdaptiveLoop:
                 remedies=_MEMORY_REMEDIES,
                 policy=options.oom_policy,
             ),
-            max_grad_norm=options.max_grad_norm,
+            max_grad_norm=norm_to_clip(options.max_grad_norm, on_nonfinite_loss=options.on_nonfinite_loss),
             sharding=sharding,
         )
+        self._nonfinite = NonfiniteSteps(options.on_nonfinite_loss, runner=self._runner, event=self._log_event)
         several = distributed.world_size() > 1
         self._keeps_gradients = several and not options.sync_gradients_every_micro_batch
         self._learns_collectives = several and shrinks and not is_compiled(model)
@@ -284,8 +288,13 @@ class AdaptiveLoop:
             **asdict(sampling),
             "dataset": f"{len(self._rows)} rows",
         }
-        self._rate = _Rate(self._steps, optimizer, lr_scheduler, clock, rule=lr_scaling, reference=reference_batch_size)
+        try:
+            reference = None if reference_batch_size is None else parse_reference(reference_batch_size)
+        except ValueError as error:
+            raise SettingError("reference_batch_size", reference_batch_size, str(error)) from None
+        self._rate = StepRate(self._steps, [optimizer], lr_scheduler, clock, rule=lr_scaling, reference=reference)
         self.progress = Progress(rows_per_epoch=len(self._rows))
+        self.learning_rate: float | None = None
         self._bound_accumulates = False  # it was tried with the gradients of earlier micro-batches there
         self._warned_unlabelled = False
 
@@ -336,6 +345,7 @@ class AdaptiveLoop:
         check_share("headroom", headroom)
         check_whole("maximum", maximum)
         check_bool("round_to_power_of_two", round_to_power_of_two)
+        self._rate.restore()  # of a step that was left out: a trial is none of training's steps
         reshard(self._model)
         ranks, rows = distributed.data_parallel_size(), self._rows
         search = MaxBatchSearch(
@@ -431,7 +441,7 @@ class AdaptiveLoop:
         return self._steps.num_steps(self.progress, epochs)
 
     def run(self, rows: Sequence[Any]) -> StepResult:
-        """Leave in the gradients the mean over the labels of a step, clipped, and set the step's learning rate.
+        """Leave in the gradients the mean over the labels of a step, clipped, and set the learning rate of ``optimizer.step()``.
 
         A step that runs out of memory is run again with a smaller limit. Gradients must be clear before. The step counts as
         done: ``optimizer.step()`` and ``optimizer.zero_grad()`` are to follow. Where it raises, the same rows can be run again.
@@ -441,6 +451,7 @@ class AdaptiveLoop:
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
+            NonfiniteLossError: the loss or the gradients are NaN or infinite, with ``on_nonfinite_loss="stop"``; no gradient is left.
             RankLostError: out of memory on this rank where the others cannot be told; end the process, so that they end too.
             SettingError: the step has more rows than the bound, which was tried for steps of one micro-batch; or the loss or
                 its labels are none.
@@ -454,14 +465,21 @@ class AdaptiveLoop:
         agreed = agree_on_step(runner, rows, batch=step.asked, num_rows=step.rows)
         result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
         assert result.rows == step.rows, f"a step of {step.rows} rows trained {result.rows} of them"
+        progress, tokens = self.progress, result.tokens
+        self.learning_rate = self._rate.set(progress, batch=tokens if self._rate.counts_tokens else result.rows)
+        try:
+            changes = {"epoch": progress.epoch, "batch_size": step.asked, "micro-batch": self._limit()}
+            self._nonfinite.drops(result, step=progress.steps + 1, lr=self.learning_rate, **changes)
+        except NonfiniteLossError:
+            self._rate.restore()
+            raise
         self._handed_out.popleft()
         if not result.micro_batches and not self._warned_unlabelled:
             self._warned_unlabelled = True
             log.warning(
                 "a step of %d rows had no label to learn from; see num_labels, if that should not be", step.rows
             )
-        self._rate.set(self.progress, rows=result.rows, tokens=result.tokens)
-        progress = replace(self.progress, batch=step.asked).after_step(rows=result.rows, tokens=result.tokens)
+        progress = replace(progress, batch=step.asked).after_step(rows=result.rows, tokens=tokens)
         self.progress = progress.after_epoch() if self._steps.is_over(progress) else progress
         return result
 
@@ -496,9 +514,10 @@ class AdaptiveLoop:
 
     def _log_event(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
         if distributed.is_rank_zero() and prints:
-            log.info("%s", message)
-        if kind == "batch_size" and facts["before"] != facts["after"]:
-            self._rate.log_unscaled(facts["after"])
+            log.log(logging.WARNING if kind == "nonfinite_loss" else logging.INFO, "%s", message)
+        changed = kind == "batch_size" and facts["before"] != facts["after"]
+        if changed and distributed.is_rank_zero() and (line := self._rate.describe_unscaled(facts["after"])):
+            log.info("%s", line)
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
@@ -572,65 +591,6 @@ class _HandedOut(deque[_StepRows]):
         if not _are(rows, self[0].mine) and any(_are(rows, later.mine) for later in self):
             raise ValueError("a step that was handed out before has not been run: run each step once, in order")
         return self[0]
-
-
-class _Rate:
-    """The learning rate of each step; the schedule counts in steps of the batch that was given, on the ranks that training began with."""
-
-    def __init__(
-        self,
-        steps: StepPlanner,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        clock: Clock,
-        *,
-        rule: str,
-        reference: int | str | None,
-    ) -> None:
-        self._steps, self._optimizer, self._scheduler, self._unit = steps, optimizer, scheduler, clock
-        self._rule, self._given_reference = rule, reference
-        self._begin()
-
-    def _begin(self) -> None:
-        steps, batching = self._steps, self._steps.batching
-        steps.first_batch_size = batching.batch_size
-        self._clock = TrainingClock(self._unit, reference=steps.reference)
-        given = self._given_reference
-        try:
-            self._reference: Reference = parse_reference(batching.batch_size * steps.ranks if given is None else given)
-        except ValueError as error:
-            raise SettingError("reference_batch_size", given, str(error)) from None
-        can_change = batching.batch_increase_function or batching.batch_size_schedule or batching.batch_tokens
-        self._rate = LearningRate(
-            self._optimizer,
-            self._scheduler,
-            rule=self._rule,
-            reference=self._reference,
-            batch_can_change=bool(can_change),
-        )
-
-    def set(self, progress: Progress, *, rows: int, tokens: int) -> None:
-        """Apply the rate of a step of so many rows and tokens, before which training was at `progress`."""
-        # Where only rows count, an epoch of a constant batch is as good, and is known without reading lengths.
-        needs_lengths = self._unit.counts_tokens or self._steps.batching.batch_tokens
-        epoch = self._steps.plan if needs_lengths else self._steps.reference
-        batch = max(1, tokens) if self._reference.unit == "tokens" else rows
-        self._rate.set(self._clock.at(progress, epoch), batch=batch)
-
-    def log_unscaled(self, batch_size: int) -> None:
-        """Log what the rules would make of a rate that does not follow a batch that has changed."""
-        if self._rule == "none" and self._reference.unit == "rows" and distributed.is_rank_zero():
-            group = self._optimizer.param_groups[0]
-            rate, batch = float(group.get("initial_lr", group["lr"])), batch_size * self._steps.ranks
-            log.info("%s", describe_unscaled(rate, batch=batch, reference=int(self._reference.amount)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._rate.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume; the ranks that training began with are known by now."""
-        self._begin()
-        self._rate.load_state_dict(dict(state))
 
 
 def _check_choice(key: str, value: str, options: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._util import format_bytes
+from adaptive_batch._util import count, format_bytes
 from adaptive_batch.errors import DoesNotFitError, RankLostError
 from adaptive_batch.memory import (
     MemoryCurve,
@@ -155,17 +155,17 @@ class MaxBatchSearch:
         )
         what, where = "evaluating rows" if evaluate else "rows", memory.describe()
         log.info(
-            "probing %s of %d tokens on %s, up to %d rows in %s",
+            "probing %s of %s on %s, up to %s in %s",
             what,
-            rows.length,
+            count(rows.length, "token"),
             where,
-            maximum,
+            count(maximum, "row"),
             format_bytes(budget),
         )
 
         def run_trial(size: int) -> Trial:
             tried = rows.first(size)  # read before anything is measured
-            with self._time_limit(f"a trial of {size} rows of {rows.length} tokens"):
+            with self._time_limit(f"a trial of {count(size, 'row')} of {count(rows.length, 'token')}"):
                 if evaluate is None:
                     return dry_run(size)
                 try:

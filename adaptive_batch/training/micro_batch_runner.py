@@ -6,6 +6,7 @@ weight 0, and one that runs out of memory issues dummy collectives until the ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -66,7 +67,7 @@ class StepResult:
         tokens: real tokens of the step, padding not counted.
         micro_batches: forward and backward passes that were run, by each rank.
         padding_fraction: share of the padded tokens that were padding.
-        grad_norm: of all gradients before they were clipped, where clipping is configured; a scalar tensor.
+        grad_norm: of all gradients before they were clipped, where that is measured; a scalar tensor.
         noise: a sample of the gradient's noise, where that is measured; None of a step that ran as one micro-batch, or
             whose micro-batches were grouped by length.
     """
@@ -80,6 +81,11 @@ class StepResult:
     grad_norm: torch.Tensor | None = None
     noise: NoiseSample | None = None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and, where it was measured, the norm of the gradients are numbers; waits for the norm."""
+        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(float(self.grad_norm)))
+
 
 class MicroBatchRunner:
     """Forward and backward of the rows of one step, in as many micro-batches as the limit asks for.
@@ -89,7 +95,7 @@ class MicroBatchRunner:
         loss: of its rows.
         retry: has the limit of a micro-batch, and runs a step again that ran out of memory.
         layout: what micro-batches are padded to and whether they are alike; None for nothing.
-        max_grad_norm: clip the norm of all gradients to this; None does not.
+        max_grad_norm: clip the norm of all gradients to this; infinity measures it, and None does neither.
         scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as it comes.
         measures_noise: sample the gradient's noise in each step; not with the optimizer in backward, which leaves no gradient.
         sharding: of the model; needed where there are several ranks.
@@ -250,7 +256,7 @@ class MicroBatchRunner:
             retry.run_micro_batch(
                 partial(self._run_piece, rows, piece, sums, is_last=is_last),
                 sharding=self.sharding,
-                drop=self._drop_gradients,
+                drop=self.drop_gradients,
                 can_continue=partial(self._knows, reduced[number + 1 :]),
             )
             if measures and (number == 0 if together else sums.micro_batches == 1 and sample is None):
@@ -301,7 +307,7 @@ class MicroBatchRunner:
         if has_labels and self._scale_gradients:  # FSDP has taken the mean over the ranks
             self._multiply_gradients_by(distributed.world_size() / sums.label_tokens)
         elif not has_labels and together:
-            self._drop_gradients()
+            self.drop_gradients()
         noise, copies = None, _copies_of_each_row()
         is_part = sample is not None and (0 < sample[0] < sums.label_tokens if together else sums.micro_batches > 1)
         if sample is not None and is_part:
@@ -361,7 +367,8 @@ class MicroBatchRunner:
             if parameter.grad is not None:
                 parameter.grad *= scale.to(parameter.grad.device)  # which is the host's where parameters are offloaded
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
+        """Leave no gradient, so that a step of the optimizer changes nothing."""
         self.sharding.reset()
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -374,7 +381,7 @@ class MicroBatchRunner:
         statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
 
         def undo() -> None:
-            self._drop_gradients()
+            self.drop_gradients()
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
             statistics.restore()

@@ -125,7 +125,10 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
     stepped = _stepped_by(optimizer)
     others = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
     if len(others) < len(dirty):
-        remedy = "call optimizer.step() and optimizer.zero_grad() after each run"
+        remedy = (
+            "call optimizer.step() and optimizer.zero_grad() after each run. Accumulation belongs to the loop, which runs a step of "
+            "any batch_size in micro-batches that fit: set gradient_accumulation_steps=1 in a trainer around it"
+        )
     else:
         remedy = (
             f"{some_names(others)} are not the optimizer's, so its zero_grad() leaves theirs; freeze them with requires_grad_(False), "

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
@@ -58,7 +59,7 @@ class LimitChange:
         if self.ranks:
             happened += f" on rank {', '.join(map(str, self.ranks))}"
         return (
-            f"{happened} with {self.rows} rows of {self.length} tokens at once: {what_next}a micro-batch holds "
+            f"{happened} with {count(self.rows, 'row')} of {count(self.length, 'token')} at once: {what_next}a micro-batch holds "
             f"{self.after} from now on, not {self.before}{error}"
         )
 
@@ -221,7 +222,7 @@ class OOMRetry:
             facts |= {"limit": after.amount, "unit": after.unit}
         what_next = f"{after} would be less" if after is not None else self.remedies
         return RankLostError(
-            f"{self.memory.device} ran out of memory {doing}, with {rows} rows of {length} tokens at once: "
+            f"{self.memory.device} ran out of memory {doing}, with {count(rows, 'row')} of {count(length, 'token')} at once: "
             f"{message.splitlines()[0]}; the other ranks wait there and cannot be told, so all end; {what_next}",
             facts,
         )

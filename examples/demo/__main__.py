@@ -65,7 +65,25 @@ def main() -> None:
 
     print_epochs(Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl")
     compare(cfg, Path(cfg.output_dir) / f"epoch_{cfg.epochs - 1}")
-    print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {cfg.demo_dir}.")
+    print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {cfg.demo_dir}.\n")
+    print(next_steps(arguments.directory, Path(cfg.output_dir)))
+
+
+def next_steps(directory: str, output_dir: Path) -> str:
+    """Return the commands that a user may go on with, each as it can be typed where the demo was started."""
+    tune, python = (shlex.quote(_shortest(path)) for path in (_installed("tune"), sys.executable))
+    where = "" if directory == demo.DIRECTORY else f" {shlex.quote(f'demo_dir={directory}')}"
+    commands = {
+        "the search alone, for two lengths": f'{tune} run adaptive_probe --config demo_cpu{where} "probe.sequence_lengths=[64,128]"',
+        "the run as a page": f"{python} -m adaptive_batch report {shlex.quote(str(output_dir))}",
+        'a config of your own (README, "Your own config in five minutes")': f"{tune} cp qwen2/0.5B_full_single_device my_qwen2.yaml",
+    }
+    return "\n".join(["Next:", *(f"  # {what}\n  {command}" for what, command in commands.items())])
+
+
+def _shortest(path: str) -> str:
+    """Return a path from here, or whole where that is shorter."""
+    return min(os.path.relpath(path), path, key=len)
 
 
 def _resolved(settings: list[str]) -> DictConfig:

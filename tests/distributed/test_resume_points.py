@@ -486,8 +486,9 @@ def test_a_point_can_be_told_to_other_ranks(folder, two):
     ],
 )
 def test_a_point_without_the_part_of_a_rank_is_passed_over_and_the_file_is_named(tmp_path, folder, two, damage, reason):
-    shutil.copytree(folder / "two", tmp_path / "out")
-    shutil.copytree(folder / "one" / "step_2", tmp_path / "out" / "step_1")
+    with CheckpointManager(tmp_path / "out") as older:
+        older.save(1, {"model": torch.ones(2)}, None)
+    shutil.copytree(folder / "two" / "step_2", tmp_path / "out" / "step_2")
     damage(tmp_path / "out" / "step_2" / "__1_0.distcp")
     point, (passed_over,) = latest_complete(tmp_path / "out")
     assert point.world_size == 1

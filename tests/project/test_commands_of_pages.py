@@ -15,7 +15,10 @@ from pathlib import Path
 
 import demo
 import pytest
-from support.pages import PAGES, ROOT, blocks, is_read_only
+from omegaconf import OmegaConf
+from support.pages import PAGES, ROOT, Block, blocks, is_read_only
+
+from adaptive_batch.torchtune import config_path
 
 BLOCKS = blocks()
 BY_CI = ("make ", "pip ")
@@ -35,6 +38,8 @@ def parts():
                 for command in commands:
                     says = following if following and following.is_output and command == commands[-1] else None
                     found.append(pytest.param(command, says, id=f"{block.name}-{command[:60]}"))
+            if block.language == "yaml" and block.file:
+                found.append(pytest.param(block, None, id=f"{block.name}-{block.file}"))
             if python and block is python[-1]:
                 found.append(pytest.param(f"python {program_of(page)}", None, id=f"{page}-python"))
     return found
@@ -62,19 +67,49 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("command", "says"), parts())
 def test_a_command_works_and_prints_what_its_page_says(folder, command, says):
+    if isinstance(command, Block):  # lines to add to the file that a command has made
+        with (folder / command.file).open("a") as file:
+            file.write(f"\n{command.text}")
+        return
+    if command == "tune run adaptive_full_finetune --config my_qwen2.yaml":
+        train_the_demo_instead(folder / "my_qwen2.yaml")
+    printed = [without_times(line) for line in run(folder, command).splitlines()]
+    if says is not None:
+        assert [line for line in says.text.splitlines() if without_times(line) not in printed] == []
+
+
+def run(folder, command):
+    """Run a command in a folder, as on a machine that has searched nothing yet; return what it prints."""
     program, *arguments = shlex.split(command.replace("OUTPUT_DIR", "adaptive_batch_demo/tuned"))
     found = {"tune": [str(Path(sys.executable).parent / "tune")], "python": [sys.executable]}[program]
-    fresh = {
-        **os.environ,
-        "ADAPTIVE_BATCH_CACHE": str(folder / "cache"),
-    }  # as on a machine that has searched nothing yet
+    fresh = {**os.environ, "ADAPTIVE_BATCH_CACHE": str(folder / "cache")}
     done = subprocess.run(
         [*found, *arguments], cwd=folder, env=fresh, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    if says is not None:
-        printed = [without_times(line) for line in done.stdout.splitlines()]
-        assert [line for line in says.text.splitlines() if without_times(line) not in printed] == []
+    return done.stdout
+
+
+def train_the_demo_instead(config):
+    """In a config for a GPU and weights of the hub, put the demo's model and data on a CPU; all else stays."""
+    shipped = OmegaConf.load(config_path("demo_cpu"))
+    demo_parts = OmegaConf.masked_copy(shipped, ["demo_dir", "model", "tokenizer", "checkpointer", "dataset"])
+    here = {"device": "cpu", "dtype": "fp32", "output_dir": "./mine", "max_steps_per_epoch": 1}
+    OmegaConf.save(
+        OmegaConf.merge(OmegaConf.load(config), demo_parts, here, {"probe": {"device_memory": "256MiB"}}), config
+    )
+
+
+def test_the_commands_that_the_demo_ends_with_work(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    output_dir = Path("adaptive_batch_demo") / "tuned"
+    lines = runpy.run_path(str(ROOT / "examples" / "demo" / "__main__.py"))["next_steps"](demo.DIRECTORY, output_dir)
+    commands = [line.strip() for line in lines.splitlines() if line.startswith("  ") and "# " not in line]
+    assert len(commands) == 3
+    for command in commands:
+        program, _, rest = command.partition(" ")
+        assert Path(program).exists(), program
+        run(folder, f"{Path(program).name} {rest}")
 
 
 def without_times(line):

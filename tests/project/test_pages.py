@@ -9,7 +9,7 @@ What is in a block, and what holds it:
                             checked here, by the parsers that read them: torchrun's, torchtune's and ours; and so are those of
                tune download, which fetches weights
     python   run by tests/project/test_commands_of_pages.py, the blocks of a page one after another
-    yaml     keys and values are checked here, by what reads a configuration
+    yaml     keys and values are checked here, by what reads a configuration; lines for a file are added to it before it is run
     text     that follows commands: held against what they print, by tests/project/test_commands_of_pages.py; elsewhere nothing runs it
 """
 

@@ -45,6 +45,19 @@ def test_the_batch_is_the_power_of_two_below_a_bound_that_was_tried(grown):
     assert records(grown, "step")[0]["batch_size"] == found["batch_size"]
 
 
+def test_what_the_power_of_two_leaves_is_said_with_the_key_that_uses_it(small, capsys):
+    unused = "the power of two leaves 12 of the 28 rows that fit unused (43%); probe.round_to_power_of_two=False trains with all"
+    most = ("use_maximum_batch_size=True", "probe.maximum=28", "epochs=1", "max_steps_per_epoch=1")
+    (said,) = records(small.run_in_process(OURS, *most), "batch_size")
+    assert said["message"].startswith(f"batch_size 4 -> 16 (use_maximum_batch_size; bound 28): {unused}")
+    (said,) = records(small.run_in_process(OURS, *most, "probe.round_to_power_of_two=False"), "batch_size")
+    assert said["message"] == "batch_size 4 -> 28 (use_maximum_batch_size; bound 28)"
+    capsys.readouterr()
+    small.run_in_process("adaptive_probe", *most)
+    small.run_in_process(OURS, *most, "preview=True", "probe.assumed_maximum=28")
+    assert capsys.readouterr().out.count(unused) == 2
+
+
 def test_the_growth_function_is_asked_at_the_start_of_each_epoch_and_cut_to_the_bound(grown):
     bound = probe_file(grown)["max_batch_size"]
     changes = [record for record in records(grown, "batch_size") if "epoch" in record]
@@ -52,8 +65,8 @@ def test_the_growth_function_is_asked_at_the_start_of_each_epoch_and_cut_to_the_
     for record in changes:
         assert record["requested"] == record["before"] + (4 if record["epoch"] else 0)
         assert record["after"] == min(record["requested"], bound)
-    # once ahead for mistakes, and twice for each epoch of the plan
-    assert [epoch for epoch, _ in components.ASKED] == [0, 0, 1, 1, 2, 2, 1, 2]
+    # ahead for mistakes, and twice for each epoch of the plan
+    assert [epoch for epoch, _ in components.ASKED] == [0, 0, 1, 2, 0, 1, 1, 2, 2, 1, 2]
 
 
 def test_each_row_is_trained_once_an_epoch_the_last_short_step_included(grown):
@@ -202,12 +215,31 @@ def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whol
     with pytest.raises(GrowthFunctionError, match="epoch=1, batch_size=4"):
         small.run_in_process(
             OURS,
-            "batch_increase_function=support.components.raises_in_second_epoch",
+            "batch_increase_function=support.batch_rules.lost_in_training",
+            "metric_logger._component_=support.batch_rules.Telling",
             "probe.device_memory=1GiB",
             f"output_dir={output}",
         )
     rest = small.run_in_process(OURS, f"output_dir={output}", "resume_from_checkpoint=True", WITHOUT_GROWTH)
     assert len(rest.weights(1))
+
+
+def test_a_sweep_of_learning_rates_searches_once(small, capsys):
+    output = small.fresh_folder()
+
+    def probed(*overrides):
+        memory = ("probe.device_memory=12MiB", "probe.maximum=32")
+        finished = small.run_in_process("adaptive_probe", f"output_dir={output}", *memory, *overrides)
+        return probe_file(finished), "known from before and tried again" in capsys.readouterr().out
+
+    first, known = probed("clip_grad_norm=1.0", "optimizer.betas=[0.9,0.99]")
+    assert not known
+    rates = ("optimizer.lr=3e-4", "optimizer.betas=[0.8,0.95]", "clip_grad_norm=0.5")
+    again, known = probed(*rates)
+    assert known
+    assert again == first
+    _, known = probed(*rates, "optimizer.amsgrad=True")
+    assert not known
 
 
 @pytest.mark.slow
@@ -315,28 +347,49 @@ def go_on(small, folder: Path, *overrides):
 def test_weights_of_another_save_are_refused(small, plain, interrupted):
     shutil.rmtree(interrupted / "epoch_0")
     shutil.copytree(plain.output_dir / "epoch_1", interrupted / "epoch_0")
-    with pytest.raises(CheckpointError, match="epoch_0 are of another save than the recipe state"):
+    with pytest.raises(
+        CheckpointError, match="epoch_0 is skipped: its weights are of another save than the recipe state"
+    ):
         go_on(small, interrupted)
 
 
 def test_a_truncated_weights_file_is_named(small, interrupted):
     (path,) = (interrupted / "epoch_0").glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=rf"{path.name} is incomplete: \d+ bytes were saved"):
+    with pytest.raises(CheckpointError, match=rf"{path.name} has [\d,]+ bytes, [\d,]+ were saved"):
         go_on(small, interrupted)
 
 
 def test_a_truncated_recipe_state_is_named(small, interrupted):
     path = interrupted / "recipe_state" / "recipe_state.pt"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"recipe_state\.pt cannot be read"):
+    with pytest.raises(CheckpointError, match=r"recipe_state\.pt has 1,000 bytes, [\d,]+ were saved"):
         go_on(small, interrupted)
 
 
 def test_missing_weights_are_named(small, interrupted):
     shutil.rmtree(interrupted / "epoch_0")
-    with pytest.raises(CheckpointError, match="epoch_0 is incomplete"):
+    with pytest.raises(CheckpointError, match="epoch_0 is skipped: incomplete"):
         go_on(small, interrupted)
+
+
+@pytest.mark.parametrize("recipe", [OURS, "adaptive_probe"])
+def test_a_folder_that_cannot_be_written_to_is_named(small, recipe):
+    with pytest.raises(SettingError, match=r"^output_dir='/proc/nothing': it cannot be made "):
+        small.run_in_process(recipe, "output_dir=/proc/nothing")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("model.num_layers=3",), r"the checkpoint is of another one: Missing key\(s\) .*layers\.2\."),
+        (("model.num_heads=2", "model.num_kv_heads=2"), r"its layers\.0\.\S+ is of shape \(.*\) in the checkpoint"),
+    ],
+)
+def test_weights_of_another_model_are_refused_in_a_line(small, change, told):
+    with pytest.raises(SettingError, match=rf"^model='torchtune.models.qwen2.qwen2': {told}.* give the model") as error:
+        small.run_in_process(OURS, *change)
+    assert str(error.value).isprintable()
 
 
 def test_a_truncated_base_checkpoint_is_named(small):

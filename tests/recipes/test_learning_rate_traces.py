@@ -181,6 +181,21 @@ def test_a_sequence_is_read_between_its_milestones(small):
     assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in expected])
 
 
+def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_steps(small):
+    settings = (
+        *BASE, EQUAL, "epochs=2", "lr_scaling=linear", "reference_batch_size=2", "probe.device_memory=1GiB",
+        "batch_increase_function=support.components.four_more", "save_every_n_steps=7",
+    )  # fmt: skip
+    one = small.run_in_process(OURS, *settings)
+    each = small.run_in_process(OURS, *settings, "optimizer_in_bwd=True")
+    assert list(rates(one).values()) == [RATE * batch / 2 for batch in figures(one, "batch_size")]
+    assert rates(each) == rates(one)
+    assert [float(loss) for loss in each.losses] == pytest.approx([float(loss) for loss in one.losses], rel=1e-5)
+    assert go_on(small, each, 7, *settings, "optimizer_in_bwd=True") == {
+        step: rate for step, rate in rates(each).items() if step > 7
+    }
+
+
 # --- a run that goes on -------------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,10 @@ def test_the_table_is_what_comes_out_by_hand_and_nothing_is_loaded_or_written(sm
     assert not list(output.iterdir())
 
 
+def test_no_base_checkpoint_is_needed(plan):
+    assert plan(*EQUAL, base="/nowhere")[-1].startswith("in all: 2.00 epochs")
+
+
 def test_a_plan_is_what_the_run_then_writes_down(small, plan):
     settings = (*RAMP, *COSINE, "epochs=2", "grow_beyond_maximum=True", "micro_batch_size=4", "lr_clock=steps")
     planned = cells(plan(*settings))

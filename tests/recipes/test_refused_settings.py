@@ -51,6 +51,42 @@ REFUSED = {
         r"epoch=0, batch_size=4",
         "0 to 1000000000",
     ),
+    "a builder in place of what it builds": (
+        [f"{FUNCTION}=adaptive_batch.schedules.geometric"],
+        f"{FUNCTION}='adaptive_batch.schedules.geometric'",
+        f"give a block: {FUNCTION}={{_component_: adaptive_batch.schedules.geometric, factor: 2}}",
+    ),
+    "a builder in place of the schedule that it builds": (
+        [f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale"],
+        SCHEDULE,
+        f"give a block: {SCHEDULE}={{_component_: adaptive_batch.schedules.by_noise_scale, start: 16}}",
+    ),
+    "raises in a later epoch": (
+        [f"{FUNCTION}=support.components.raises_in_second_epoch", PROBE],
+        r"epoch=1, batch_size=4",
+        "KeyError: 'no such stage'",
+    ),
+    "returns a negative number in a later epoch": (
+        [f"{FUNCTION}=support.components.negative_in_second_epoch"],
+        r"epoch=1, batch_size=4",
+        "0 to 1000000000",
+    ),
+    "ends the program": ([f"{FUNCTION}=support.components.exits"], r"epoch=0, batch_size=4", "raised SystemExit: 0"),
+    "ends the program in a later epoch": (
+        [f"{FUNCTION}=support.components.exits_in_second_epoch"],
+        r"epoch=1, batch_size=4",
+        "raised SystemExit: 0",
+    ),
+    "a builder that ends the program": (
+        [f"{FUNCTION}._component_=support.components.exits"],
+        f"{FUNCTION}._component_='support.components.exits'",
+        "and failed: 0",
+    ),
+    "a rule that ends the program": (
+        [f"{SCHEDULE}=support.components.exits"],
+        r"exits\(Progress\(",
+        "raised SystemExit: 0",
+    ),
     "a number": ([f"{FUNCTION}=3"], f"{FUNCTION}=3", "dotted path"),
     "a component called without its arguments": (
         [f"{FUNCTION}._component_=support.components.four_more"],
@@ -548,6 +584,17 @@ def test_it_is_refused_before_weights_load(small, overrides, names, remedy):
     assert re.search(names, str(refused.value)) or names in str(refused.value)
     assert remedy in str(refused.value)
     assert not list(output.glob("run/epoch_*"))
+
+
+@pytest.mark.parametrize("recipe", [OURS, "adaptive_probe", "adaptive_estimate"])
+@pytest.mark.parametrize("key", ["dataset", "collate_fn", "model", "optimizer"])
+def test_a_component_that_ends_the_program_is_an_error(small, recipe, key):
+    exits = (f"{key}=support.components.exits", "estimate.devices=1GiB")
+    with pytest.raises(
+        AdaptiveBatchError, match=r"sys\.exit\(0\) was called in exits \(.*components\.py:\d+\)"
+    ) as ended:
+        small.run_in_process(recipe, *exits)
+    assert "\n" not in str(ended.value)
 
 
 def test_on_the_terminal_a_mistake_is_one_line(small):

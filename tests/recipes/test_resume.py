@@ -141,6 +141,33 @@ def test_a_process_that_is_asked_to_end_saves_at_the_next_step_and_says_so_by_it
     assert_the_same(folder, whole)
 
 
+LOADING = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=-1")
+AGAIN = "nothing of this run is saved yet, so there is nothing to resume from; start it again"
+
+
+def test_asked_before_the_first_save_it_says_that_there_is_nothing_to_resume_from(small, capfd):
+    with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
+        small.run_in_process(OURS, *LOADING)
+    assert f"asked to end: {AGAIN}" in capfd.readouterr().err
+
+
+def test_asked_before_the_first_step_of_a_resumed_run_it_says_what_is_resumed_from(small, whole, capfd):
+    folder = stopped_after(whole, small, 6)
+    with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
+        go_on(small, folder, SAVES, *DROPOUT, *LOADING)
+    assert f"asked to end: resume_from_checkpoint=True resumes from {folder}/step_6" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("at", "last"), [(2, None), (5, "step_3")])
+def test_interrupted_it_says_what_is_resumed_from(small, whole, at, last):
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)  # of an earlier run, which is not resumed from
+    told = f"resume_from_checkpoint=True resumes from {folder / last}" if last else AGAIN
+    asking = (*asking_to_end(at), f"metric_logger.by={int(signal.SIGINT)}", "seed=8")
+    with pytest.raises(KeyboardInterrupt, match=f"^interrupted: {told}$"):
+        small.run_in_process(OURS, SAVES, *DROPOUT, *asking, f"output_dir={folder}")
+
+
 def test_without_resume_points_one_is_saved_where_it_is_asked_to_end(small, whole):
     folder = small.fresh_folder()
     at = ends_early(small, folder, *DROPOUT, *asking_to_end(5))
@@ -230,8 +257,41 @@ def test_a_corrupt_epoch_is_passed_over_for_a_resume_point(small, whole):
     go_on(small, folder, SAVES, *DROPOUT)
     assert went_on_from(folder) == "step_6"
     (said,) = records(folder, "passed_over")
-    assert "recipe_state.pt cannot be read" in said["message"]
+    assert "recipe_state.pt has 1,000 bytes" in said["message"]
     assert_the_same(folder, whole)
+
+
+@pytest.mark.parametrize("name", ["epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"])
+def test_a_bit_that_flipped_in_an_epoch_is_seen_and_a_resume_point_gone_on_from(small, whole, name):
+    folder = stopped_after(whole, small, 8)
+    spoil(folder / name)
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert went_on_from(folder) == "step_6"
+    (said,) = records(folder, "passed_over")
+    assert f"{Path(name).name} has another checksum" in said["message"]
+    assert_the_same(folder, whole)
+
+
+def test_one_line_says_what_is_resumed_from(small, whole, capfd):
+    folder = stopped_after(whole, small, 8)
+    capfd.readouterr()
+    go_on(small, folder, SAVES, *DROPOUT)
+    assert capfd.readouterr().err.count("resuming from") == 1
+
+
+def test_with_a_clock_that_went_back_the_newer_run_is_gone_on_with(small, whole, monkeypatch):
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now - 86_400 * 10**9)
+    monkeypatch.setattr(time, "time", lambda: now / 1e9 - 86_400)
+    other = ("seed=8", *DROPOUT, "epochs=3")
+    asking = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=0")
+    ends_early(small, folder, *other, *asking)
+    found = go_on(small, folder, *other)
+    assert went_on_from(folder) == "epoch_0"
+    assert len({start["run"] for start in records(folder, "start")}) == 2
+    assert found.losses[-16:] == small.run_in_process(OURS, *other).losses[-16:]
 
 
 def test_a_foreign_and_a_newer_folder_are_passed_over_by_name_and_stay(small, whole):
@@ -315,7 +375,7 @@ def test_a_resume_point_that_fails_in_the_background_costs_no_other_save(small, 
 
 def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_whole_one(small, whole, unlimited):
     folder = small.fresh_folder()
-    with pytest.raises(CheckpointError, match=r"saving .*epoch_0 failed .*resume_from_checkpoint=True"):
+    with pytest.raises(CheckpointError, match=r"saving .*epoch_0 failed .* bytes were free; .* from .*step_3$"):
         small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(4, 99), f"output_dir={folder}")
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     go_on(small, folder, SAVES, *DROPOUT)
@@ -546,10 +606,27 @@ def test_a_corrupt_epoch_is_named_where_the_checkpointer_has_a_folder_of_its_own
     epochs = small.fresh_folder()
     overrides = (SAVES, *DROPOUT, f"checkpointer.output_dir={epochs}")
     whole = small.run_in_process(OURS, *overrides)
-    folder = stopped_after(whole, small, 9)
+    folder = stopped_after(whole, small, 8)
     path = epochs / "recipe_state" / "recipe_state.pt"
     path.write_bytes(path.read_bytes()[:1000])
     go_on(small, folder, *overrides)
+    assert went_on_from(folder) == "step_6"
+    (said,) = records(folder, "passed_over")
+    assert f"{epochs / 'epoch_0'} is skipped: {path} has 1,000 bytes" in said["message"]
+
+
+def test_a_recipe_state_that_is_not_there_is_refused_by_its_key_and_one_that_is_older_has_no_effect(small, whole):
+    folder = stopped_after(whole, small, 9)
+    with pytest.raises(SettingError, match=r"checkpointer.recipe_checkpoint='other.pt': there is no such file"):
+        go_on(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=other.pt")
+    go_on(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt")
     assert went_on_from(folder) == "step_9"
     (said,) = records(folder, "passed_over")
-    assert f"{path} cannot be read" in said["message"]
+    assert said["message"].endswith("recipe_state.pt has no effect: step_9 is newer")
+
+
+def test_an_earlier_run_is_said_also_where_its_epochs_have_a_folder_of_their_own(small):
+    epochs = f"checkpointer.output_dir={small.fresh_folder()}"
+    small.run_in_process(OURS, *DROPOUT, epochs)
+    again = small.run_in_process(OURS, *DROPOUT, epochs)
+    assert len(records(again.output_dir, "replaces")) == 1

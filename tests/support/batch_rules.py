@@ -106,6 +106,13 @@ def another_increment_each_time(epoch, batch_size):
     return next(CALLS) % 3 if epoch > 1 else 0
 
 
+def lost_in_training(epoch, batch_size):
+    """Does not show ahead that it fails in the second epoch."""
+    if epoch and TRAINED:
+        raise KeyError("lost in mid-run")
+    return 0
+
+
 # --- lr_scheduler -------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ run that watch it or run out of memory."""
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +56,19 @@ def raises_in_second_epoch(epoch, batch_size):
     if epoch == 1:
         raise KeyError("no such stage")
     return 0
+
+
+def exits_in_second_epoch(epoch, batch_size):
+    return sys.exit(0) if epoch == 1 else 0
+
+
+def negative_in_second_epoch(epoch, batch_size):
+    return -epoch
+
+
+def exits(*_, **__):
+    """Any component, or a growth function, that ends the program as if all were done."""
+    sys.exit(0)
 
 
 def takes_one(epoch):
@@ -354,3 +368,34 @@ def rows_by_rank(epoch, batch_size):
 def batch_by_rank(progress):
     """A schedule that is not the same on all ranks from step 3 on."""
     return 2 + (int(os.environ["RANK"]) if progress.steps >= 3 else 0)
+
+
+class SpoiledLoss(torch.nn.CrossEntropyLoss):
+    """A loss that is NaN in some micro-batches, counted from 1, or whose gradients alone are.
+
+    Args:
+        at: the micro-batches.
+        gradients_alone: the loss itself stays as it is.
+    """
+
+    def __init__(self, at, gradients_alone=False):
+        super().__init__(ignore_index=-100)
+        self.at, self.gradients_alone, self.calls = at, gradients_alone, 0
+
+    def forward(self, logits, labels):
+        self.calls += 1
+        loss = super().forward(logits, labels)
+        if self.calls not in self.at:
+            return loss
+        return loss + torch.sqrt(0 * logits.sum()) if self.gradients_alone else loss * float("nan")
+
+
+class LossThatEnds(torch.nn.CrossEntropyLoss):
+    """A loss in which the process is ended: by ``sys.exit`` with a status, or as by Ctrl-C where that is None."""
+
+    def __init__(self, status):
+        super().__init__(ignore_index=-100)
+        self.status = status
+
+    def forward(self, logits, labels):
+        raise KeyboardInterrupt if self.status is None else SystemExit(self.status)

@@ -180,10 +180,12 @@ class EachSize:
 
     Attributes:
         tried: what came of each.
+        maximum: the largest of them.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._left = list(sizes)
+        self.maximum = max(self._left)
         self.tried: list[Trial] = []
 
     @property

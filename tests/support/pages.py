@@ -82,4 +82,4 @@ def is_read_only(command):
         return True
     given = {word: following for word, following in pairwise(words) if word.startswith("-")}
     large = int(given.get("--nproc_per_node", 1)) > 2 or "--nnodes" in given
-    return words[:2] == ["tune", "run"] and (large or given["--config"] != "demo_cpu")
+    return words[:2] == ["tune", "run"] and (large or given["--config"] not in ("demo_cpu", "my_qwen2.yaml"))

@@ -15,16 +15,16 @@ from adaptive_batch.report.auditing import RECORD
 LOGGED = []  # steps
 
 
-def ask_to_end():
-    os.kill(os.getpid(), signal.SIGTERM)
+def ask_to_end(by=signal.SIGTERM):
+    os.kill(os.getpid(), by)
 
 
 class AskingToEnd(DiskLogger):
-    """A log that asks its process to end when a step is logged; null for none."""
+    """A log that asks its process to end when a step is logged, by a signal; null for none."""
 
-    def __init__(self, log_dir, filename, at_step):
+    def __init__(self, log_dir, filename, at_step, by=signal.SIGTERM):
         super().__init__(log_dir, filename)
-        self.at_step = at_step
+        self.at_step, self.by = at_step, by
         LOGGED.clear()
 
     def log_dict(self, payload, step):
@@ -32,15 +32,20 @@ class AskingToEnd(DiskLogger):
         if "loss" in payload:
             LOGGED.append(step)
         if step == self.at_step and "loss" in payload:
-            ask_to_end()
+            ask_to_end(self.by)
 
 
 class AskingCheckpointer(FullModelHFCheckpointer):
-    """A checkpointer that asks its process to end while it saves an epoch."""
+    """A checkpointer that asks its process to end while it saves an epoch, or loads: epoch -1."""
 
     def __init__(self, *args, at_epoch, **rest):
         super().__init__(*args, **rest)
         self.at_epoch = at_epoch
+
+    def load_checkpoint(self):
+        if self.at_epoch == -1:
+            ask_to_end()
+        return super().load_checkpoint()
 
     def save_checkpoint(self, state_dict, epoch, **rest):
         if epoch == self.at_epoch:

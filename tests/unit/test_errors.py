@@ -15,8 +15,10 @@ from adaptive_batch._util import format_bytes
         (103 * 2**20, "0.10 GiB"),
         (102 * 2**20, "102.00 MiB"),
         (3000 * 2**10, "2.93 MiB"),
-        (2**16, "65536 bytes"),
+        (2**16, "64.00 KiB"),
+        (102.4, "0.10 KiB"),
         (11, "11 bytes"),
+        (1, "1 byte"),
         (0, "0 bytes"),
     ],
 )

@@ -607,10 +607,8 @@ def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
         subprocess.run(["umount", disk], check=True)
     assert (found["whole"], found["names"], found["later"]) == (1, ["step_1"], 3)
     (message,) = found["told"]
-    assert (
-        "failed ([Errno 28] No space left on device): it needs 8,000,000 bytes and a little more, and 0 bytes"
-        in message
-    )
+    told = r"failed \((\[Errno 28\] )?No space left on device\): it needs 8,000,000 bytes and a little more, and 4,\d{3},\d{3} bytes"
+    assert re.search(told, message)
 
 
 # Asynchronous

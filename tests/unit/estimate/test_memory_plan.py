@@ -132,23 +132,20 @@ def test_the_table_has_a_line_for_each_device_and_length():
         "max_batch_size",
         "tokens",
         "peak",
-        "GiB",
-        "GiB",
         "a",
         "row",
         "free",
-        "GiB",
     ]
     rows = [line.split() for line in lines[1:5]]
-    assert rows[0] == ["80", "GiB", "512", "68", "34816", "75.00", "1.0000", "0.00"]
-    assert rows[2] == ["small", "512", "4", "2048", "11.00", "1.0000", "0.00"]
-    assert [row[-6] for row in rows] == ["512", "1024", "512", "1024"]
+    assert rows[0] == ["80", "GiB", "512", "68", "34816", "75.00", "GiB", "1.00", "GiB", "0", "bytes"]
+    assert rows[2] == ["small", "512", "4", "2048", "11.00", "GiB", "1.00", "GiB", "0", "bytes"]
+    assert [row[-9] for row in rows] == ["512", "1024", "512", "1024"]
     assert len({len(line) for line in lines[:5]}) == 1  # aligned
     assert lines[5] == (
         "80 GiB: 75.00 GiB may be used of 80.00 GiB, 1.00 GiB for the CUDA context, 4.00 GiB for headroom (5%)"
     )
     assert lines[6] == "small: 11.00 GiB may be used of 12.00 GiB"
-    assert lines[7] == "fixed: 6.25 GiB: parameters 2.00, optimizer state 4.00, buffers 0.25"
+    assert lines[7] == "fixed: 6.25 GiB: parameters 2.00 GiB, optimizer state 4.00 GiB, buffers 0.25 GiB"
     assert lines[8] == "optimizer's step: 8.00 GiB at its peak, whatever the batch"
     assert lines[-1] == "checked: a third size, 5 rows, lies on the curve to the byte"
 
@@ -164,7 +161,9 @@ def test_a_device_on_which_nothing_fits_has_no_free_memory_to_show():
         "0",
         "0",
         "10.00",
-        "0.1250",
+        "GiB",
+        "0.12",
+        "GiB",
         "-",
     ]
 
@@ -183,7 +182,8 @@ def test_ranks_are_said_where_there_are_several():
 def test_where_the_peak_is_and_what_it_is_made_of_is_said():
     text = LENGTH.explain(68)
     assert text.splitlines()[0] == (
-        "peak of 68 x 512 tokens: 75.00 GiB: activations 51.50, backward temporaries 17.25, optimizer state 4.00, parameters 2.00"
+        "peak of 68 x 512 tokens: 75.00 GiB: activations 51.50 GiB, backward temporaries 17.25 GiB, "
+        "optimizer state 4.00 GiB, parameters 2.00 GiB"
     )
     # like layers are one; 6 + 4 of 20 GiB
     assert text.splitlines()[1] == (

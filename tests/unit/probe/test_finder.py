@@ -112,14 +112,22 @@ def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
         budget_bytes=BUDGET,
     )
     lines = result.table().splitlines()
-    assert lines[0].split() == ["rows", "length", "peak", "GiB", "fits", "seconds", "rows/s"]
-    assert lines[1].split()[:4] == ["1", "2048", "4.250", "yes"]
-    assert "fixed: 4.000 GiB (weights, buffers, optimizer state, gradients that stay)" in lines
-    assert "optimizer's step: 5.000 GiB at its peak, whatever the batch" in lines
-    assert "each row: 0.2500 GiB more, between the two largest sizes that fit" in lines
-    assert "free at the bound: 2.000 GiB of the 16.000 GiB allowed" in lines
-    assert lines[-1] == "max_batch_size: 40; rounded down to a power of two: 32"
+    assert lines[0].split() == ["rows", "length", "peak", "fits", "seconds", "rows/s"]
+    assert lines[1].split()[:5] == ["1", "2048", "4.25", "GiB", "yes"]
+    assert "fixed: 4.00 GiB (weights, buffers, optimizer state, gradients that stay)" in lines
+    assert "optimizer's step: 5.00 GiB at its peak, whatever the batch" in lines
+    assert "each row: 0.25 GiB more, between the two largest sizes that fit" in lines
+    assert "free at the bound: 2.00 GiB of the 16.00 GiB allowed" in lines
+    assert lines[-1] == "max_batch_size: 40+; rounded down to a power of two: 32"
     assert (result.bytes_per_row(), result.peak_bytes()) == (row, 14 * GIB)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(("true_maximum", "plus"), [(255, ""), (256, "+"), (1000, "+")])
+def test_a_bound_that_is_the_most_that_is_tried_has_a_plus(search, true_maximum, plus):
+    result = run_search(linear(true_maximum), search=SEARCHES[search]())
+    assert result.bound == f"{result.max_batch_size}{plus}"
+    assert result.table().endswith(f"max_batch_size: {result.max_batch_size}{plus}")
 
 
 def test_the_peak_of_the_bound_includes_the_optimizers_phase():

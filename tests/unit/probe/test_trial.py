@@ -182,7 +182,7 @@ class BigStep(torch.optim.SGD):
 
 def test_one_row_that_does_not_fit_is_told_with_numbers_and_remedies():
     message = refusal(Training(Case("AdamW")), 2**10)
-    needs = re.match(r"one row of 24 tokens needs \d\.\d\d MiB, cpu allows 1024 bytes; ", message)
+    needs = re.match(r"one row of 24 tokens needs \d\.\d\d MiB, cpu allows 1\.00 KiB; ", message)
     assert needs, message
     for remedy in (
         "tokenizer.max_seq_len",

@@ -134,7 +134,7 @@ def test_the_probe_shows_what_fits_what_does_not_and_the_budget():
     shown = lines_of(figure)
     assert shown["fits"] == [(1, 2), (16, 9), (24, 13)]
     assert shown["does not fit"] == [(32, 14)]  # without a peak, where the budget ends
-    assert {y for _, y in shown["budget 14 GiB"]} == {14}
+    assert {y for _, y in shown["budget 14.00 GiB"]} == {14}
     assert shown["bound: 24 rows"] == [(24, 13)]
 
 

@@ -163,7 +163,7 @@ def test_a_kind_that_is_not_there_is_not_shown():
     (figure,) = estimate_figures(plan_with(length_of((4.0, 0.5), (3.2, 1.0), of_gradients=0.0)))
     kinds = ["parameters", "buffers", "optimizer state", "activations", "backward temporaries"]
     assert list(areas(drawn(figure))) == kinds
-    assert ": parameters 1.00, buffers 0.00, optimizer state 2.00, activations" in figure.description
+    assert ": parameters 1.00 GiB, buffers 1.02 MiB, optimizer state 2.00 GiB, activations" in figure.description
 
 
 def test_the_optimizers_step_is_shown_where_it_holds_more_than_a_row():

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch import schedules as growth
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import (
+    EXAMPLES,
     Progress,
     batch_schedules,
     by_noise_scale,
@@ -329,3 +331,8 @@ def test_what_cannot_be_called_with_progress_is_refused(rule, says):
     with pytest.raises(SettingError, match=r"^my_key=") as caught:
         check_schedule(rule, key="my_key")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("build", EXAMPLES, ids=lambda build: build.__name__)
+def test_what_is_given_as_an_example_builds(build):
+    assert callable(build(**yaml.safe_load(f"{{{EXAMPLES[build]}}}")))

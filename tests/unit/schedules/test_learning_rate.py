@@ -1,7 +1,9 @@
 """The rate is recomputed from base, schedule, clock and batch; nothing is multiplied into the optimizer."""
 
+import copy
 import io
 import math
+import pickle
 import warnings
 from collections import deque
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD
 from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
@@ -316,6 +319,137 @@ def test_a_rate_that_is_a_tensor_is_filled():
     assert one.param_groups[0]["lr"] is kept
 
 
+def test_groups_that_share_a_tensor_are_scaled_once():
+    """As torch builds them of one ``lr=torch.tensor(...)``."""
+    both = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    one = torch.optim.AdamW(both, lr=torch.tensor(0.5), capturable=False, foreach=False)
+    rate = LearningRate(one, rule="linear", reference=4)
+    for batch in (8, 16):
+        assert rate.set(0, batch=batch) == 0.5 * batch / 4
+        assert rates(one) == [0.5 * batch / 4] * 2
+        one.step()
+        assert rates(one) == [0.5, 0.5]
+
+
+# --- between two steps --------------------------------------------------------------------------------------------------
+
+
+@every_scheduler
+def test_after_a_step_the_groups_hold_what_they_hold_without_a_rule(build):
+    one, other = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
+    scaled, plain = LearningRate(one, build(one), rule="linear", reference=4), LearningRate(other, build(other))
+    for clock, batch in enumerate((4, 16, 8, 1)):
+        plain.set(clock)
+        assert scaled.set(clock, batch=batch) == rates(other)[0] * (batch / 4)
+        one.step()
+        assert rates(one) == rates(other)
+
+
+def test_what_is_saved_or_copied_is_not_scaled_whenever_that_is():
+    one = optimizer(0.1, 0.3)
+    rate = LearningRate(one, rule="linear", reference=4)
+    for is_stepped in (False, True):
+        rate.set(0, batch=8)
+        assert rates(one) == [0.2, 0.6]
+        if is_stepped:
+            one.step()
+            assert rates(pickle.loads(pickle.dumps(one))) == rates(copy.deepcopy(one)) == [0.1, 0.3]
+        assert [group["lr"] for group in one.state_dict()["param_groups"]] == [0.1, 0.3]
+
+
+def test_a_rate_that_is_written_between_the_step_and_what_it_is_set_by_is_refused():
+    """It would be stepped without the rule, and what a scheduler multiplies there would be scaled again and again."""
+    one = optimizer(0.1)
+    rate = LearningRate(one, rule="linear", reference=4)
+    torchs_own = torchs.ExponentialLR(one, 0.9)
+    rate.set(0, batch=8)
+    one.step()
+    torchs_own.step()
+    assert rate.set(1, batch=8) == pytest.approx(0.18)
+    torchs_own.step()
+    one.step()
+    with pytest.raises(
+        SettingError, match=r"^lr_scaling='linear': another rate was set after the step's own and before"
+    ):
+        rate.set(2, batch=8)
+
+
+def test_a_rate_that_is_written_after_a_step_that_was_left_out_is_taken():
+    one = optimizer(0.1)
+    rate = LearningRate(one, rule="linear", reference=4)
+    rate.set(0, batch=8)
+    one.param_groups[0]["lr"] = 0.7
+    assert rate.set(1, batch=8) == 1.4
+    one.step()
+    assert rates(one) == [0.7]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_torchs_own_distributed_state_which_takes_a_step_of_none_leaves_the_rate(make):
+    """``get_optimizer_state_dict`` steps with a rate of 0 where there is no state."""
+    model = torch.nn.Linear(2, 2)
+    one = make(model.parameters(), lr=0.1)
+    rate = LearningRate(one, rule="linear", reference=4)
+    rate.set(0, batch=8)
+    get_optimizer_state_dict(model, one)
+    assert rate.set(1, batch=16) == pytest.approx(0.4)
+    one.step()
+    assert rates(one) == [0.1]
+
+
+def test_an_optimizer_without_hooks_is_restored_by_the_next_step_or_by_hand():
+    """As torchao's CPUOffloadOptimizer, which is an Optimizer that torch has not set up."""
+    one = optimizer(0.1)
+    for name in ("_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks"):
+        delattr(one, name)
+    rate = LearningRate(one, rule="linear", reference=4)
+    assert [rate.set(clock, batch=8) for clock in range(2)] == [0.2, 0.2]
+    rate.restore()
+    assert rates(one) == [0.1]
+
+
+def test_without_a_rule_an_optimizer_has_no_hook_of_ours():
+    one = optimizer(0.1)
+    LearningRate(one, LambdaLR(one, cosine)).set(1.0)
+    assert not one._optimizer_step_post_hooks
+    assert not one._optimizer_state_dict_post_hooks
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's and Lightning's: an Optimizer that torch has not set up, around one that it has."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper, lambda one: Wrapper(Wrapper(one))])
+def test_a_wrapped_optimizer_is_the_one_inside(wrap):
+    one = optimizer(0.1)
+    rate = LearningRate(wrap(one), LambdaLR(one, cosine), rule="linear", reference=4)
+    assert rate.set(4.0, batch=8) == pytest.approx(0.2 * cosine(4))
+    one.step()
+    assert rates(one) == [0.1 * cosine(4)]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in SCHEDULERS if name not in ("none", "LambdaLR", "LambdaLR of objects")]
+)
+def test_a_scheduler_that_somebody_else_steps_is_refused_where_it_counts(name):
+    one = optimizer(0.1)
+    scheduler = SCHEDULERS[name](one)
+    rate = LearningRate(one, scheduler)
+    rate.set(0.0)
+    one.step()
+    scheduler.step()
+    if rate.follows_clock:
+        assert rate.set(1.0) == 0.1 * warm_up(1)
+        return
+    with pytest.raises(SettingError, match="somebody else steps it too") as error:
+        rate.set(1.0)
+    assert error.value.key == "lr_scheduler"
+
+
 # --- saved and loaded ---------------------------------------------------------------------------------------------------
 
 
@@ -368,8 +502,8 @@ def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers
         saved.append(through_a_file({"optimizer": ours.state_dict(), "rate": rate.state_dict()}))
         assert kinds(saved[-1]["rate"]) <= {dict, list, int, float, str, bool, type(None)}
         rate.set(float(clock), batch=batch)
-        ours.step()
         trace.append([{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups])
+        ours.step()
     for start, state in enumerate(saved):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -467,6 +601,16 @@ def test_a_rule_needs_a_reference_and_a_batch():
         LearningRate(one, rule="linear", reference=0)
     with pytest.raises(ValueError, match="another optimizer"):
         LearningRate(one, LambdaLR(optimizer(0.1), cosine))
+
+
+@pytest.mark.parametrize("build", [lambda one: LambdaLR(one, cosine), lambda one: StepLR(one, 2)])
+def test_a_group_that_the_scheduler_does_not_know_is_refused(build):
+    one = optimizer(0.1)
+    rate = LearningRate(one, build(one))
+    rate.set(0)
+    one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the optimizer has 2"):
+        rate.set(1)
 
 
 @pytest.mark.parametrize("batch", [None, 0, -1, math.nan])

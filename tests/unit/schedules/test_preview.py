@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.errors import SettingError
+from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import (
     PlannedStep,
     Progress,
     as_record,
     at_epochs,
     batch_sizes_ahead,
+    check_increments,
     check_stages,
     geometric,
     ramp_by_doubling,
@@ -224,10 +225,23 @@ def test_a_function_that_counts_its_calls_does_not_count_these():
     assert counting.calls == 0
 
 
-def test_an_error_is_why_an_epoch_is_unknown():
-    def fails(epoch, batch_size):
-        return [0, 8][epoch]
+def test_an_answer_that_cannot_be_used_is_refused_ahead():
+    with pytest.raises(GrowthFunctionError, match=r"\(epoch=2, batch_size=24\) raised IndexError"):
+        ahead(lambda epoch, batch_size: [0, 8][epoch])
 
-    sizes, why = ahead(fails)
-    assert sizes == [16, 24]
-    assert "(epoch=2, batch_size=24) raised IndexError" in why
+
+@pytest.mark.parametrize("answer", [-1, 4.0, None, True, 10**12], ids=repr)
+def test_before_it_is_known_what_fits_a_later_answer_is_refused_too(answer):
+    with pytest.raises(GrowthFunctionError, match=r"\(epoch=3, batch_size=16\) returned"):
+        check_increments(lambda epoch, batch_size: answer if epoch == 3 else 8, first_epoch=0, epochs=5, batch_size=16)
+
+
+def test_before_it_is_known_what_fits_an_answer_that_a_cut_may_make_good_is_not_refused():
+    check_increments(geometric(2), first_epoch=0, epochs=100, batch_size=16)
+    check_increments(lambda epoch, batch_size: 32 - 2 * batch_size, first_epoch=0, epochs=5, batch_size=4)
+
+
+def test_answers_are_asked_of_a_copy_for_the_epochs_that_are_ahead_alone():
+    asked = []
+    check_increments(lambda epoch, batch_size: asked.append(epoch) or 1, first_epoch=2, epochs=4, batch_size=16)
+    assert asked == [2, 3]

@@ -16,6 +16,7 @@ from adaptive_batch.memory import DeviceMemory, Usage
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import BatchSizeFinder, Checkpoints, Data, Job, Settings, Trainer
+from adaptive_batch.torchtune.batch_size_finder import memory_keys
 
 BLOCK = 64 * 1024
 
@@ -70,6 +71,38 @@ def test_a_counted_search_is_remembered_whatever_the_budget(small: SmallSetup, o
     assert len(other.trials) == 1
     assert other.max_batch_size == alone.max_batch_size < first.max_batch_size
     assert len(list(own_cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [
+        ({"lr": 1e-3}, {"lr": 3}, True),
+        ({"lr": 1e-3, "weight_decay": 0.1}, {"lr": 1e-4, "weight_decay": 0.2}, True),
+        ({"betas": [0.9, 0.99], "eps": 1e-8}, {"betas": [0.8, 0.95], "eps": 1e-6}, True),
+        ({"momentum": 0.9}, {"momentum": 0.8}, True),
+        ({"momentum": 0.9}, {"momentum": 0}, False),
+        ({"momentum": 0}, {"momentum": 0.0}, True),
+        ({"betas": [0.9, 0.99]}, {"betas": [0.0, 0.99]}, False),
+        ({"weight_decay": 0.1}, {"weight_decay": 0.0}, False),
+        ({"momentum": 0.9}, {}, False),
+        ({"alpha": None}, {"alpha": 0.5}, False),
+        *(({key: False}, {key: True}, False) for key in ("amsgrad", "fused", "foreach", "capturable", "nesterov")),
+        ({"block_size": 128}, {"block_size": 256}, False),
+        ({"_component_": "torch.optim.SGD"}, {"_component_": "torch.optim.AdamW"}, False),
+    ],
+    ids=str,
+)
+def test_numbers_of_the_optimizer_matter_by_whether_they_are_zero(
+    before: dict[str, object], after: dict[str, object], is_same: bool
+) -> None:
+    assert (memory_keys({"optimizer": before}) == memory_keys({"optimizer": after})) is is_same
+
+
+def test_of_the_clipping_it_matters_whether_there_is_any() -> None:
+    def of(norm: float | None) -> object:
+        return memory_keys({"optimizer": {}, "clip_grad_norm": norm})
+
+    assert of(1.0) == of(0.5) != of(None)
 
 
 @pytest.mark.slow

@@ -17,6 +17,13 @@ GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
 
 
+def _refusal(key, value):
+    try:
+        return str(key.read("it", value))
+    except SettingError as error:
+        return error.remedy
+
+
 def test_absent_means_torchtunes_behaviour():
     settings = Settings.from_config(PLAIN)
     assert not settings.adaptive
@@ -64,7 +71,8 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
     ids=["none", "a probe", "lengths", "a probe of one rank"],
 )
 def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
-    said = without_effect_on("adaptive_probe", Settings.from_config(PLAIN | {"probe": keys}), ranks=ranks)
+    config = PLAIN | {"probe": keys}
+    said = without_effect_on("adaptive_probe", Settings.from_config(config), config, ranks=ranks)
     assert {key for key, _ in said} == {f"probe.{key}" for key in without}
 
 
@@ -103,44 +111,6 @@ def test_an_old_spelling_is_refused_with_the_new_one(config):
 def test_settings_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings.from_config(PLAIN).batch_size = 3
-
-
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("use_max_batch_size", "use_maximum_batch_size"),
-        ("use_maximum_batchsize", "use_maximum_batch_size"),
-        ("batch_increase_fn", "batch_increase_function"),
-        ("batch_increase_func", "batch_increase_function"),
-        ("droplast", "drop_last"),
-        ("probes", "probe"),
-        ("micro_batchsize", "micro_batch_size"),
-        ("micro_batch_token", "micro_batch_tokens"),
-        ("batch_token", "batch_tokens"),
-        ("lr_scale", "lr_scaling"),
-    ],
-)
-def test_a_key_that_is_nearly_ours_is_refused_with_the_right_one(key, meant):
-    with pytest.raises(SettingError, match=f"{meant} is probably meant"):
-        Settings.from_config(PLAIN | {key: 1})
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "my_note",
-        "data_dir",
-        "demo_dir",
-        "compile_mode",
-        "batch",
-        "wandb_project",
-        "num_workers",
-        "train_batch_size",
-        "dataset_train",
-    ],
-)
-def test_a_users_own_key_is_left_alone(key):
-    Settings.from_config(PLAIN | {key: 1})
 
 
 @pytest.mark.parametrize(
@@ -303,11 +273,19 @@ def test_a_reference_is_rows_or_tokens():
         ({"lr_clock": "tokens"}, ["lr_clock"]),
         ({"lr_clock": "tokens", "lr_scheduler": {"_component_": "a.b"}}, []),
         ({"log_gradient_noise_scale": True}, ["log_gradient_noise_scale"]),
-        ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, []),
+        ({"log_gradient_noise_scale": True, "micro_batch_size": 1}, []),
+        ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, ["log_gradient_noise_scale"]),
+        ({"log_gradient_noise_scale": True, "gradient_accumulation_steps": 2}, []),
         (
-            {"log_gradient_noise_scale": True, "micro_batch_size": 2, "sample_order": "seqlen"},
+            {"log_gradient_noise_scale": True, "micro_batch_size": 1, "sample_order": "seqlen"},
             ["log_gradient_noise_scale"],
         ),
+        ({"micro_batch_size": 2}, []),
+        ({"micro_batch_size": 3}, ["micro_batch_size"]),
+        ({"micro_batch_size": 3, "gradient_accumulation_steps": 2}, []),
+        ({"micro_batch_size": 3, "use_maximum_batch_size": True}, []),
+        ({"micro_batch_size": 3, "batch_size_schedule": RAMP}, []),
+        ({"micro_batch_size": 3, "batch_tokens": 100}, []),
         ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto"}, ["probe.assumed_maximum"]),
         ({"probe": {"assumed_maximum": 8}, "micro_batch_size": "auto", "preview": True}, []),
         ({"reference_batch_size": 8}, ["reference_batch_size"]),
@@ -326,6 +304,40 @@ def test_a_reference_is_rows_or_tokens():
 def test_keys_that_are_set_and_do_nothing_are_named(config, named):
     config = PLAIN | config
     assert [key for key, _ in without_effect(Settings.from_config(config), config)] == named
+
+
+BY_NOISE = {"batch_size_schedule": {"_component_": "adaptive_batch.schedules.by_noise_scale", "start": 4}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({}, "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"),
+        ({"micro_batch_size": 4}, "a step is one micro-batch"),
+        ({"micro_batch_tokens": 100}, "micro-batches by tokens are grouped by length"),
+        ({"micro_batch_size": 2, "sample_order": "seqlen"}, "rows come sorted by length"),
+    ],
+    ids=str,
+)
+def test_a_rule_of_the_noise_that_is_never_measured_is_refused(keys, why):
+    with pytest.raises(SettingError, match=rf"^batch_size_schedule=.*: it follows the gradient noise scale: {why}"):
+        Settings.from_config(PLAIN | BY_NOISE | keys)
+
+
+@pytest.mark.parametrize("keys", [{"micro_batch_size": 2}, {"micro_batch_size": "auto"}, {"grow_beyond_maximum": True}])
+def test_a_rule_of_the_noise_that_may_be_measured_is_taken(keys):
+    config = PLAIN | BY_NOISE | keys
+    assert without_effect(Settings.from_config(config), config) == []
+
+
+WHOLE = [name for name, key in keys_of(Settings).items() if "whole number" in _refusal(key, 0)]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_number_beyond_what_can_be_trained_is_refused(name):
+    assert len(WHOLE) > 15
+    with pytest.raises(SettingError, match=rf"^{name}=1{'0' * 20}: "):
+        keys_of(Settings)[name].read(name, 10**20)
 
 
 @pytest.mark.parametrize("dataset", ["my_dataset", {}, {"source": "json"}, [], [{"source": "json"}]], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import random
 import re
 from collections import namedtuple
@@ -13,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import run_on_ranks
@@ -33,12 +37,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch import distributed
 from adaptive_batch.data import move_to_device
-from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, SettingError
+from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, NonfiniteLossError, SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
 from adaptive_batch.training import AdaptiveLoop, Sampling, StepOptions
@@ -85,7 +89,7 @@ def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[
             one.optimizer.step()
             one.optimizer.zero_grad()
             numbers = [row["row"] for row in rows]
-            rate = one.optimizer.param_groups[0]["lr"]
+            rate = one.loop.learning_rate
             seen.append(SimpleNamespace(epoch=epoch, rows=numbers, result=result, rate=rate, loss=result.loss))
             if one.loop.progress.steps >= until:
                 return seen
@@ -282,7 +286,7 @@ def test_one_row_that_does_not_fit_is_said_with_numbers():
     with pytest.raises(DoesNotFitError) as caught:
         training().loop.find_bound(device_memory="40KiB", headroom=0.0)
     said, remedies = str(caught.value).split("; ")
-    assert re.fullmatch(r"one row of 15 tokens needs 0\.\d\d MiB, cpu allows 40960 bytes", said)
+    assert re.fullmatch(r"one row of 15 tokens needs 0\.\d\d MiB, cpu allows 40\.00 KiB", said)
     assert not re.search("tokenizer|optimizer_in_bwd|enable_", remedies)  # which nobody has here
     with pytest.raises(DoesNotFitError, match=r"^one row needs \d"):
         training(row_length=1).loop.find_bound(device_memory="40KiB")
@@ -486,6 +490,137 @@ def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
     rates = [step.rate for step in train(one, epochs=2)]
     clock = [*range(10), *range(10, 20, 2)]
     assert rates == pytest.approx([RATE / (1 + step) for step in clock], rel=1e-12)
+
+
+def stepped_rates(one: SimpleNamespace, after: Any = lambda step: None) -> list[float]:
+    """The rate that the optimizer has at each of its steps, in a loop that calls `after` when a step is done."""
+    found: list[float] = []
+    one.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(float(optimizer.param_groups[0]["lr"])))
+    for number, rows in enumerate(one.loop):
+        one.loop.run(rows)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        after(number)
+    return found
+
+
+def test_a_rate_that_the_script_writes_is_scaled_and_is_there_again_after_the_step():
+    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    (group,) = one.optimizer.param_groups
+
+    def warm_up(number: int) -> None:
+        assert group["lr"] == (RATE if number == 0 else 0.1 * number)
+        group["lr"] = 0.1 * (number + 1)
+
+    assert stepped_rates(one, warm_up) == [2 * RATE, *(2 * 0.1 * number for number in range(1, 5))]
+
+
+@pytest.mark.parametrize(
+    ("build", "factor"),
+    [
+        (lambda one: StepLR(one, 2, gamma=0.5), lambda step: 0.5 ** (step // 2)),
+        (lambda one: MultiplicativeLR(one, lambda step: 0.5), lambda step: 0.5**step),
+        (lambda one: LambdaLR(one, lambda step: 1 / (1 + step)), lambda step: 1 / (1 + step)),
+    ],
+    ids=["StepLR", "MultiplicativeLR", "LambdaLR"],
+)
+def test_a_scheduler_of_the_scripts_own_reads_and_multiplies_rates_that_are_not_scaled(build, factor):
+    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    scheduler = build(one.optimizer)
+    rates = stepped_rates(one, lambda number: scheduler.step())
+    assert rates == pytest.approx([2 * RATE * factor(step) for step in range(5)], rel=1e-12)
+
+
+def accelerated(scheduler: Any, optimizer: Any) -> AcceleratedScheduler:
+    Accelerator(cpu=True)
+    return AcceleratedScheduler(scheduler, AcceleratedOptimizer(optimizer))
+
+
+def with_scheduler(build: Any, wrap: Any = lambda scheduler, optimizer: scheduler, **options: Any) -> SimpleNamespace:
+    """Training whose scheduler is given to the loop, and kept for the script to step."""
+    one = training()
+    one.scheduler = wrap(build(one.optimizer), one.optimizer)
+    wrapped = AcceleratedOptimizer(one.optimizer) if wrap is accelerated else one.optimizer
+    given = {"optimizer": lambda *_, **__: wrapped, "lr_scheduler": one.scheduler, "batch_size": 8}
+    one.loop = training(model=one.model, **given, **options).loop
+    return one
+
+
+def test_what_accelerate_wraps_is_seen_through():
+    """As its scripts have it, which step both; the rate is that of the clock, however often they do."""
+    factor = lambda step: 1 / (1 + step)  # noqa: E731
+    one = with_scheduler(lambda optimizer: LambdaLR(optimizer, factor), accelerated, lr_scaling="linear")
+    rates = stepped_rates(one, lambda number: one.scheduler.step())
+    assert rates == pytest.approx([RATE * factor(step) for step in range(5)], rel=1e-12)
+
+
+@pytest.mark.parametrize("wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"])
+def test_a_scheduler_that_counts_and_that_the_script_steps_too_is_refused(wrap):
+    one = with_scheduler(lambda optimizer: StepLR(optimizer, 2), wrap)
+    with pytest.raises(SettingError, match=r"^lr_scheduler='StepLR': somebody else steps it too"):
+        stepped_rates(one, lambda number: one.scheduler.step())
+
+
+def test_a_wrapped_scheduler_that_waits_for_a_metric_is_refused():
+    with pytest.raises(SettingError, match=r"^lr_scheduler='ReduceLROnPlateau': it waits for a metric"):
+        with_scheduler(ReduceLROnPlateau, accelerated)
+
+
+def test_a_step_that_the_script_leaves_out_leaves_its_rate_too():
+    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    for rows in one.loop:
+        one.loop.run(rows)
+        assert one.loop.learning_rate == one.optimizer.param_groups[0]["lr"] == 2 * RATE
+        one.optimizer.zero_grad()
+    assert one.optimizer.state_dict()["param_groups"][0]["lr"] == RATE
+    one.loop.find_bound(device_memory="1GiB", maximum=2)
+    assert one.optimizer.param_groups[0]["lr"] == RATE
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def spoiled(at: int, **options: Any) -> SimpleNamespace:
+    """Training whose loss is NaN when it is computed for the so-manieth time."""
+    model, calls = Decoder(), []
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        return token_losses(model, batch, "mean") * (float("nan") if len(calls) == at else 1.0)
+
+    return training(model=model, mean_loss=mean_loss, **options)
+
+
+def test_a_loss_that_is_not_finite_is_logged_and_trained_on(caplog):
+    one = spoiled(3)
+    assert [step.result.is_finite for step in train(one)] == [True] * 2 + [False] * 8
+    assert caplog.text.count("the loss is nan") == 1
+    assert "step 3: the loss is nan, lr 0.05; step 2 had loss" in caplog.text
+
+
+def test_a_step_that_is_skipped_leaves_no_gradients_and_its_rows_are_consumed():
+    one = spoiled(3, on_nonfinite_loss="skip", lr_scaling="linear")
+    train(one, until=2)
+    before = training_state(one.model, one.optimizer)
+    third = train(one, until=3)
+    assert not third[0].result.is_finite
+    assert training_state(one.model, one.optimizer) == before
+    assert all(step.result.is_finite for step in train(one))
+    assert one.loop.progress.samples == len(ROWS)
+
+
+def test_a_step_that_stops_can_be_run_again():
+    one = spoiled(2, on_nonfinite_loss="stop", batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    steps_of_epoch = iter(one.loop)
+    one.loop.run(next(steps_of_epoch))
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    rows = next(steps_of_epoch)
+    with pytest.raises(NonfiniteLossError, match="step 2: the loss is nan"):
+        one.loop.run(rows)
+    assert one.optimizer.param_groups[0]["lr"] == RATE
+    assert one.loop.run(rows).is_finite
+    assert one.loop.progress.steps == 2
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
@@ -720,6 +855,18 @@ def on_ranks(**options: Any) -> SimpleNamespace:
     return training(model=model, rows=UNLABELLED, batch_size=8 // ranks, mean_loss=loss, **options)
 
 
+def spoils_gradients_on_rank_one(model: nn.Module) -> Any:
+    """A loss that is finite everywhere; the gradients of one rank are not, once."""
+    calls: list[int] = []
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        loss = masked_mean(model, batch)
+        return loss + torch.sqrt(0 * loss) if distributed.rank() == 1 and len(calls) == 4 else loss
+
+    return mean_loss
+
+
 def facts(one: SimpleNamespace, seen: list[SimpleNamespace]) -> dict[str, Any]:
     return {
         "rows": [step.rows for step in seen],
@@ -746,6 +893,8 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
     for syncs in (True, False):
         one = on_ranks(loss=fails_on_rank_one, grow_beyond_maximum=True, sync_gradients_every_micro_batch=syncs)
         found[f"fails, {syncs}"] = facts(one, train(one, epochs=2))
+    one = on_ranks(loss=spoils_gradients_on_rank_one, on_nonfinite_loss="skip", max_grad_norm=None)
+    found["skipped"] = facts(one, seen := train(one)) | {"finite": [step.result.is_finite for step in seen]}
     one = on_ranks(sync_gradients_every_micro_batch=False, grow_beyond_maximum=True)
     found["bound, gradients kept"] = one.loop.find_bound(device_memory="1GiB", maximum=5).max_batch_size
     one = on_ranks()
@@ -863,6 +1012,15 @@ def test_a_step_that_runs_out_of_memory_on_one_rank_is_retried_on_all(two_ranks,
         assert_alike(found, alone)
         assert (found["capacity"], found["out_of_memory"]) == (2, 1)
         assert found["micro_batches"] == [1, 1, 1, 2, 0, 4, 4, 1]  # the last row of the first epoch has no label
+
+
+def test_gradients_that_are_not_finite_on_one_rank_are_skipped_on_all(two_ranks):
+    for rank in two_ranks:
+        found = rank["skipped"]
+        assert found["finite"].count(False) == 1
+        assert all(map(math.isfinite, found["losses"]))
+        assert all(parameter.isfinite().all() for parameter in found["parameters"].values())
+        assert found["progress"] == two_ranks[0]["skipped"]["progress"]
 
 
 def test_gradients_that_are_kept_unsharded_are_there_in_a_trial(two_ranks):
@@ -1011,7 +1169,9 @@ def test_gradients_that_are_there_are_not_added_to() -> None:
     rows = iter(one.loop)
     one.loop.run(next(rows))
     second = next(rows)
-    with pytest.raises(ValueError, match=r"gradients are there before a step"):
+    with pytest.raises(
+        ValueError, match=r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer"
+    ):
         one.loop.run(second)
     one.optimizer.step()
     one.optimizer.zero_grad(set_to_none=False)

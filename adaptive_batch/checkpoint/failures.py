@@ -1,0 +1,70 @@
+"""What went wrong with a file, in one line: errors of the system and of torch, whose own texts are long or advise to allow everything."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from adaptive_batch.errors import CheckpointError
+from adaptive_batch.memory import is_out_of_memory
+
+_FULL_BYTES = 2**16  # a disk with less is full
+
+
+def reason(error: BaseException) -> str:
+    """The text of an error in a line; of the system's error where torch has wrapped others around it."""
+    below = _of_the_system(error)
+    if below is None and isinstance(error, pickle.UnpicklingError):  # torch's own advice is to allow everything
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            return f"it names {named[1]}, which torch.load(weights_only=True) allows only once its package is imported, if at all"
+        return "it is not what torch.save writes: truncated or changed"
+    text = (str(below or error) or type(error).__name__).partition("\n")[0]
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def _of_the_system(error: BaseException) -> OSError | None:
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, OSError):
+        below = below.__cause__ or below.__context__
+    return below
+
+
+@contextmanager
+def saving(target: Path, temporary: Path, *, num_bytes: int, removes: bool = True) -> Iterator[None]:
+    """Inside, a folder is written and renamed; where that fails, what was written is removed, as is what a kill has left of it.
+
+    Args:
+        target, temporary: the folder to be, and the one that is written.
+        num_bytes: of the tensors.
+        removes: False where another rank does.
+
+    Raises:
+        CheckpointError: why it failed, what it needs and what is free.
+    """
+    if removes:
+        shutil.rmtree(temporary, ignore_errors=True)
+    nearest = next(folder for folder in target.parents if folder.exists())
+    free = shutil.disk_usage(nearest).free
+    try:
+        yield
+    except BaseException as error:
+        left = shutil.disk_usage(nearest).free
+        if removes:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, Exception):
+            raise
+        why, remedy = reason(error), "free disk space or correct the path"
+        if is_out_of_memory(error):
+            remedy = "free memory"
+        elif left < _FULL_BYTES and _of_the_system(error) is None:  # torch does not say why a write failed
+            why = os.strerror(errno.ENOSPC)
+        raise CheckpointError(
+            f"saving {target} failed ({why}): it needs {num_bytes:,} bytes and a little more, and {free:,} bytes were free; what "
+            f"was saved before is untouched: {remedy}"
+        ) from error

@@ -1,0 +1,133 @@
+"""What a save writes last: the name, size and checksum of every file, with a checksum of its own, so that damage is known before use."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+_CHUNK_BYTES = 4 * 2**20  # large enough that reading, not Python, takes the time
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """Size of a file and its ``zlib.crc32``, as the manifest has them."""
+
+    bytes: int
+    crc32: int
+
+    @classmethod
+    def of(cls, path: Path) -> SavedFile:
+        """Read a file."""
+        return cls(path.stat().st_size, _crc32(path))
+
+
+def signed(content: Mapping[str, Any], files: Mapping[str, SavedFile]) -> str:
+    """Return the text of a manifest: its content, the files by name, and a checksum of both."""
+    whole: dict[str, Any] = {**content, "files": {name: asdict(files[name]) for name in sorted(files)}}
+    whole["crc32"] = zlib.crc32(json.dumps(whole).encode())
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def unsigned(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
+    """Return what :func:`signed` was given.
+
+    Raises:
+        ValueError: the text is not one of its.
+    """
+    try:
+        content = json.loads(text)
+        del content["crc32"]
+        files = {name: SavedFile(**file) for name, file in content.pop("files").items()}
+        if signed(content, files) == text:
+            return content, files
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise ValueError("truncated or changed")
+
+
+def other_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
+    """Return which file of a folder is missing or has another size than was saved; None where none. The files are not read."""
+    for name, saved in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != saved.bytes:
+            return f"{name} has {size:,} bytes, {saved.bytes:,} were saved"
+    return None
+
+
+def other_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
+    """Read the files of a folder, and return which of them is not what was saved; None where none."""
+    for name, saved in files.items():
+        try:
+            found = _crc32(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+        if found != saved.crc32:
+            return f"{name} has another checksum (crc32 {found:08x}) than was saved ({saved.crc32:08x})"
+    return None
+
+
+@dataclass(frozen=True)
+class SkippedCheckpoint:
+    """A folder that is no complete checkpoint, and why; `is_ours` if it was written as one in a format that this version knows."""
+
+    path: Path
+    reason: str
+    is_ours: bool
+    order: int | None = None
+
+    def describe(self) -> str:
+        """Return folder and reason in one line."""
+        return f"{self.path} is skipped: {self.reason}"
+
+
+class Saved(Protocol):
+    """A checkpoint whose files are all there with the sizes that they were saved with.
+
+    The largest `order` is the newest; of two with the same, which were saved into different folders, that of more steps.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def order(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def corruption(self) -> str | None:
+        """Read every file, and return what differs from what was saved; None where nothing does."""
+
+
+OneSaved = TypeVar("OneSaved", bound=Saved)
+
+
+def newest_complete(
+    saved: Iterable[OneSaved], skipped: Iterable[SkippedCheckpoint]
+) -> tuple[OneSaved | None, list[SkippedCheckpoint]]:
+    """Find the checkpoint that was saved last and is complete, every file of it read and compared with its checksum.
+
+    Returns:
+        The checkpoint, or None; and what was skipped before it was found: those that are newer, or whose age cannot be known.
+    """
+    others = list(skipped)
+    for one in sorted(saved, key=lambda one: (-one.order, -one.step)):
+        if (corruption := one.corruption()) is None:
+            return one, [other for other in others if other.order is None or other.order >= one.order]
+        others.append(SkippedCheckpoint(one.path, corruption, True, one.order))
+    return None, others
+
+
+def _crc32(path: Path) -> int:
+    checksum, chunk = 0, bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(chunk):
+            checksum = zlib.crc32(memoryview(chunk)[:read], checksum)
+    return checksum

@@ -1,0 +1,111 @@
+"""Steps whose loss or gradients are NaN or infinite: what is logged of them, and whether they are taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from adaptive_batch.errors import NonfiniteLossError
+
+from .micro_batch_runner import MicroBatchRunner, StepResult
+
+ON_NONFINITE_LOSS = ("warn", "stop", "skip")
+
+
+def norm_to_clip(max_grad_norm: float | None, *, on_nonfinite_loss: str) -> float | None:
+    """Return what to clip the norm of the gradients to; infinity where that is only to be measured."""
+    return math.inf if max_grad_norm is None and on_nonfinite_loss != "warn" else max_grad_norm
+
+
+class Event(Protocol):
+    """Takes an event: its kind, a message that is printed unless `prints` is False, and facts by name."""
+
+    def __call__(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None: ...
+
+
+class NonfiniteSteps:
+    """Looks at each step before the optimizer takes it.
+
+    Args:
+        policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the norm of the gradients too,
+            where the runner measures it, and drop the gradients; ``stop`` raises.
+        runner: of the steps.
+        event: takes each step that is not finite; of several in a row, the first and each hundredth are printed.
+        is_taken: the optimizer in backward has taken a step by then.
+        remedy: returns what can be done after ``stop``.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        runner: MicroBatchRunner,
+        event: Event,
+        is_taken: bool = False,
+        remedy: Callable[[], str] | None = None,
+    ) -> None:
+        self._policy, self._runner, self._event, self._remedy = policy, runner, event, remedy
+        self._is_taken = is_taken
+        self._num_in_a_row = self._num_since_counted = 0
+        self._before = ""
+        self._facts: dict[str, object] = {}
+        self._changes: dict[str, str] = {}
+
+    def drops(self, result: StepResult, *, step: int, lr: float, **facts: object) -> bool:
+        """Return whether a step is not to be taken: its gradients are gone.
+
+        Args:
+            result: of the step, the same on all ranks.
+            step: its number.
+            lr: its learning rate.
+            facts: what may have changed before it, such as the batch; the last change of each is named.
+
+        Raises:
+            NonfiniteLossError: the policy is ``stop``.
+        """
+        for name, now in facts.items():
+            if (before := self._facts.get(name, now)) != now:
+                self._changes[name] = f"{name} {before} -> {now} at step {step}"
+        self._facts = facts
+        wrong = self._wrong(result)
+        if wrong is None:
+            self._num_in_a_row = 0
+            self._before = f"; step {step} had loss {result.loss:.4g} and lr {lr:g}"
+            return False
+        self._num_in_a_row += 1
+        self._num_since_counted += 1
+        changes = "".join(f"; {change}" for change in self._changes.values())
+        in_a_row = f" ({self._num_in_a_row} steps in a row)" if self._num_in_a_row > 1 else ""
+        message = f"step {step}: {wrong}{in_a_row}, lr {lr:g}{self._before}{changes}"
+        would = "stop would end training" if self._is_taken else "skip or stop would not take it"
+        skips = self._policy == "skip"
+        what_next = "it is skipped: weights and optimizer stay as they are" if skips else f"on_nonfinite_loss={would}"
+        self._event(
+            "nonfinite_loss",
+            f"{message}; {what_next}",
+            prints=(self._num_in_a_row == 1 or self._num_in_a_row % 100 == 0) and self._policy != "stop",
+            step=step,
+            loss=result.loss,
+            skipped=skips,
+        )
+        if self._policy == "warn":
+            return False
+        self._runner.drop_gradients()
+        if self._policy == "stop":
+            which = "; the weights have been stepped by it" if self._is_taken else " before this step is taken"
+            remedy = f"; {self._remedy()}" if self._remedy else ""
+            raise NonfiniteLossError(f"{message}; on_nonfinite_loss=stop ends training{which}{remedy}")
+        return True
+
+    def count(self) -> int:
+        """Return the steps that were not finite since this was asked last."""
+        count, self._num_since_counted = self._num_since_counted, 0
+        return count
+
+    def _wrong(self, result: StepResult) -> str | None:
+        if not math.isfinite(result.loss):
+            return f"the loss is {result.loss}"
+        if self._policy != "warn" and not result.is_finite:
+            return f"the norm of the gradients is {float(result.grad_norm)}"  # type: ignore[arg-type]  # it is what is not finite
+        return None

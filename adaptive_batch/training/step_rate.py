@@ -1,0 +1,122 @@
+"""The learning rate of each step: the schedule at the clock of training, scaled by what the step holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from adaptive_batch.data import StepPlanner
+from adaptive_batch.schedules import (
+    Clock,
+    EpochPlan,
+    LearningRate,
+    Progress,
+    Reference,
+    TrainingClock,
+    describe_unscaled,
+)
+
+
+class StepRate:
+    """Sets the rate of each step, from where training is and what the step holds.
+
+    Args:
+        planner: of the run; the clock counts in steps of the batch that it began with.
+        optimizers, scheduler, rule: of :class:`LearningRate`.
+        clock: its units.
+        reference: the global batch that the rates belong to; None for that of a configured step on the ranks that training
+            began with.
+        warmup_steps, total_steps: of the scheduler, see :class:`TrainingClock`.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        optimizers: Sequence[Optimizer],
+        scheduler: LRScheduler | None,
+        clock: Clock,
+        *,
+        rule: str,
+        reference: Reference | None = None,
+        warmup_steps: int = 0,
+        total_steps: int = 0,
+    ) -> None:
+        self._planner, self._optimizers, self._unit = planner, optimizers, clock
+        self._warmup_steps, self._total_steps, self._given = warmup_steps, total_steps, reference
+        batching = planner.batching
+        changes = (batching.batch_increase_function, batching.batch_size_schedule, batching.batch_tokens)
+        can_change = any(each is not None for each in changes)
+        self._rate = LearningRate(
+            optimizers, scheduler, rule=rule, reference=self.reference, batch_can_change=can_change
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rate.reference = self.reference
+        steps = {"warmup_steps": self._warmup_steps, "total_steps": self._total_steps}
+        self._clock = TrainingClock(self._unit, reference=self._planner.reference, **steps)
+
+    @property
+    def reference(self) -> Reference:
+        """The global batch that the rates belong to."""
+        batching, ranks = self._planner.batching, self._planner.ranks
+        return self._given or Reference(batching.batch_size * batching.gradient_accumulation_steps * ranks, "rows")
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the rate is scaled by the tokens of a step, and not by its rows."""
+        return self.reference.unit == "tokens"
+
+    def set(self, progress: Progress, *, batch: int, plan: EpochPlan | None = None) -> float:
+        """Apply the rate of a step, and return it.
+
+        Args:
+            progress: before the step.
+            batch: rows that the step holds on all ranks, or real tokens where it :attr:`counts_tokens`.
+            plan: of the epoch; None for the planner's, and for one of a constant batch where only rows count: that is as good
+                for a loop that drops no row, and known without reading lengths.
+        """
+        if plan is None:
+            needs_lengths = self._unit.counts_tokens or self._planner.batching.batch_tokens
+            plan = self._planner.plan if needs_lengths else self._planner.reference
+        return self._rate.set(self._clock.at(progress, plan), batch=max(1, batch))
+
+    def restore(self) -> None:
+        """Put the rates back that are not scaled, after a step or without one."""
+        self._rate.restore()
+
+    def describe(self) -> str | None:
+        """Return a line on the scaling of the rate; None without."""
+        if self._rate.rule == "none":
+            return None
+        return f"lr {self._base:g} belongs to {self.reference} a step, and is scaled by the rule {self._rate.rule}"
+
+    def describe_unscaled(self, batch_size: int) -> str | None:
+        """Return a line on a rate that does not follow a batch that has changed; None where it does, or where tokens are counted."""
+        if self._rate.rule != "none" or self.counts_tokens:
+            return None
+        batch = batch_size * self._planner.ranks
+        return describe_unscaled(self._base, batch=batch, reference=int(self.reference.amount))
+
+    @property
+    def _base(self) -> float:
+        group = self._optimizers[0].param_groups[0]
+        return float(group.get("initial_lr", group["lr"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values, for a checkpoint."""
+        return {
+            "rule": self._rate.rule,
+            "scheduler": self._rate.state_dict(),
+            "clock": self._clock.state_dict(),
+            "total_steps": self._total_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; the ranks that training began with are known by now."""
+        self._begin()
+        self._rate.load_state_dict(state["scheduler"])
+        self._clock.load_state_dict(state["clock"])

@@ -1,0 +1,67 @@
+"""Progress: a bar for a person, lines for a log file."""
+
+import io
+import sys
+
+import pytest
+
+from adaptive_batch import _util
+from adaptive_batch._util import ProgressBar
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def advance(times, **arguments):
+    with ProgressBar(4, "steps", "trained", **arguments) as bar:
+        for number in range(times):
+            bar.advance(f"loss {number}")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass from one look at the clock to the next."""
+    seconds = iter(range(0, 1000, 4))
+    monkeypatch.setattr(_util.time, "monotonic", lambda: next(seconds))
+
+
+@pytest.mark.usefixtures("clock")
+def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_one_at_the_end(caplog, capsys):
+    caplog.set_level("INFO")
+    advance(4)
+    assert caplog.messages == ["loss 2: 3 of 4 steps", "loss 3: 4 of 4 steps"]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_was_done_before_counts_and_no_line_is_given_twice(caplog):
+    caplog.set_level("INFO")
+    advance(2, done=2)
+    assert caplog.messages == ["loss 1: 4 of 4 steps"]
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_line(caplog, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    caplog.set_level("INFO")
+    advance(4)
+    assert "loss 3: 100%" in terminal.getvalue()
+    assert caplog.messages == []
+
+
+def test_on_a_terminal_without_tqdm_there_are_lines(caplog, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    caplog.set_level("INFO")
+    advance(4)
+    assert caplog.messages == ["loss 3: 4 of 4 steps"]
+    assert terminal.getvalue() == ""
+
+
+def test_what_is_not_shown_says_nothing(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    advance(4, shown=False)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    advance(4, shown=False)
+    assert caplog.messages == []
+    assert terminal.getvalue() == ""

@@ -1,0 +1,142 @@
+"""A key that nothing reads is named, and refused where it is nearly one that is read."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.torchtune import Settings, use_shipped_config, without_effect, without_effect_on
+from adaptive_batch.torchtune.names import unread
+
+PLAIN = {
+    "batch_size": 2,
+    "epochs": 1,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+    "tokenizer": {"_component_": "a.b", "path": "/x"},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        # by its letters
+        ("use_max_batch_size", "use_maximum_batch_size"),
+        ("use_maximum_batchsize", "use_maximum_batch_size"),
+        ("batch_increase_fn", "batch_increase_function"),
+        ("droplast", "drop_last"),
+        ("probes", "probe"),
+        ("micro_batchsize", "micro_batch_size"),
+        ("micro_batch_token", "micro_batch_tokens"),
+        ("batch-tokens", "batch_tokens"),
+        ("lr_scale", "lr_scaling"),
+        ("shufle", "shuffle"),
+        ("gradient_accumulation_step", "gradient_accumulation_steps"),
+        ("Epochs", "epochs"),
+        # by its words
+        ("use_max_batch", "use_maximum_batch_size"),
+        ("save_every", "save_every_n_steps"),
+        ("oom", "on_out_of_memory"),
+        ("grad_accum", "gradient_accumulation_steps"),
+        ("accumulation_steps", "gradient_accumulation_steps"),
+        ("train_batch_size", "batch_size"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("max_steps", "max_steps_per_epoch"),
+        ("out_dir", "output_dir"),
+        # as a key of a block
+        ("maximum", "probe.maximum"),
+        ("probe_headroom", "probe.headroom"),
+        ("world_size", "estimate.world_size"),
+        ("path", "tokenizer.path"),
+        ("optimizer_lr", "optimizer.lr"),
+    ],
+)
+def test_a_key_that_is_nearly_one_that_is_read_is_refused_with_that_one(key, meant):
+    with pytest.raises(SettingError) as refused:
+        Settings.from_config(PLAIN | {key: 1})
+    assert str(refused.value) == f"{key}=1: there is no such key; {meant} is probably meant"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("resume", "resume_from_checkpoint"),
+        ("growth_function", "batch_increase_function"),
+        ("max_batch_size", "batch_size, or probe.maximum for the most that is tried,"),
+        ("learning_rate", "optimizer.lr"),
+        ("num_train_epochs", "epochs"),
+        ("bf16", "dtype"),
+        ("plan_only", "preview"),
+    ],
+)
+def test_what_another_trainer_calls_a_key_is_refused_with_what_it_is_here(key, meant):
+    with pytest.raises(SettingError) as refused:
+        Settings.from_config(PLAIN | {key: 1})
+    assert str(refused.value) == f"{key}=1: there is no such key; {meant} is meant"
+
+
+@pytest.mark.parametrize("sign", ["+", "++", "-"])
+def test_a_sign_of_another_command_line_is_refused(sign):
+    with pytest.raises(
+        SettingError, match=f"batch_size=4: write batch_size, without [{sign}]+; a new key is set so, too"
+    ):
+        Settings.from_config(PLAIN | {f"{sign}batch_size": 4})
+
+
+OWN = [
+    "my_note",
+    "data_dir",
+    "demo_dir",
+    "compile_mode",
+    "wandb_project",
+    "num_workers",
+    "dataset_train",
+    "my notes",
+    "ключ",
+]
+
+
+@pytest.mark.parametrize("key", OWN)
+def test_a_users_own_key_is_named_as_without_effect(key):
+    config = PLAIN | {key: 1}
+    said = without_effect(Settings.from_config(config), config)
+    assert [each.key for each in said] == [key]
+    assert str(said[0]).startswith(f"{key} has no effect: nothing reads it")
+
+
+def test_all_that_nothing_reads_is_one_line_in_every_recipe():
+    cfg = OmegaConf.create(PLAIN | {"my_note": 1, "dataset_train": 2})
+    settings = Settings.from_config(cfg)
+    line = "my_note, dataset_train have no effect: nothing reads them (dataset_val is near dataset_train)"
+    assert [str(each) for each in without_effect(settings, cfg)] == [line]
+    for recipe in ("adaptive_probe", "adaptive_estimate"):
+        assert [str(each) for each in without_effect_on(recipe, settings, cfg)] == [line]
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["${resume}", "a/${resume}/b", "${.resume}", "${resume.inner}", "${oc.select:resume,1}", "${oc.decode:${resume}}"],
+)
+def test_a_key_that_another_refers_to_is_read(reference):
+    cfg = OmegaConf.create(PLAIN | {"resume": {"inner": "1"}, "tokenizer": {"path": ["x", {"y": reference}]}})
+    assert unread(Settings, cfg) == []
+
+
+def test_the_inner_name_of_a_reference_is_not_read():
+    cfg = OmegaConf.create(PLAIN | {"model": {"max_seq_len": 4}, "my_rows": "${model.max_seq_len}", "max_seq_len": 8})
+    with pytest.raises(SettingError, match=r"max_seq_len=8: there is no such key; tokenizer\.max_seq_len is meant"):
+        Settings.from_config(cfg)
+
+
+@pytest.mark.parametrize("argument", ["--batch_size=4", "--preview", "batch_size", "=", "a=b=c", "-batch_size=4"])
+def test_an_argument_that_is_no_override_is_refused(tmp_path, argument):
+    config = tmp_path / "mine.yaml"
+    config.write_text("batch_size: 1\n")
+    with pytest.raises(SettingError) as refused:
+        use_shipped_config(["recipe", "--config", str(config), "epochs=1", argument])
+    assert str(refused.value).startswith(f"argument={argument!r}: give key=value, without dashes")
+
+
+def test_overrides_and_removals_are_arguments(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("batch_size: 1\n")
+    use_shipped_config(["recipe", "epochs=1", "--config", str(config), "~model.a", "note=", "a.b=[1, 2]", "--help"])

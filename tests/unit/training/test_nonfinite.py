@@ -1,0 +1,89 @@
+"""Steps that are not finite: what is said of them, and what came before."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adaptive_batch.errors import NonfiniteLossError
+from adaptive_batch.training import NonfiniteSteps, StepResult
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Dropping:
+    """A runner that counts how often gradients are dropped."""
+
+    dropped = 0
+
+    def drop_gradients(self):
+        self.dropped += 1
+
+
+def steps_of(policy, **options):
+    events, runner = [], Dropping()
+
+    def event(kind, message, *, prints=True, **facts):
+        events.append(SimpleNamespace(kind=kind, message=message, prints=prints, **facts))
+
+    return NonfiniteSteps(policy, runner=runner, event=event, **options), events, runner
+
+
+def result(loss, norm=None):
+    labels = torch.tensor(8)
+    return StepResult(loss, labels, 4, 8, 1, 0.0, grad_norm=None if norm is None else torch.tensor(norm))
+
+
+def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
+    steps, events, runner = steps_of("warn")
+    losses = [2.0, NAN, INF, -INF, -3.0, NAN]
+    assert [steps.drops(result(loss), step=number, lr=0.1) for number, loss in enumerate(losses, 1)] == [False] * 6
+    assert [(event.kind, event.step, event.prints, event.skipped) for event in events] == [
+        ("nonfinite_loss", 2, True, False),
+        ("nonfinite_loss", 3, False, False),
+        ("nonfinite_loss", 4, False, False),
+        ("nonfinite_loss", 6, True, False),
+    ]
+    assert (steps.count(), steps.count(), runner.dropped) == (4, 0, 0)
+
+
+def test_many_in_a_row_are_printed_now_and_then():
+    steps, events, _ = steps_of("skip")
+    assert all(steps.drops(result(NAN), step=number, lr=0.1) for number in range(1, 251))
+    printed = [event for event in events if event.prints]
+    assert [event.step for event in printed] == [1, 100, 200]
+    assert printed[1].message.startswith("step 100: the loss is nan (100 steps in a row), lr 0.1; it is skipped")
+
+
+def test_the_line_names_what_changed_before():
+    steps, events, _ = steps_of("warn")
+    seen = [(0, 4, 2.0, 0.1), (0, 8, 1.5, 0.2), (0, 8, 1.25, 0.2), (1, 8, NAN, 0.3)]
+    for step, (epoch, batch, loss, lr) in enumerate(seen, 1):
+        steps.drops(result(loss), step=step, lr=lr, epoch=epoch, batch_size=batch)
+    assert events[0].message == (
+        "step 4: the loss is nan, lr 0.3; step 3 had loss 1.25 and lr 0.2; batch_size 4 -> 8 at step 2; epoch 0 -> 1 at step 4; "
+        "on_nonfinite_loss=skip or stop would not take it"
+    )
+
+
+def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
+    steps, events, runner = steps_of("skip")
+    assert [steps.drops(result(1.0, norm), step=1, lr=0.1) for norm in (None, 3.0, NAN, INF)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert (runner.dropped, [event.skipped for event in events]) == (2, [True, True])
+    steps, events, _ = steps_of("warn")
+    assert not steps.drops(result(1.0, NAN), step=1, lr=0.1)  # nothing is waited for
+    assert not events
+
+
+def test_to_stop_is_an_error_with_what_to_do():
+    steps, events, runner = steps_of("stop", remedy=lambda: "resume from step_2")
+    message = "step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop ends training before this step is taken; resume from step_2"
+    with pytest.raises(NonfiniteLossError) as error:
+        steps.drops(result(INF), step=3, lr=0.1)
+    assert str(error.value) == message
+    assert ([event.prints for event in events], runner.dropped) == ([False], 1)
