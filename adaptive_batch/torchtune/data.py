@@ -110,11 +110,18 @@ class Data:
 
     def collate_val(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
         """Collate rows of validation to at least that many tokens each."""
-        return self._collate_val(self._lengthened(rows, length))
+        return self._of_all(rows, self._collate_val(self._lengthened(rows, length)))
 
     def collate_to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
         """Collate rows to at least that many tokens each."""
-        return self.collate(self._lengthened(rows, length))
+        return self._of_all(rows, self.collate(self._lengthened(rows, length)))
+
+    def _of_all(self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a batch that has left out rows, which a step would count as trained; a function may lay all of them in one."""
+        if "tokens" in batch and len(batch["tokens"]) not in (1, len(rows)):
+            remedy = f"it made {len(batch['tokens'])} rows of {len(rows)}; return all of them, and filter rows in the dataset"
+            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
+        return batch
 
     def _lengthened(self, rows: Sequence[dict[str, Any]], length: int) -> Sequence[dict[str, Any]]:
         if length <= max(len(row["tokens"]) for row in rows):
@@ -264,7 +271,8 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
         raise
     except Exception as error:  # the user's code, and the libraries that fetch and parse, have many
         why = f"{type(error).__name__}: {one_line(error)}"
-        raise SettingError(key, name, f"it cannot be built ({why}); check its source and arguments") from error
+        remedy = "set streaming=False" if block.get("streaming", False) else "check its source and arguments"
+        raise SettingError(key, name, f"it cannot be built ({why}); {remedy}") from error
     return dataset
 
 

@@ -233,6 +233,6 @@ def _name_of_rows(job: Job, data: Data) -> str:
     return fingerprint("rows", rows, numbers, sampled)
 
 
-def _tokens(row: Any) -> Any:
-    tokens = row.get("tokens") if isinstance(row, Mapping) else None
-    return tokens.tolist() if isinstance(tokens, torch.Tensor) else (None if tokens is None else list(tokens))
+def _tokens(row: Mapping[str, Any]) -> list[int]:
+    tokens = row["tokens"]
+    return [int(token) for token in (tokens.tolist() if hasattr(tokens, "tolist") else tokens)]

@@ -533,6 +533,11 @@ REFUSED = {
         )
     },
     "a dataset that is streamed": (["dataset.streaming=True"], "dataset='json'", "rows by number, and streaming=False"),
+    "a dataset that is packed from a stream": (
+        ["dataset.streaming=True", "dataset.packed=True"],
+        "dataset='json'",
+        "has no len()); set streaming=False",
+    ),
     "a dataset to validate on without a length": (
         ["dataset_val._component_=support.components.Endless", "run_val_every_n_steps=1"],
         "dataset_val='support.components.Endless'",

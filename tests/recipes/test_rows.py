@@ -53,6 +53,25 @@ def test_lengths_that_were_counted_beside_another_model_are_compared_with_this_o
         small.run_in_process(OURS, *by_tokens, "model.vocab_size=10")
 
 
+def test_tokens_may_be_a_list_an_array_or_a_tensor(small):
+    rows = (
+        "dataset._component_=support.components.OfKind",
+        f"dataset.lengths={COUNTED}",
+        "epochs=1",
+        "batch_tokens=60",
+    )
+    kinds = ("list", "tuple", "array", "tensor", "list of numpy")
+    first, *others = (small.run_in_process(OURS, *rows, f"dataset.kind={kind}").losses for kind in kinds)
+    assert len(first) > 1
+    assert others == [first] * 4
+
+
+def test_a_collate_function_that_leaves_out_rows_is_refused(small):
+    leaving_out = "support.components.leaving_out"
+    with pytest.raises(SettingError, match=f"collate_fn='{leaving_out}': it made 3 rows of 4; return all of them"):
+        small.run_in_process(OURS, *PLAIN, f"collate_fn={leaving_out}")
+
+
 # --- rows that are not as long as the cache says ------------------------------------------------------------------------
 
 COUNTED = [8 + row % 9 for row in range(32)]

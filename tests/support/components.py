@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from support.cli import MODEL, pictures
+from torchtune.data import padded_collate_sft
 from torchtune.models.qwen2 import qwen2
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
@@ -188,6 +190,29 @@ class OfLengths:
         length = NOW.get("row_length") or self.lengths[row]
         tokens = [row + 1, *(1 + (row * row + 7 * i * i) % 500 for i in range(1, length))]
         return {"tokens": tokens, "labels": [-100, *tokens[1:]]}
+
+
+def leaving_out(rows, padding_idx=0, ignore_idx=-100):
+    """A collate function that leaves out a row of each batch."""
+    return padded_collate_sft(rows[:-1], padding_idx=padding_idx, ignore_idx=ignore_idx)
+
+
+class OfKind(OfLengths):
+    """Rows whose tokens are a list, an array or a tensor of some numbers."""
+
+    def __init__(self, tokenizer, lengths, kind, **_):
+        super().__init__(tokenizer, lengths)
+        self.kind = kind
+
+    def __getitem__(self, number):
+        row = super().__getitem__(number)
+        kinds = {
+            "array": np.array,
+            "tensor": torch.tensor,
+            "tuple": tuple,
+            "list of numpy": lambda x: list(np.array(x)),
+        }
+        return {key: kinds.get(self.kind, list)(value) for key, value in row.items()}
 
 
 class OfLengthsNow(OfLengths):

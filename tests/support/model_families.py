@@ -18,6 +18,7 @@ from torch import nn
 from torchtune import config, training
 from torchtune.models.qwen2 import qwen2
 
+from adaptive_batch.data import Measured
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import BatchSizeFinder, Data, Job, Settings, Trainer, estimate_devices
@@ -150,7 +151,7 @@ class RealRun:
             positions = torch.cat([torch.arange(int(span)) for span in spans])
             row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": spans}
         self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
-        self.data.lengths = torch.full((len(self.data.dataset),), length)
+        self.data.dataset._measured = Measured(torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3))
         self.trainer = Trainer.load(job, self.data, RandomWeights(job))
 
 
