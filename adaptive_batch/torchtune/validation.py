@@ -84,12 +84,13 @@ class Validation:
         """The mean loss over the label tokens of the rows. Training goes on as if this had not been."""
         random_state = RandomState(self._job.device)
         try:
-            return self._evaluator.run(self._rows())
+            loss = self._evaluator.run(self._rows())
         finally:
             random_state.restore()
-            if changed := self._data.dataset_val.recount():
-                message = f"dataset_val: {changed}: the lengths that were cached are dropped"
-                self._record.event("recounted", message)
+        if changed := self._data.dataset_val.recount():  # a collective, which no rank that fails may begin alone
+            message = f"dataset_val: {changed}: the lengths that were cached are dropped"
+            self._record.event("recounted", message)
+        return loss
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())
