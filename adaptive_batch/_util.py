@@ -23,9 +23,8 @@ log = logging.getLogger("adaptive_batch")
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where no terminal shows a bar
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
-MOST = (
-    10**12
-)  # rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied
+# Rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied.
+MOST = 10**12
 
 
 def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = MOST) -> int:

@@ -109,7 +109,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         data.check_rows()
         batching = data.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch)
         by_tokens = settings.lr_clock.counts_tokens
-        planner = StepPlanner(data, batching, layout=data.shapes, ranks=job.ranks, counts_tokens=by_tokens)
+        planner = StepPlanner(data.dataset, batching, layout=data.shapes, ranks=job.ranks, counts_tokens=by_tokens)
         self.planner = self._add("steps", planner)
         if settings.needs_bound or (settings.validation is not None and settings.validation.fits_itself):
             self.bounds.check()

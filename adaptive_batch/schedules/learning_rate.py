@@ -179,9 +179,7 @@ class LearningRate:
             )
         self._remember_bases()
         for optimizer in self._optimizers if rule != "none" else ():
-            with suppress(
-                AttributeError
-            ):  # torchao's CPUOffloadOptimizer has no hooks: :meth:`restore` is called for it
+            with suppress(AttributeError):  # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it
                 optimizer.register_step_post_hook(lambda stepped, *_: self._after_step(stepped))
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 

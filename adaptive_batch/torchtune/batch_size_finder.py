@@ -372,7 +372,7 @@ class BatchSizeFinder:
 
     def rows_of(self, length: int | str) -> WorstRows:
         """Return the rows of trials of a length."""
-        lengths = self._data.lengths
+        lengths = self._data.dataset.lengths
         order = longest_rows(lengths, len(lengths))
         longest = int(lengths[order[0]])
         if length == "max_seq_len":

@@ -13,7 +13,7 @@ from torchtune import config
 
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Clock, LearningRate, Progress, Reference, TrainingClock
+from adaptive_batch.schedules import Clock, LearningRate, Progress, TrainingClock
 from adaptive_batch.training import StepRate
 
 from .config_errors import as_dict
@@ -55,18 +55,13 @@ def build_rate(
         scheduler,
         settings.lr_clock,
         rule=settings.lr_scaling,
-        reference=reference_batch(job),
+        reference=settings.reference_batch_size,
         warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
         total_steps=total_steps,
     )
     if saved:
         rate.load_state_dict(saved)
     return rate
-
-
-def reference_batch(job: Job) -> Reference:
-    """The global batch that the configured learning rate belongs to."""
-    return job.settings.reference_batch_size or Reference(job.settings.step_rows * job.ranks, "rows")
 
 
 def check_scheduler(cfg: DictConfig) -> None:

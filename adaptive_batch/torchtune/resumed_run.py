@@ -16,14 +16,13 @@ from adaptive_batch._util import count, fingerprint
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
-from adaptive_batch.schedules import Progress
+from adaptive_batch.schedules import Progress, Reference
 
 from .checkpoints import Checkpoints
 from .config_errors import as_dict
 from .data import Data
 from .epoch_checkpoints import STATE_KEY
 from .job import Job
-from .rate import reference_batch
 from .settings import FILLS_STEPS, RESUME
 
 # What the checkpoint brings with it: another one has no effect, which is logged.
@@ -171,7 +170,7 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
             found[name] = getattr(settings, name)
     return found | {
         "lr_clock": str(settings.lr_clock),
-        "reference_batch_size": str(reference_batch(job)),
+        "reference_batch_size": str(settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")),
         "shuffle": bool(job.cfg.shuffle),
         "dataset": _name_of_rows(job, data),
         "rows": len(data.dataset),

@@ -115,8 +115,10 @@ class Rows(Dataset[Any]):
     def _numbers(self) -> torch.Tensor:
         if self._measured is None:
             self._measured = distributed.from_rank_zero(self._measure_all)
-            if self._measured.is_cached:  # perhaps beside another model
-                self._check_all(self._measured.numbers)
+            numbers = self._measured.numbers
+            worst = numbers[:, _TOKENS].argmax(), numbers[:, _WORST].argmin(), numbers[:, _WORST].argmax()
+            for number in map(int, worst):  # what was cached may have been measured for another model
+                self._check(number, numbers[number].tolist())
         return self._measured.numbers
 
     def _measure_all(self) -> Measured:
@@ -170,17 +172,6 @@ class Rows(Dataset[Any]):
         if job.vocab_size is not None and not 0 <= worst < job.vocab_size:
             has = f"has the token id {worst}, and the model's vocabulary has 0 to {job.vocab_size - 1}"
             raise self._refused(number, f"{has}; give the tokenizer of this model, and the model its vocab_size")
-
-    def _check_all(self, numbers: torch.Tensor) -> None:
-        job = self._job
-        wrong = numbers[:, _WORST] < 0
-        if job.max_seq_len is not None:
-            wrong |= numbers[:, _TOKENS] > job.max_seq_len
-        if job.vocab_size is not None:
-            wrong |= numbers[:, _WORST] >= job.vocab_size
-        if wrong.any():
-            number = int(wrong.nonzero()[0])
-            self._check(number, numbers[number].tolist())
 
     def _refused(self, number: int, why: str) -> SettingError:
         return SettingError(self._key, self._name, f"row {number} {why}")

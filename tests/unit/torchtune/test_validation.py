@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.runners import build_runner
 
-from adaptive_batch.data import MicroBatchLimit, MicroBatchLayout
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune.settings import ValidationSettings
 from adaptive_batch.torchtune.validation import Validation
