@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from safetensors import safe_open
-from torchtune import config, training
+from torchtune import training
 
 from adaptive_batch._util import atomic_write, move_into_place, sync_folder
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import is_out_of_memory
+
+from .config_errors import instantiate
 
 log = logging.getLogger("adaptive_batch")
 
@@ -127,7 +129,7 @@ class EpochCheckpoints:
             files = [path.resolve() for path in _weights_in(epoch.folder)]
             overrides["checkpoint_files"] = [str(path) for path in files]
             log.info("resuming from %s: %s", epoch.folder, ", ".join(path.name for path in files))
-        self._checkpointer = config.instantiate(cfg, **overrides)
+        self._checkpointer = instantiate("checkpointer", cfg, **overrides)
         with contextlib.suppress(OSError):
             self._temporary.rmdir()  # which torchtune's checkpointer makes
 
