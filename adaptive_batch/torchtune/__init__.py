@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
-    from .batch_size_finder import BatchSizeFinder as BatchSizeFinder
-    from .batch_size_finder import left_by_rounding as left_by_rounding
+    from .bound_finder import BoundFinder as BoundFinder
+    from .bound_finder import left_by_rounding as left_by_rounding
     from .checkpoints import Checkpoints as Checkpoints
     from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .validation import Validation as Validation
 
 _NAMES_OF = {
-    ".batch_size_finder": ("BatchSizeFinder", "left_by_rounding"),
+    ".bound_finder": ("BoundFinder", "left_by_rounding"),
     ".checkpoints": ("Checkpoints",),
     ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
     ".config_errors": ("as_dict",),

@@ -15,7 +15,7 @@ from adaptive_batch.memory import GIB
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
-from .batch_size_finder import BatchSizeFinder, left_by_rounding
+from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .trainer import Trainer
@@ -37,7 +37,7 @@ class LimitFinder:
     """
 
     def __init__(
-        self, job: Job, data: Data, trainer: Trainer, bounds: BatchSizeFinder, record: RunLog, *, run: str = ""
+        self, job: Job, data: Data, trainer: Trainer, bounds: BoundFinder, record: RunLog, *, run: str = ""
     ) -> None:
         self._data, self._trainer, self._settings = data, trainer, job.settings
         self._bounds, self._record, self._run = bounds, record, run

@@ -21,7 +21,7 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import MicroBatchLimits, StepRate, same_answers
 
-from .batch_size_finder import BatchSizeFinder, left_by_rounding
+from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .rate import build_rate, optimizer_of_nothing
@@ -132,7 +132,7 @@ class TrainingPreview:
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
-    def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], resumes: bool) -> str:
+    def alone(self, progress: Progress, *, bounds: BoundFinder, saved: Mapping[str, Any], resumes: bool) -> str:
         """Return the preview where nothing is tried or trained: with the bound that is known, if any is needed.
 
         `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.

@@ -63,7 +63,7 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
-class BatchSizeFinder:
+class BoundFinder:
     """Runs trials of what training will run, on the data and the model of a run.
 
     Use :meth:`check` before the weights are loaded and the others after.
