@@ -51,10 +51,11 @@ def check_share(key: str, value: object) -> None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format an amount of memory in GiB, or in MiB, KiB or bytes where two decimals of more would not show it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= 0.1 * size:
-            return f"{num_bytes / size:.2f} {unit}"
+    """Format an amount of memory in GiB from 16 MiB on, in MiB from 16 KiB on; below that in KiB or bytes."""
+    for unit, size, least in (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**14), ("KiB", 2**10, 2**10)):
+        if num_bytes >= least:
+            number = num_bytes / size
+            return f"{number:.{2 if number >= 1 else 3}f} {unit}"
     return count(round(num_bytes), "byte")
 
 

@@ -76,7 +76,7 @@ class CurveCheck:
         off = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
         if off > 1e-3:
             counted, expected = format_bytes(self.counted_bytes), format_bytes(self.expected_bytes)
-            return f"do not rely on the maximum batch size: {count(self.rows, 'row')} held {counted}, and the curve gives {expected}"
+            return f"do not rely on the maximum batch size: {self.rows} rows hold {counted}, and the curve gives {expected}"
         return f"checked: a third size, {count(self.rows, 'row')}, lies on the curve {f'within {off:.2%}' if off else 'to the byte'}"
 
 

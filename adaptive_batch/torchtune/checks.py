@@ -167,9 +167,13 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     finds = "use_maximum_batch_size" if s.use_maximum_batch_size else "batch_increase_function"
     rows_alike = s.uniform_micro_batches in ("rows", "both") and not (s.batch_changes or s.grows or tokens)
     one_by_one = isinstance(size, int) and 1 < size < most and largest_divisor(most, at_most=size) == 1
-    warmup = (config.get("lr_scheduler") or {}).get("num_warmup_steps")
+    scheduler = config.get("lr_scheduler")
+    warmup = scheduler.get("num_warmup_steps") if isinstance(scheduler, Mapping) else None
     two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
     validates, by_rule = s.run_val_every_n_steps is not None, rule is not None
+    for name in ("lr_scheduler", "checkpointer", "metric_logger"):
+        if config.get(name) is not None:
+            check_block(name, config[name])
     for switch in _SWITCHES:
         if config.get(switch) is not None:
             check_bool(switch, config[switch])

@@ -15,6 +15,7 @@ from omegaconf.errors import (
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
+from torchtune import config
 from torchtune.config._errors import InstantiationError
 
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
@@ -48,6 +49,22 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
     for block in blocks:
         if not (isinstance(block, dict) and isinstance(block.get("_component_"), str)):
             raise SettingError(key, block, _BLOCK)
+
+
+def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> Any:
+    """Build the component of a block of the configuration.
+
+    Raises:
+        SettingError: it cannot be built with what the block gives; what it raises while it runs stays what it is.
+    """
+    try:
+        return config.instantiate(block, *arguments, **more)
+    except AdaptiveBatchError:
+        raise
+    except (InstantiationError, TypeError, ValueError, LookupError, AttributeError, OSError) as error:
+        kind = "" if isinstance(error, InstantiationError) else f"{type(error).__name__}: "
+        remedy = f"it cannot be built: {kind}{one_line(error)} (ADAPTIVE_BATCH_TRACEBACK=1 shows where)"
+        raise SettingError(key, block.get("_component_"), remedy) from error
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:

@@ -22,8 +22,7 @@ import torch
 from omegaconf import DictConfig
 from safetensors import safe_open
 from torch.utils._pytree import tree_leaves
-from torchtune import config, training
-from torchtune.config._errors import InstantiationError
+from torchtune import training
 
 from adaptive_batch._util import atomic_write, move_into_place, sync_folder
 from adaptive_batch.checkpoint import (
@@ -39,6 +38,7 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError, SettingError
 
 from .checks import check_output_dir
+from .config_errors import instantiate
 
 log = logging.getLogger("adaptive_batch")
 
@@ -224,13 +224,13 @@ class EpochCheckpoints:
         if not base.is_dir():
             raise SettingError("checkpointer.checkpoint_dir", str(base), "there is no such folder; see `tune download`")
         try:
-            self._checkpointer = config.instantiate(cfg, **overrides)
-        except InstantiationError:
-            raise
-        except (OSError, ValueError) as error:
-            key = "checkpoint_files" if "No file with name" in str(error) else "checkpoint_dir"
-            remedy = f"{reason(error).rstrip('.')}; give what `tune download` wrote"
-            raise SettingError(f"checkpointer.{key}", cfg[key], remedy) from error
+            self._checkpointer = instantiate("checkpointer", cfg, **overrides)
+        except SettingError as error:
+            if not isinstance(cause := error.__cause__, OSError | ValueError):
+                raise
+            key = "checkpoint_files" if "No file with name" in str(cause) else "checkpoint_dir"
+            remedy = f"{reason(cause).rstrip('.')}; give what `tune download` wrote"
+            raise SettingError(f"checkpointer.{key}", cfg[key], remedy) from cause
         with suppress(OSError):
             self._temporary.rmdir()  # which torchtune's checkpointer makes
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, training, utils
+from torchtune import training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .checks import TO_TRAIN, check_loss, complete
-from .config_errors import one_line
+from .config_errors import instantiate, one_line
 from .model import FullModel, ModelBuilder
 from .settings import Settings
 
@@ -48,7 +48,7 @@ class Job:
         self.dtype = _usable("dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device))
         if cfg.get("enable_activation_offloading", False) and self.device.type != "cuda":
             raise SettingError("enable_activation_offloading", True, "it needs CUDA; set it to False")
-        self.loss_fn = config.instantiate(cfg.loss)
+        self.loss_fn = instantiate("loss", cfg.loss)
 
     def check_model(self) -> None:
         """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is checked once it is built."""
@@ -87,9 +87,13 @@ class Job:
         """Return a block of the configuration as plain values, its references resolved."""
         return OmegaConf.to_container(self.cfg[key], resolve=True)
 
+    def check_optimizer(self) -> None:
+        """Refuse an optimizer that cannot be built."""
+        self.new_optimizer([torch.nn.Parameter(torch.zeros(1, dtype=self.dtype, device=self.device))])
+
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Build the configured optimizer of some parameters."""
-        optimizer: torch.optim.Optimizer = config.instantiate(self.cfg.optimizer, parameters)
+        optimizer: torch.optim.Optimizer = instantiate("optimizer", self.cfg.optimizer, parameters)
         return optimizer
 
 

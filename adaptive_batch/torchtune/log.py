@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtune import config, training, utils
+from torchtune import training, utils
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
@@ -21,6 +21,7 @@ from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepRate, S
 
 from .checkpoints import Checkpoints
 from .checks import NoEffect
+from .config_errors import instantiate
 from .data import Data
 from .job import Job
 from .preview import TrainingPreview
@@ -53,7 +54,7 @@ class TrainingLog:
         self.record = distributed.on_rank_zero(lambda: RunLog(path)) or RunLog(path, enabled=False)
         self._metrics: Any = None
         if distributed.is_rank_zero():
-            self._metrics = config.instantiate(cfg.metric_logger)
+            self._metrics = instantiate("metric_logger", cfg.metric_logger)
             self._metrics.log_config(cfg)
         self._ran = [0.0, 0.0, 0]  # tokens, with padding, and most micro-batches of a step, in the epoch so far
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1

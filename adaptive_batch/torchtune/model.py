@@ -15,14 +15,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import config, modules, training
-from torchtune.config._errors import InstantiationError
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
 
 from .checks import check_all_is_trained
-from .config_errors import one_line
+from .config_errors import instantiate, one_line
 
 
 class Weights(Protocol):
@@ -76,11 +75,8 @@ class FullModel:
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        try:
-            with torch.device("meta"), training.set_default_dtype(dtype):
-                model: torch.nn.Module = config.instantiate(cfg.model)
-        except InstantiationError as error:  # its module cannot be imported
-            raise SettingError("model", str(cfg.model._component_), one_line(error)) from error
+        with torch.device("meta"), training.set_default_dtype(dtype):
+            model: torch.nn.Module = instantiate("model", cfg.model)
         return model
 
     def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

@@ -104,6 +104,7 @@ class Trainer:
         lower: Callable[[LimitChange], object] = lambda change: None,
     ) -> Trainer:
         """Build the model with its weights, and its optimizer."""
+        job.check_optimizer()
         model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
         return cls(job, data, model, limit=limit, lower=lower)
 

@@ -73,7 +73,7 @@ def test_the_compute_capability_follows_from_the_architecture():
     ("size", "total_bytes", "shown"),
     [
         ("80GiB", 80 * GIB, "80.00 GiB"),
-        ("900 MiB", 900 * 1024**2, "0.88 GiB"),
+        ("900 MiB", 900 * 1024**2, "0.879 GiB"),
         ("24GB", 24 * 10**9, "22.35 GiB"),
         (16 * GIB, 16 * GIB, "16.00 GiB"),
     ],

@@ -89,7 +89,7 @@ def test_one_row_that_fits_is_a_bound_of_one_even_where_the_curve_says_less():
     ("gib", "what"),
     [
         (1, "the parameters (2.00 GiB, 2.00 GiB with what comes before)"),
-        (2.1, "the buffers (0.25 GiB, 2.25 GiB with what comes before)"),
+        (2.1, "the buffers (0.250 GiB, 2.25 GiB with what comes before)"),
         (6, "the optimizer's state (4.00 GiB, 6.25 GiB with what comes before)"),
         (7, "the optimizer's step (8.00 GiB at the peak)"),
         (9, "forward and backward of one row (10.00 GiB at the peak)"),
@@ -145,7 +145,7 @@ def test_the_table_has_a_line_for_each_device_and_length():
         "80 GiB: 75.00 GiB may be used of 80.00 GiB, 1.00 GiB for the CUDA context, 4.00 GiB for headroom (5%)"
     )
     assert lines[6] == "small: 11.00 GiB may be used of 12.00 GiB"
-    assert lines[7] == "fixed: 6.25 GiB: parameters 2.00 GiB, optimizer state 4.00 GiB, buffers 0.25 GiB"
+    assert lines[7] == "fixed: 6.25 GiB: parameters 2.00 GiB, optimizer state 4.00 GiB, buffers 0.250 GiB"
     assert lines[8] == "optimizer's step: 8.00 GiB at its peak, whatever the batch"
     assert lines[-1] == "checked: a third size, 5 rows, lies on the curve to the byte"
 
@@ -162,7 +162,7 @@ def test_a_device_on_which_nothing_fits_has_no_free_memory_to_show():
         "0",
         "10.00",
         "GiB",
-        "0.12",
+        "0.125",
         "GiB",
         "-",
     ]

@@ -328,7 +328,7 @@ def test_passing_the_budget_raises_where_it_happens():
         assert isinstance(error, torch.OutOfMemoryError)
         assert is_out_of_memory(error)
         assert training.phase == phase
-        assert "over the budget of 0.50 GiB" in str(error)
+        assert "over the budget of 0.500 GiB" in str(error)
 
 
 def test_what_is_resident_alone_may_pass_the_budget():

@@ -116,7 +116,7 @@ def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
     assert lines[1].split()[:5] == ["1", "2048", "4.25", "GiB", "yes"]
     assert "fixed: 4.00 GiB (weights, buffers, optimizer state, gradients that stay)" in lines
     assert "optimizer's step: 5.00 GiB at its peak, whatever the batch" in lines
-    assert "each row: 0.25 GiB more, between the two largest sizes that fit" in lines
+    assert "each row: 0.250 GiB more, between the two largest sizes that fit" in lines
     assert "free at the bound: 2.00 GiB of the 16.00 GiB allowed" in lines
     assert lines[-1] == "max_batch_size: 40+; rounded down to a power of two: 32"
     assert (result.bytes_per_row(), result.peak_bytes()) == (row, 14 * GIB)

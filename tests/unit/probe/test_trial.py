@@ -196,7 +196,7 @@ def test_one_row_that_does_not_fit_is_told_with_numbers_and_remedies():
 def test_an_optimizer_step_that_does_not_fit_is_told_so():
     training = Training(Case("big", resumed=True), optimizers={"big": lambda p: BigStep(p, lr=0.1, momentum=0.9)})
     message = refusal(training, 2**26)
-    assert re.match(r"the optimizer's step needs 64\.\d\d MiB, cpu allows 64\.00 MiB; ", message), message
+    assert re.match(r"the optimizer's step needs 0\.06\d GiB, cpu allows 0\.062 GiB; ", message), message
 
 
 def test_a_row_that_fits_only_before_the_optimizer_has_state_does_not_fit():

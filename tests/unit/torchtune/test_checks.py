@@ -202,6 +202,46 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
         Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"optimizer.learning_rate": 1e-3},
+            r"optimizer='torch\.optim\.AdamW': it cannot be built: TypeError: .*'learning_rate'",
+        ),
+        (
+            {"optimizer.lr": -1.0},
+            r"optimizer='torch\.optim\.AdamW': it cannot be built: ValueError: Invalid learning rate",
+        ),
+        ({"optimizer.lr": "abc"}, r"optimizer='torch\.optim\.AdamW': it cannot be built: TypeError"),
+        ({"model.nlayers": 2}, r"model='torchtune\.models\.qwen2\.qwen2': it cannot be built: TypeError: .*'nlayers'"),
+        (
+            {"model.embed_dim": 33},
+            r"model='torchtune\.models\.qwen2\.qwen2': it cannot be built: ValueError: embed_dim",
+        ),
+        ({"loss.ignore_idx": 3}, "loss='.*': it cannot be built: TypeError: .*'ignore_idx'"),
+        ({"lr_scheduler": "a.b"}, "lr_scheduler='a.b': give a block with _component_"),
+        ({"checkpointer": 3}, "checkpointer=3: give a block with _component_"),
+        ({"metric_logger": {"_component_": None}}, "metric_logger=.*: give a block with _component_"),
+    ],
+    ids=str,
+)
+def test_a_component_that_cannot_be_built_is_refused_before_weights_load(changed, says):
+    cfg = SMALL.config()
+    for key, value in changed.items():
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    with pytest.raises(SettingError, match=says) as refused:
+        built(cfg)
+    assert "\n" not in str(refused.value)
+
+
+def built(cfg):
+    """All that is built before weights load."""
+    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    job.check_model()
+    job.check_optimizer()
+
+
 @pytest.mark.parametrize("given", [None, "", 3, ["a"]])
 def test_an_output_dir_that_is_no_folder_is_refused(given):
     with pytest.raises(SettingError, match=r"^output_dir=.*: give a folder of yours"):
