@@ -97,6 +97,14 @@ class NonfiniteSteps:
         count, self._num_since_counted = self._num_since_counted, 0
         return count
 
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return {"since_counted": self._num_since_counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from a saved state."""
+        self._num_since_counted = state["since_counted"]
+
     def _wrong(self, result: StepResult) -> str | None:
         if not math.isfinite(result.loss):
             return f"the loss is {result.loss}"
