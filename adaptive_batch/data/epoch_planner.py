@@ -271,7 +271,8 @@ class EpochPlanner:
         """Divide the first epoch by a batch that does not change."""
         batching = self._batching
         if batching.batch_tokens:
-            return EpochPlan.of_sizes(self._plan_constant(self.sampler.order(0)).sizes.tolist(), **batching.ends)
+            order = self.sampler.order(0, lengths=self._rows.lengths)
+            return EpochPlan.of_sizes(self._plan_constant(order).sizes.tolist(), **batching.ends)
         step_rows = batch_size * batching.gradient_accumulation_steps * self.ranks
         return EpochPlan.of(len(self.sampler), step_rows=step_rows, **batching.ends)
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torchtune import training
 
-from adaptive_batch.checkpoint import SkippedCheckpoint
+from adaptive_batch.checkpoint import SkippedCheckpoint, changed_content
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.torchtune.epoch_checkpoints import EpochCheckpoints, inspect_epoch, orders_of_epochs
 
@@ -51,7 +51,7 @@ def save(block, epoch, *, order, **own):
 def order_of(block):
     """The order of what is resumed from, after both files were read and are of the same save."""
     found = inspect_epoch(block)
-    assert found.corruption() is None
+    assert changed_content(found.path, found.files) is None
     (weights,) = found.weights
     moments = torch.load(found.state_file, weights_only=True)[training.OPT_KEY]["moments"]
     values = {float(tensor.max()) for tensor in [*load_file(weights).values(), moments]}
@@ -61,7 +61,7 @@ def order_of(block):
 
 def why_not(block):
     found = inspect_epoch(block)
-    return found.reason if isinstance(found, SkippedCheckpoint) else found.corruption()
+    return found.reason if isinstance(found, SkippedCheckpoint) else changed_content(found.path, found.files)
 
 
 def flip(path, at):
@@ -172,7 +172,7 @@ def of_torchtune(block, out):
 
 def test_an_epoch_of_torchtune_is_found_and_older_than_all_of_ours(block, of_torchtune):
     found = inspect_epoch(block)
-    assert (found.order, found.corruption()) == (0, None)
+    assert (found.order, changed_content(found.path, found.files)) == (0, None)
     assert found.weights == [of_torchtune / WEIGHTS]
 
 
