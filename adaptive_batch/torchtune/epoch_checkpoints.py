@@ -121,7 +121,8 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
         cfg: the `checkpointer` block of the configuration.
     """
     output_dir = Path(cfg.output_dir)
-    state_file = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+    given = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+    state_file = given if given.exists() else output_dir / _RECIPE_STATE  # of a run that torchrun starts again, too
     with_state = [(folder, manifest) for folder, manifest in _manifests(output_dir) if manifest.recipe_state]
     if not with_state and not state_file.exists():
         return None
