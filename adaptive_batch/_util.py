@@ -50,8 +50,8 @@ def check_share(key: str, value: object) -> None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format an amount of memory in GiB from 16 MiB on, in MiB from 16 KiB on; below that in KiB or bytes."""
-    for unit, size, least in (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**14), ("KiB", 2**10, 2**10)):
+    """Format an amount of memory in GiB from 16 MiB on, in MiB from 128 KiB on; below that in KiB or bytes."""
+    for unit, size, least in (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**10)):
         if num_bytes >= least:
             number = num_bytes / size
             return f"{number:.{2 if number >= 1 else 3}f} {unit}"
