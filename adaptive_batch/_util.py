@@ -24,10 +24,12 @@ log = logging.getLogger("adaptive_batch")
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where no terminal shows a bar
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
 # Rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied.
-MOST = 10**12
+LARGEST_NUMBER = 10**12
 
 
-def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = MOST) -> int:
+def check_whole(
+    key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = LARGEST_NUMBER
+) -> int:
     """Refuse what is not a whole number, 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingError(key, value, remedy)
@@ -58,9 +60,9 @@ def format_bytes(num_bytes: float) -> str:
     return count(round(num_bytes), "byte")
 
 
-def count(number: int, what: str) -> str:
-    """Format so many things, such as ``1 row`` and ``2 rows``."""
-    return f"{number} {what}{'s' * (number != 1)}"
+def count(number: int, what: str, form: str = "") -> str:
+    """Format so many things, such as ``1 row`` and ``2 rows``, the number in a form such as ``","``."""
+    return f"{number:{form}} {what}{'s' * (number != 1)}"
 
 
 def rows_fit(rows: int) -> str:

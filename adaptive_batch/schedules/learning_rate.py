@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-from adaptive_batch._util import MOST
+from adaptive_batch._util import LARGEST_NUMBER
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -40,14 +40,14 @@ class Reference:
 
 def parse_reference(value: object) -> Reference:
     """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens; raise ValueError for all else."""
-    if type(value) is int and 1 <= value <= MOST:
+    if type(value) is int and 1 <= value <= LARGEST_NUMBER:
         return Reference(float(value), "rows")
     if isinstance(value, str) and value.endswith("tok"):
         try:
             amount = float(value.removesuffix("tok"))
         except ValueError:
             amount = math.nan
-        if 0 < amount <= MOST:
+        if 0 < amount <= LARGEST_NUMBER:
             return Reference(amount, "tokens")
     raise ValueError(f"{value!r}: give a whole number of rows, 1 or more, or tokens as in 8192tok")
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
     from .checks import without_effect_on as without_effect_on
-    from .config_errors import as_dict as as_dict
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
     from .configs import shipped_configs as shipped_configs
@@ -46,7 +45,6 @@ _NAMES_OF = {
     ".bound_finder": ("BoundFinder", "left_by_rounding"),
     ".checkpoints": ("Checkpoints",),
     ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
-    ".config_errors": ("as_dict",),
     ".configs": ("config_path", "copy_config", "shipped_configs"),
     ".data": ("Data",),
     ".doctor": ("check",),

@@ -63,7 +63,7 @@ class ResumedRun:
         self._ignored: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
         self.begins_epoch_again = self.keeps_batch = False
-        self.times_begun_again = self.unlabelled = 0
+        self.unlabelled = 0
         if state is None:
             return
         self.epochs = state[training.TOTAL_EPOCHS_KEY]
@@ -80,7 +80,6 @@ class ResumedRun:
         if saved:
             self.name, self.unlabelled = saved["run"], saved["unlabelled"]
             self.progress = Progress(**saved["progress"])
-            self.times_begun_again = saved["times_begun_again"]
         self.differs, self.begins_epoch_again = compare(
             saved.get("conditions", {}),
             self._now["conditions"],
@@ -88,7 +87,6 @@ class ResumedRun:
             in_mid_epoch=self.progress.epoch_steps > 0,
         )
         if self.begins_epoch_again:
-            self.times_begun_again += 1
             self.progress, self.unlabelled = self.progress.at_epoch_start(), 0
         if saved and settings.batch_changes:
             # a batch that was found or grown is kept; one that now is to be found for the first time is found
@@ -98,7 +96,7 @@ class ResumedRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the run, and what its results depend on, as plain values."""
-        return {"run": self.name, "times_begun_again": self.times_begun_again, **self._now}
+        return {"run": self.name, **self._now}
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the state that a part resumes from; None where it begins without one."""
