@@ -138,13 +138,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             limit=lambda: self.planner.limit,
             lower=lambda change: self.limit_finder.lower(change),
         )
-        self.nonfinite = NonfiniteSteps(
+        nonfinite = NonfiniteSteps(
             self.settings.on_nonfinite_loss,
             runner=trainer.runner,
             event=self.record.event,
             is_taken=self.settings.optimizer_in_bwd,
             remedy=self.checkpoints.after_end,
         )
+        self.nonfinite = self._add("nonfinite", nonfinite)
         self.limit_finder = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
         self.limits = self.planner.limits = self.parts["limits"] = self.limit_finder.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
@@ -246,8 +247,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
-        epoch, done, runner = self.progress.epoch, self.progress.epoch_steps, self.trainer.runner
-        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
+        epoch, runner = self.progress.epoch, self.trainer.runner
+        with self.log.progress_bar(self.planner.plan.steps, done=self.progress.epoch_steps) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
@@ -287,7 +288,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             raise SettingError("dataset", str(self.cfg.dataset), remedy)
         nonfinite = self.nonfinite.count()
         self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=nonfinite)
-        if self.settings.on_nonfinite_loss == "skip" and not done and nonfinite == self.progress.epoch_steps > 0:
+        if self.settings.on_nonfinite_loss == "skip" and nonfinite == self.progress.epoch_steps > 0:
             what = f"epoch {epoch}: the loss or the gradients of all {nonfinite} steps are not finite, so nothing was trained"
             raise NonfiniteLossError(f"{what}; check the weights that it began with, the data and dtype")
 

@@ -209,7 +209,9 @@ class Data:
                 self.dataset_val[row] for row in range(settings.validation.rows_of(len(self.dataset_val), ranks=ranks))
             )
             random_state = RandomState(self._job.device)
-            has_labels = any(int(label) != self._ignored for row in validated for label in row["labels"][1:])
+            has_labels = any(
+                int(label) != self._ignored for row in validated for label in row.get("labels", row["tokens"])[1:]
+            )
             random_state.restore()
             if not has_labels:
                 remedy = "no row that is validated on has a label; see its train_on_input and masks"

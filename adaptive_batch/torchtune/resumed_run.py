@@ -57,7 +57,7 @@ class ResumedRun:
             job.ranks = self.saved["steps"]["ranks"]
         check_fewer_ranks(job)
         self._now = {"conditions": run_conditions(job, data), "optimizer": _kind_of_optimizer(job)}
-        self.progress, self.name = Progress(), uuid.uuid4().hex[:12]
+        self.progress, self.name = Progress(), distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
         self.seed, self.max_steps_per_epoch = seed, self._settings.max_steps_per_epoch
         self.differs: list[str] = []
         self._ignored: dict[str, tuple[Any, Any]] = {}
@@ -100,7 +100,7 @@ class ResumedRun:
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the state that a part resumes from; None where it begins without one."""
-        if not self.saved or (name == "full_batch_loss" and self.begins_epoch_again):
+        if not self.saved or (name in ("full_batch_loss", "nonfinite") and self.begins_epoch_again):
             return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and self.begins_epoch_again:

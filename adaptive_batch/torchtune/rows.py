@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -137,6 +138,10 @@ class Rows(Dataset[Any]):
         if not len(ids):
             raise self._refused(number, "has no tokens; filter it out")
         extremes = [int(ids.min()), int(ids.max())]
+        if labels is None and self._job.cfg.get("collate_fn") is None:
+            raise self._refused(
+                number, f"has no labels; give each token its label, or {self._job.loss_fn.ignore_index} for none"
+            )
         if labels is not None:
             targets = self._ids(number, "labels", labels)
             if len(targets) != len(ids):
@@ -152,9 +157,10 @@ class Rows(Dataset[Any]):
         """Return what a row has under a key as numbers `[tokens]`."""
         ids = ids.cpu() if isinstance(ids, torch.Tensor) else ids
         if isinstance(ids, list | tuple) or len(getattr(ids, "shape", ())) == 1:
-            try:
-                found = np.asarray(ids, dtype=None if len(ids) else np.int64)
-            except (TypeError, ValueError, OverflowError):
+            try:  # numpy takes four times as long to find out what a list holds
+                packed = struct.pack(f"{len(ids)}q", *ids) if isinstance(ids, list | tuple) else None
+                found = np.asarray(ids) if packed is None else np.frombuffer(packed, np.int64)
+            except (TypeError, ValueError, struct.error):
                 found = np.empty((0, 0))
             if found.ndim == 1 and found.dtype.kind in "iu":
                 return found

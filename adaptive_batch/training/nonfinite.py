@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from adaptive_batch.errors import NonfiniteLossError
 
@@ -96,6 +97,14 @@ class NonfiniteSteps:
         """Return the steps that were not finite since this was asked last."""
         count, self._num_since_counted = self._num_since_counted, 0
         return count
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return {"since_counted": self._num_since_counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from a saved state."""
+        self._num_since_counted = state["since_counted"]
 
     def _wrong(self, result: StepResult) -> str | None:
         if not math.isfinite(result.loss):
