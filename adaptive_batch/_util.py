@@ -59,9 +59,9 @@ def format_bytes(num_bytes: float) -> str:
     return count(round(num_bytes), "byte")
 
 
-def count(number: int, what: str) -> str:
-    """Format so many things, such as ``1 row`` and ``2 rows``."""
-    return f"{number} {what}{'s' * (number != 1)}"
+def count(number: int, what: str, form: str = "") -> str:
+    """Format so many things, such as ``1 row`` and ``2 rows``; with the form ``,`` thousands are parted."""
+    return f"{number:{form}} {what}{'s' * (number != 1)}"
 
 
 def rows_fit(rows: int) -> str:

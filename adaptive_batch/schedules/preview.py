@@ -10,6 +10,7 @@ from functools import reduce
 from itertools import groupby
 from typing import Any
 
+from adaptive_batch._util import count
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 
 from .batch_rules import KEY, Increment, next_batch_size
@@ -106,9 +107,9 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
     first, last = stages[0].first, stages[-1].last
     tokens = last.tokens - first.tokens
     total = (
-        f"in all: {last.epochs - first.epochs:.2f} epochs, {last.steps - first.steps:,} step{'s' * (last.steps - first.steps != 1)}, "
-        f"{last.samples - first.samples:,} sample{'s' * (last.samples - first.samples != 1)}, "
-        f"{f'{tokens:,}' if tokens else 'a number not known before of'} tokens"
+        f"in all: {last.epochs - first.epochs:.2f} epochs, {count(last.steps - first.steps, 'step', ',')}, "
+        f"{count(last.samples - first.samples, 'sample', ',')}, "
+        f"{count(tokens, 'token', ',') if tokens else 'a number not known before of tokens'}"
     )
     merged = [f"one line merges {stage.changes + 1:,} stages of other batches" for stage in stages if stage.changes]
     return "\n".join([*text, total, *merged, *notes])

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch.optim import Optimizer
-from torchtune import config
 
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Clock, LearningRate, Progress, Reference, TrainingClock
 from adaptive_batch.training import StepRate
 
-from .config_errors import as_dict
+from .config_errors import as_dict, instantiate
 from .job import Job
 from .keys import load_function
 
@@ -46,9 +45,8 @@ def build_rate(
     if last_epoch >= 0:  # torch asks for it in a scheduler that begins later
         for group in optimizers[0].param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
-    scheduler = block and config.instantiate(
-        block, optimizers[0], num_training_steps=total_steps, last_epoch=last_epoch
-    )
+    ends = {"num_training_steps": total_steps, "last_epoch": last_epoch}
+    scheduler = block and instantiate("lr_scheduler", block, optimizers[0], **ends)
     rate = StepRate(
         planner,
         optimizers,
@@ -92,7 +90,8 @@ def check_scheduler(cfg: DictConfig) -> None:
         ) from None
     optimizer = optimizer_of_nothing(1.0)
     steps = 10**6  # more than any warm-up
-    rate = LearningRate(optimizer, config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1))
+    scheduler = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
+    rate = LearningRate(optimizer, scheduler)
     asked = Clock.from_config(as_dict(cfg).get("lr_clock"))
     if cfg.get("lr_clock", None) is not None and asked != Clock("steps", "steps") and not rate.follows_clock:
         raise SettingError(
