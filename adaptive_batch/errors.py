@@ -27,6 +27,9 @@ class AdaptiveBatchError(Exception):
     """Base of every error that this package raises on purpose."""
 
 
+_LONGEST = 1000  # characters of a value that are shown
+
+
 class SettingError(AdaptiveBatchError, ValueError):
     """A setting cannot be used: its key, dotted where it is nested (``probe.headroom``), its value, and the suggested fix."""
 
@@ -34,7 +37,9 @@ class SettingError(AdaptiveBatchError, ValueError):
         self.key = key
         self.value = value
         self.remedy = remedy
-        super().__init__(f"{key}={value!r}: {remedy}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+        super().__init__(f"{key}={shown}: {remedy}")
 
     def __reduce__(self) -> tuple[type[SettingError], tuple[str, object, str]]:
         return type(self), (self.key, self.value, self.remedy)  # it crosses processes

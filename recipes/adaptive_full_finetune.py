@@ -46,6 +46,7 @@ from adaptive_batch.torchtune import (
     build_rate,
     check_output_dir,
     check_scheduler,
+    instantiate,
     interruptible,
     set_up_terminal,
     use_shipped_config,
@@ -84,6 +85,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the bound."""
         check_output_dir(self.cfg.output_dir)
+        self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
         self._setup_data()
         if self.settings.preview:
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
@@ -95,7 +97,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_model()
         self._setup_steps()
         self._setup_rate()
-        self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
 
     def _setup_data(self) -> None:
         """Read the data and the checkpoint that is resumed from, and check all that needs no weights."""
@@ -208,7 +209,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if block.get("_component_", component) != component:
             raise SettingError("profiler._component_", block._component_, f"only {component} works")
         block["_component_"] = component
-        self.profiler, self.profiler_cfg = config.instantiate(block)
+        self.profiler, self.profiler_cfg = instantiate(PROFILER_KEY, block)
 
     # --- training ---------------------------------------------------------------------------------------------------
 

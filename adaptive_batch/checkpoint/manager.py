@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from adaptive_batch._util import move_into_place
+from adaptive_batch._util import format_bytes, move_into_place
 from adaptive_batch.errors import CheckpointError
-from adaptive_batch.memory import GIB, host_available_bytes
+from adaptive_batch.memory import host_available_bytes
 
 from .checkpoint import Checkpoint, inspect, write_checkpoint
 from .content import Content, gather_content, local_part
@@ -163,9 +163,9 @@ class CheckpointManager:
             if (on_host := sum(bytes_ for other, bytes_, _ in hosts if other == host)) > available:
                 self._copies = {}
                 log.warning(
-                    "an asynchronous save copies %.2f GiB to the host, which has %.2f GiB available: saving synchronously",
-                    on_host / GIB,
-                    available / GIB,
+                    "an asynchronous save copies %s to the host, which has %s available: saving synchronously",
+                    format_bytes(on_host),
+                    format_bytes(available),
                 )
                 return False
         self._ranks.each(lambda: self._copy_tensors(tensors))

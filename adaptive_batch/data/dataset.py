@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_whole
+from adaptive_batch._util import check_whole, count
 from adaptive_batch.errors import SettingError
 
 from .lengths import count_rows, longest_rows, row_lengths
@@ -67,7 +67,7 @@ class DatasetAdapter(Dataset[Any]):
 
     def describe(self, row: Any) -> str:
         """Return how an error names a row, its length included unless all are alike."""
-        return "one row" if isinstance(self._row_length, int) else f"one row of {self.length(row)} tokens"
+        return "one row" if isinstance(self._row_length, int) else f"one row of {count(self.length(row), 'token')}"
 
     @property
     def lengths(self) -> torch.Tensor:

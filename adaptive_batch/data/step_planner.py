@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     ClampedBatch,
@@ -173,7 +174,7 @@ class StepPlanner:
         for which, rows in left_out.items():
             if rows and progress.epoch_rows == self.epochs.planned_from:
                 some = ", ".join(map(str, sorted(rows)[:10])) + (", ..." if len(rows) > 10 else "")
-                message = f"epoch {epoch}: {len(rows)} rows {which} are dropped: {some}"
+                message = f"epoch {epoch}: {count(len(rows), 'row')} {which} {'is' if len(rows) == 1 else 'are'} dropped: {some}"
                 self.event("dropped", message, epoch=epoch, rows=sorted(rows))
 
     def is_over(self, progress: Progress) -> bool:

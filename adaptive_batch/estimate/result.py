@@ -228,7 +228,7 @@ class MemoryEstimate:
             lines.append(f"{device.name}: {budget} may be used of {total}{taken}")
             for length in self.lengths:
                 if what := length.first_too_large(device.budget_bytes):
-                    lines.append(f"  {length.sequence_length} tokens: too large: {what}")
+                    lines.append(f"  {count(length.sequence_length, 'token')}: too large: {what}")
         resident, of_step = self.lengths[0].resident, self.lengths[0].optimizer_peak_bytes
         on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         gradients = f", gradients that stay {format_bytes(resident.gradients)}" if resident.gradients else ""
@@ -253,7 +253,7 @@ class MemoryEstimate:
         cells += [[" ".join(one.overrides), *map(self.format_rows, one.bounds)] for one in self.changes]
         costs = ("  what it costs", "", *(f"  {one.cost}" for one in self.changes))
         lines = [f"{line}{cost}" for line, cost in zip(_aligned(cells), costs, strict=True)]
-        return "\n".join([f"what one change would bring, in rows of {length.sequence_length} tokens:", *lines])
+        return "\n".join([f"what one change would bring, in rows of {count(length.sequence_length, 'token')}:", *lines])
 
     def as_json(self) -> dict[str, Any]:
         """All of it as dicts and lists, each device with its answers; sizes in bytes."""

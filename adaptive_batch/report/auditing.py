@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 
 from .run_history import LossesNotFinite, Record, RunHistory, as_number, steps_at, whole
@@ -120,7 +121,7 @@ class _Auditor:
             self._repeats.forget(f"epoch {epoch} began again after step {self._steps}, as its data was changed")
             self._dropped.clear()
         elif kind == "plan":
-            self._changes.unit = "rows" if whole(record, "batch_tokens") is None else "tokens"
+            self._changes.unit = "row" if whole(record, "batch_tokens") is None else "token"
         elif kind in ("resume_point", "checkpoint"):
             saved = whole(record, "step" if kind == "resume_point" else "steps") or 0
             self._expect_steps(f"{kind} at step {saved}", saved)
@@ -141,19 +142,19 @@ class _Auditor:
         for name, counted in (("samples", self._samples), ("tokens", self._tokens)):
             if (there := whole(progress, name)) not in (None, counted):
                 self._wrong(f"resumed at step {steps} with {there:,} {name}, the steps up to it have {counted:,}")
-        place = progress.get("epoch"), progress.get("epoch_rows")
+        place: tuple[Any, Any] = progress.get("epoch"), progress.get("epoch_rows")
         epoch = self._epochs[-1] if self._epochs else None
         here = (epoch.number, self._position) if epoch else (0, 0)
         if epoch and place[0] == epoch.number:
             epoch.ending = None  # it continues, or ends again
         if place != here and not (epoch and place == (epoch.number + 1, 0)):
             self._wrong(
-                f"resumed at step {steps}, {place[1]} rows into epoch {place[0]}; "
-                f"the steps up to it end {here[1]} rows into epoch {here[0]}"
+                f"resumed at step {steps}, {count(place[1], 'row')} into epoch {place[0]}; "
+                f"the steps up to it end {count(here[1], 'row')} into epoch {here[0]}"
             )
         elif epoch and place == here and self._position and self._num_rows != epoch.num_rows:
             self._wrong(
-                f"resumed at step {steps} within epoch {epoch.number} with {self._num_rows:,} rows in the dataset, "
+                f"resumed at step {steps} within epoch {epoch.number} with {count(self._num_rows, 'row', ',')} in the dataset, "
                 f"{epoch.num_rows:,} before"
             )
 
@@ -178,7 +179,9 @@ class _Auditor:
         else:
             self._wrong(*epoch.mark(1, rows), of=f"epoch {number}, step {step}: ")
             if size != len(rows):
-                self._wrong(f"step {step}: batch_size {size}, and {len(rows)} rows are listed")
+                self._wrong(
+                    f"step {step}: batch_size {size}, and {count(len(rows), 'row')} {'is' if len(rows) == 1 else 'are'} listed"
+                )
         position, samples = whole(record, "position"), whole(record, "samples_seen")
         tokens = whole(record, "tokens_seen") or 0
         if not self._trusts:
@@ -306,7 +309,9 @@ class _Epoch:
         found: dict[str, list[Any]] = {}
         for row in rows:
             if type(row) is not int or not 0 <= row < self.num_rows:
-                found.setdefault(f"rows that the dataset of {self.num_rows:,} rows does not have", []).append(row)
+                found.setdefault(
+                    f"rows that the dataset of {count(self.num_rows, 'row', ',')} does not have", []
+                ).append(row)
             elif (there := self._marks[row]) == 0:
                 self._marks[row] = mark
                 self.used += mark == 1
@@ -335,9 +340,9 @@ class _Epoch:
             if self.ending.get(name) != counted
         ]
         if "an error" in self.reasons:
-            problems.append(f"{self.reasons['an error']} rows were lost by an error")
+            problems.append(f"{count(self.reasons['an error'], 'row')} lost by an error")
         if sum(self.reasons.values()) != self.left_out:
-            problems.append(f"the reasons {self.reasons} do not add up to {self.left_out} rows left out")
+            problems.append(f"the reasons {self.reasons} do not add up to {count(self.left_out, 'row')} left out")
         return problems
 
     @property
@@ -350,7 +355,7 @@ class _Epoch:
     def describe(self) -> str:
         """Return one line on its steps and rows."""
         steps = f"steps {self.first_step:,} to {self.last_step:,}" if self.first_step else "no step"
-        rows = f"{self.used:,} of {self.num_rows:,} rows used"
+        rows = f"{self.used:,} of {count(self.num_rows, 'row', ',')} used"
         if not self.is_done:
             return f"{steps}: {rows} so far"
         reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in self.reasons.items())
@@ -359,9 +364,9 @@ class _Epoch:
     def proved(self) -> tuple[str, str]:
         """Return what is proved of its rows: how many, and what of the rest."""
         if self.is_done and not self.left_out:
-            return f"each of {self.num_rows:,} rows", ""
+            return f"each of {count(self.num_rows, 'row', ',')}", ""
         rest = f", {self.left_out:,} left out as recorded" if self.is_done else " so far"
-        return f"{self.used:,} of {self.num_rows:,} rows", rest
+        return f"{self.used:,} of {count(self.num_rows, 'row', ',')}", rest
 
 
 @dataclass
@@ -458,7 +463,7 @@ class _Changes:
     """Lists every change of the batch, of the learning rate and of the limit of a micro-batch."""
 
     def __init__(self) -> None:
-        self.unit = "rows"  # of what a step is asked for
+        self.unit = "row"  # of what a step is asked for
         self._asked = 0
         self._rates: list[tuple[float, int]] = []  # the lowest and the highest, each with its step
         self._lines: dict[str, list[str]] = {"batch size": [], "lr": [], "limit": []}
@@ -467,8 +472,8 @@ class _Changes:
         """Add a step. The short last step of an epoch was asked for as many rows as the others, so it is no change."""
         rate, asked = as_number(record.get("lr")), whole(record, "asked") or rows
         if asked != self._asked:
-            in_rows = f" ({rows:,} rows)" if self.unit == "tokens" else ""
-            self._lines["batch size"].append(f"step {step:,}: {asked:,} {self.unit}{in_rows}, lr {rate:g}")
+            in_rows = f" ({count(rows, 'row', ',')})" if self.unit == "token" else ""
+            self._lines["batch size"].append(f"step {step:,}: {count(asked, self.unit, ',')}{in_rows}, lr {rate:g}")
             self._asked = asked
         low, high = self._rates or [(rate, step)] * 2
         self._rates = [min(low, (rate, step), key=itemgetter(0)), max(high, (rate, step), key=itemgetter(0))]

@@ -109,7 +109,7 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
     total = (
         f"in all: {last.epochs - first.epochs:.2f} epochs, {count(last.steps - first.steps, 'step', ',')}, "
         f"{count(last.samples - first.samples, 'sample', ',')}, "
-        f"{f'{tokens:,}' if tokens else 'a number not known before of'} tokens"
+        f"{count(tokens, 'token', ',') if tokens else 'a number not known before of tokens'}"
     )
     merged = [f"one line merges {stage.changes + 1:,} stages of other batches" for stage in stages if stage.changes]
     return "\n".join([*text, total, *merged, *notes])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
     from .checks import without_effect_on as without_effect_on
+    from .config_errors import instantiate as instantiate
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
     from .configs import shipped_configs as shipped_configs
@@ -45,6 +46,7 @@ _NAMES_OF = {
     ".bound_finder": ("BoundFinder", "left_by_rounding"),
     ".checkpoints": ("Checkpoints",),
     ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
+    ".config_errors": ("instantiate",),
     ".configs": ("config_path", "copy_config", "shipped_configs"),
     ".data": ("Data",),
     ".doctor": ("check",),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from adaptive_batch import distributed
-from adaptive_batch._util import fingerprint, format_bytes
+from adaptive_batch._util import count, fingerprint, format_bytes
 from adaptive_batch.data import longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
@@ -106,13 +106,13 @@ class BoundFinder:
 
         def check_length(key: str, value: int | str, tokens: int) -> None:
             if tokens > longest:
-                remedy = f"rows have up to {tokens} tokens, and the model takes {longest} at most"
+                remedy = f"rows have up to {count(tokens, 'token')}, and the model takes {longest} at most"
                 raise SettingError(key, value, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
 
         for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
             key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
             if isinstance(length, int) and length > longest:
-                raise SettingError(key, length, f"the model takes {longest} tokens at most")
+                raise SettingError(key, length, f"the model takes {count(longest, 'token')} at most")
             self._trials[length] = self.rows_of(length)
             check_length(key, length, self._trials[length].length)
         if settings.validation and settings.validation.fits_itself:
@@ -217,7 +217,7 @@ class BoundFinder:
             DoesNotFitError: not one does.
         """
         length = len(row["tokens"])
-        rows = WorstRows(lambda size: [row] * size, length, f"one row of {length} tokens")
+        rows = WorstRows(lambda size: [row] * size, length, f"one row of {count(length, 'token')}")
         return self._find(trainer, rows, maximum=maximum, accumulates=accumulates)
 
     def of_validation(self, trainer: Trainer) -> ProbeResult:
@@ -237,7 +237,7 @@ class BoundFinder:
 
         most = min(len(order), self.settings.probe.maximum)
         maximum = min(most, _half(self.indeterminate_val) or most)
-        name = f"one row of {tokens} tokens of dataset_val, even without gradients,"
+        name = f"one row of {count(tokens, 'token')} of dataset_val, even without gradients,"
         return self._find(trainer, WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
 
     # Builds another search than the one that is configured; None for that.
@@ -391,7 +391,7 @@ class BoundFinder:
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:count]
 
-        return WorstRows(rows, target, f"one row of {target} tokens")
+        return WorstRows(rows, target, f"one row of {count(target, 'token')}")
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:

@@ -38,6 +38,19 @@ _SWITCHES = (
     "enable_activation_checkpointing",
     "enable_activation_offloading",
     "log_peak_memory_stats",
+    "dataset.packed",
+    "dataset.train_on_input",
+    "dataset_val.packed",
+    "dataset_val.train_on_input",
+    "profiler.enabled",
+)
+# Numbers that torchtune's components take for something else when they are none of these, or fail on once weights are loaded.
+_WHOLE = (
+    "tokenizer.max_seq_len",
+    *(f"model.{name}" for name in ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")),
+    "model.vocab_size",
+    "model.max_seq_len",
+    "loss.num_output_chunks",
 )
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
@@ -174,15 +187,25 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     for name in ("lr_scheduler", "checkpointer", "metric_logger"):
         if config.get(name) is not None:
             check_block(name, config[name])
-    for switch in _SWITCHES:
-        if config.get(switch) is not None:
-            check_bool(switch, config[switch])
+    for keys, check in (
+        (_SWITCHES, check_bool),
+        (_WHOLE, check_whole),
+        (("lr_scheduler.num_warmup_steps",), _check_whole_or_zero),
+    ):
+        for key in keys:
+            for value in _values(config, key):
+                check(key, value)
     _refuse(
         config,
         (
             config.get("cudnn_deterministic_mode") not in (None, "default", "warn", "error", 0, 1, 2),
             "cudnn_deterministic_mode",
             "give default, warn or error, or null",
+        ),
+        (
+            not isinstance(config.get("profiler"), Mapping | None),
+            "profiler",
+            "give a block, such as {enabled: True}",
         ),
         (str(config.get("dtype")) in ("fp16", "float16"), "dtype", "fp16 needs gradient scaling; use bf16 or fp32"),
         (
@@ -247,7 +270,7 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule",
         ),
         (
-            two_units and (isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0),
+            two_units and warmup is None,
             "lr_clock",
             "a warm-up in another unit needs a scheduler with num_warmup_steps, such as "
             "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
@@ -261,6 +284,20 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         raise SettingError(
             "batch_size_schedule", config["batch_size_schedule"], f"it follows the gradient noise scale: {why}"
         )
+
+
+def _values(config: Mapping[str, Any], key: str) -> list[Any]:
+    """Return what is given for a key; for a dotted one in a block, or in each of a list of blocks."""
+    name, _, inner = key.partition(".")
+    given = config.get(name)
+    blocks = given if isinstance(given, list) else [given]
+    values = [block.get(inner) for block in blocks if isinstance(block, Mapping)] if inner else [given]
+    return [value for value in values if value is not None]
+
+
+def _check_whole_or_zero(key: str, value: object) -> None:
+    if value != 0:
+        check_whole(key, value, remedy="give a whole number, 0 or more")
 
 
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, Node, OmegaConf
@@ -17,6 +19,7 @@ from omegaconf.errors import (
 )
 from torchtune import config
 from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
@@ -48,7 +51,19 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
     blocks = value if several and isinstance(value, list) and value else [value]
     for block in blocks:
         if not (isinstance(block, dict) and isinstance(block.get("_component_"), str)):
-            raise SettingError(key, block, _BLOCK)
+            raise SettingError(key, block.get("_component_", block) if isinstance(block, dict) else block, _BLOCK)
+
+
+@contextmanager
+def building(key: str, value: object, remedy: str = "ADAPTIVE_BATCH_TRACEBACK=1 shows where") -> Iterator[None]:
+    """Inside, a component of the configuration is built; whatever it raises is an error of its key, on one line."""
+    try:
+        yield
+    except (AdaptiveBatchError, OmegaConfBaseException):
+        raise
+    except Exception as error:  # the user's code, and the libraries that fetch and parse, have many
+        kind = "" if isinstance(error, InstantiationError) else f"{type(error).__name__}: "
+        raise SettingError(key, value, f"it cannot be built: {kind}{one_line(error)}; {remedy}") from error
 
 
 def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> Any:
@@ -57,14 +72,8 @@ def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> An
     Raises:
         SettingError: it cannot be built with what the block gives; what it raises while it runs stays what it is.
     """
-    try:
+    with building(key, block.get("_component_")):
         return config.instantiate(block, *arguments, **more)
-    except AdaptiveBatchError:
-        raise
-    except (InstantiationError, TypeError, ValueError, LookupError, AttributeError, OSError) as error:
-        kind = "" if isinstance(error, InstantiationError) else f"{type(error).__name__}: "
-        remedy = f"it cannot be built: {kind}{one_line(error)} (ADAPTIVE_BATCH_TRACEBACK=1 shows where)"
-        raise SettingError(key, block.get("_component_"), remedy) from error
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
@@ -98,13 +107,26 @@ def one_line(error: BaseException) -> str:
     return " ".join(lines if len(lines) <= 4 else (lines[0], "...", lines[-1]))
 
 
-def check_file(path: str) -> None:
-    """Refuse a file that cannot be read, is no YAML, or no block of keys."""
+def check_file(path: str, arguments: Iterable[str] = ()) -> None:
+    """Refuse a file that cannot be read, is no YAML, or no block of keys, and arguments that cannot be put over it."""
+    with _reading("--config", path):
+        cfg = OmegaConf.load(path)
+    if not isinstance(cfg, DictConfig):
+        raise SettingError("--config", path, "it holds a list; give a block of keys, as in torchtune's configs")
+    for key in cfg:
+        if not isinstance(key, str) or key == "config":
+            raise SettingError("--config", path, f"it has the key {key!r}; give each a name, and none the name config")
+    for given in arguments:
+        values: Any = OmegaConf.to_container(cfg)  # for each anew, as ~key removes one
+        with _reading("argument", given):
+            _merge_yaml_and_cli_args(Namespace(**values), [given])
+
+
+@contextmanager
+def _reading(key: str, value: str) -> Iterator[None]:
     from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
 
     try:
-        cfg = OmegaConf.load(path)
+        yield
     except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
-        raise SettingError("--config", path, f"it cannot be read: {one_line(error)}") from error
-    if not isinstance(cfg, DictConfig):
-        raise SettingError("--config", path, "it holds a list; give a block of keys, as in torchtune's configs")
+        raise SettingError(key, value, f"it cannot be read: {one_line(error)}") from error

@@ -6,23 +6,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
+from inspect import signature
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
-from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
-from torchtune.config._errors import InstantiationError
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
 from adaptive_batch.data import Batching, MicroBatchLayout, count_rows, plan_token_batches
-from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.training import MicroBatchLimits, lengthened
 
 from .checks import TOKEN_KEYS
-from .config_errors import one_line
+from .config_errors import building, one_line
 from .job import Job
 from .keys import load_function
 from .rows import Rows
@@ -58,7 +57,9 @@ class Data:
         self.pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
         first = dataset._datasets[0] if isinstance(dataset, ConcatDataset) else dataset
         self._pack_padding: int = getattr(first, "padding_idx", self.pad_id)  # torchtune's builders leave it at 0
-        collate = load_function(job.cfg.get("collate_fn", "torchtune.data.padded_collate_sft"), key="collate_fn")
+        collate = load_function(job.cfg.get("collate_fn") or "torchtune.data.padded_collate_sft", key="collate_fn")
+        with building("collate_fn", job.cfg.get("collate_fn"), "give torchtune.data.padded_collate_sft or one like it"):
+            signature(collate).bind([], padding_idx=self.pad_id, ignore_idx=self._ignored)
         self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
         self.collate: Collate = padded_collate_packed if packed else self._padded
         self._collate_val: Collate = padded_collate_packed if packed_val else self._padded
@@ -80,11 +81,9 @@ class Data:
                 rows than there are ranks.
         """
         job.check_model()
-        try:
+        remedy = "give the tokenizer's files (those of demo_cpu are made by `make demo`) and arguments"
+        with building("tokenizer", job.cfg.tokenizer._component_, remedy):
             tokenizer = config.instantiate(job.cfg.tokenizer)
-        except FileNotFoundError as error:
-            remedy = "there is no such file; give the tokenizer's files (those of demo_cpu are made by `make demo`)"
-            raise SettingError("tokenizer", error.filename, remedy) from error
         dataset, packed = _dataset(job, "dataset", tokenizer)
         dataset_val, packed_val = _dataset(job, "dataset_val", tokenizer) if job.settings.validation else (None, False)
         rows, ranks = len(dataset), distributed.data_parallel_size()
@@ -247,17 +246,13 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
 def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
     """Build the dataset of one block, and refuse one that has no rows by number."""
     name = _names(block)
-    try:
-        dataset = config.instantiate(block, tokenizer)
+    remedy = "set streaming=False" if block.get("streaming", False) else "check its source and arguments"
+    with building(key, name, remedy):
+        try:
+            dataset = config.instantiate(block, tokenizer)
+        except StopIteration:  # what `datasets` makes of an empty file
+            dataset = []
         count_rows(dataset, key=key, name=name)
-    except StopIteration:  # what `datasets` makes of an empty file
-        count_rows([], key=key, name=name)
-    except (AdaptiveBatchError, InstantiationError, OmegaConfBaseException):
-        raise
-    except Exception as error:  # the user's code, and the libraries that fetch and parse, have many
-        why = f"{type(error).__name__}: {one_line(error)}"
-        remedy = "set streaming=False" if block.get("streaming", False) else "check its source and arguments"
-        raise SettingError(key, name, f"it cannot be built ({why}); {remedy}") from error
     return dataset
 
 

@@ -18,7 +18,6 @@ from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
 from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN
-from .config_errors import one_line
 from .data import Data
 from .job import Job
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
@@ -109,18 +108,15 @@ class FakeRun:
             with _offline():
                 return Data.read(self.job)
         except SettingError as error:
-            if error.key not in ("tokenizer", "dataset") or not isinstance(error.__cause__, Exception):
+            if error.key not in ("tokenizer", "dataset") or error.__cause__ is None:
                 raise
-            cause: Exception = error.__cause__  # a file that is not there, or what the dataset's own libraries raise
-        except Exception as error:  # the tokenizer's and the dataset's own libraries have many
-            cause = error
-        key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
-        value: object = lengths[0] if len(lengths) == 1 else list(lengths)
-        if not any(isinstance(length, str) for length in lengths):  # then rows are read for it alone
-            key, value = "collate_fn", self.job.cfg.collate_fn
-        remedy = f"the rows of the dataset that it takes are not at hand ({type(cause).__name__}: {one_line(cause)})"
-        numbers = "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
-        raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from cause
+            key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
+            value: object = lengths[0] if len(lengths) == 1 else list(lengths)
+            if not any(isinstance(length, str) for length in lengths):  # then rows are read for it alone
+                key, value = "collate_fn", self.job.cfg.collate_fn
+            remedy = f"the rows of the dataset that it takes are not at hand ({error})"
+            numbers = "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
+            raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from error
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake from the start."""

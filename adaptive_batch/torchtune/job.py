@@ -66,9 +66,9 @@ class Job:
         """The model without memory; None where it cannot be built so."""
         try:
             return self.skeleton
-        except AdaptiveBatchError:
-            raise
         except Exception as error:
+            if isinstance(error, AdaptiveBatchError) and not isinstance(error.__cause__, RuntimeError):  # torch's own
+                raise
             log.debug("the model cannot be built without memory: %s", error)
             return None
 

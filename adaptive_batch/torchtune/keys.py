@@ -192,9 +192,9 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
     return read
 
 
-def load_function(path: str, *, key: str) -> Any:
+def load_function(path: object, *, key: str) -> Any:
     """Import what a dotted path names; refuse one that cannot be imported, naming what is missing."""
-    parts = path.split(".")
+    parts = path.split(".") if isinstance(path, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise SettingError(key, path, "give the dotted path of a function, such as my_module.my_function")
     for split in range(len(parts) - 1, 0, -1):

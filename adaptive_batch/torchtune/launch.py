@@ -41,17 +41,16 @@ def use_shipped_config(arguments: list[str]) -> None:
         return
     index = arguments.index("--config") + 1
     name = arguments[index]
-    for place, given in enumerate(arguments[1:], start=1):
-        if place not in (index - 1, index) and not re.fullmatch(_ARGUMENT, given, re.DOTALL):
+    others = [*arguments[1 : index - 1], *arguments[index + 1 :]]
+    for given in others:
+        if not re.fullmatch(_ARGUMENT, given, re.DOTALL):
             remedy = "give key=value, without dashes, spaces around = or a second =; ~key removes a key"
             raise SettingError("argument", given, remedy)
-    if Path(name).is_file():
-        check_file(name)
-        return
-    path = config_path(name)
+    path = Path(name) if Path(name).is_file() else config_path(name)
     if path is None:
         names = ", ".join(name for name, _ in shipped_configs())
         raise SettingError("--config", name, f"there is no such file and no such shipped config; shipped are {names}")
+    check_file(str(path), [given for given in others if not given.startswith("-")])
     arguments[index] = str(path)
 
 

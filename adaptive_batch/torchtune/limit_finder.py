@@ -148,7 +148,9 @@ class LimitFinder:
         result = self._bounds.of_row(self._trainer, row, maximum=most, accumulates=not settings.optimizer_in_bwd)
         limits.num_out_of_memory += result.num_out_of_memory
         fit = result.max_batch_size
-        message = f"a row of {length} tokens is longer than the {before} that were tried: {fit} of these fit at once"
+        message = (
+            f"a row of {count(length, 'token')} is longer than the {before} that were tried: {fit} of these fit at once"
+        )
         if settings.optimizer_in_bwd:
             if fit < batch_size:
                 remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"

@@ -53,7 +53,7 @@ class TrainingLog:
         path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
         self.record = distributed.on_rank_zero(lambda: RunLog(path)) or RunLog(path, enabled=False)
         self._metrics: Any = None
-        if distributed.is_rank_zero():
+        if cfg.metric_logger is not None and distributed.is_rank_zero():
             self._metrics = instantiate("metric_logger", cfg.metric_logger)
             self._metrics.log_config(cfg)
         self._ran = [0.0, 0.0, 0]  # tokens, with padding, and most micro-batches of a step, in the epoch so far
@@ -208,7 +208,9 @@ class TrainingLog:
             self.record.event("no_labels", message, steps=unlabelled)
         if nonfinite:
             end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
-            message = f"{nonfinite} of {progress.epoch_steps} steps had a loss or gradients that are not finite{end}"
+            message = (
+                f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that are not finite{end}"
+            )
             self.record.event("nonfinite_steps", message, steps=nonfinite)
         reasons = planner.epochs.left_out(progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import Dataset
 
 from adaptive_batch import distributed
-from adaptive_batch._util import cache_directory, described_with_files, fingerprint
+from adaptive_batch._util import cache_directory, count, described_with_files, fingerprint
 from adaptive_batch.data import Measured, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
@@ -106,7 +106,9 @@ class Rows(Dataset[Any]):
         self._check(number, numbers)
         counted = int(self._measured.numbers[number, _TOKENS]) if self._measured else numbers[_TOKENS]
         if counted != numbers[_TOKENS] and not self._changed:
-            self._changed = f"row {number} has {numbers[_TOKENS]} tokens, and had {counted} when it was counted"
+            self._changed = (
+                f"row {number} has {count(numbers[_TOKENS], 'token')}, and had {counted} when it was counted"
+            )
             if self._measured and not self._measured.is_cached:
                 message = "rows change as they are read, so that a step may hold other than was planned"
                 log.warning("%s: %s; %s", self._key, self._changed, message)
@@ -146,7 +148,8 @@ class Rows(Dataset[Any]):
             targets = self._ids(number, "labels", labels)
             if len(targets) != len(ids):
                 raise self._refused(
-                    number, f"has {len(ids)} tokens and {len(targets)} labels; give each token its label"
+                    number,
+                    f"has {count(len(ids), 'token')} and {count(len(targets), 'label')}; give each token its label",
                 )
             targets = targets[targets != self._job.loss_fn.ignore_index]
             extremes += [int(targets.min()), int(targets.max())] if len(targets) else []
@@ -171,9 +174,7 @@ class Rows(Dataset[Any]):
         job, length, worst = self._job, numbers[_TOKENS], numbers[_WORST]
         if job.max_seq_len is not None and length > job.max_seq_len:
             most = job.max_seq_len
-            remedy = (
-                f"has {length} tokens, and the model takes {most} at most; set tokenizer.max_seq_len={most} or less"
-            )
+            remedy = f"has {count(length, 'token')}, and the model takes {most} at most; set tokenizer.max_seq_len={most} or less"
             raise self._refused(number, remedy)
         if job.vocab_size is not None and not 0 <= worst < job.vocab_size:
             has = f"has the token id {worst}, and the model's vocabulary has 0 to {job.vocab_size - 1}"

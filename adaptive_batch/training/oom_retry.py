@@ -243,7 +243,7 @@ class OOMRetry:
             if one.limit is None:
                 where = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
                 raise DoesNotFitError(
-                    f"one row of {one.length} tokens ran out of memory on {where}, alone in its micro-batch: {one.error}; "
+                    f"one row of {count(one.length, 'token')} ran out of memory on {where}, alone in its micro-batch: {one.error}; "
                     f"{self.remedies}"
                 )
         self._take(requests)

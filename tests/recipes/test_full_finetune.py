@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from support import components
 from support.cli import NUM_ROWS, OURS, interrupted_after_first_epoch, losses, same_weights
 
@@ -34,6 +35,13 @@ WITHOUT_GROWTH = "resume_allow_changes=[batch_increase_function]"
 def grown(small):
     components.ASKED.clear()
     return small.run_in_process(OURS, "use_maximum_batch_size=True", GROW, BUDGET, "epochs=3")
+
+
+def test_without_a_metric_logger_the_run_log_has_the_steps(small, tmp_path):
+    config = tmp_path / "silent.yaml"
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load(small.config), {"metric_logger": None}), config)
+    finished = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", config=str(config))
+    assert [record["step"] for record in records(finished, "step")] == [1]
 
 
 def test_the_batch_is_the_power_of_two_below_a_bound_that_was_tried(grown):

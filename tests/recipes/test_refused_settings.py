@@ -5,7 +5,7 @@ import re
 import pytest
 from support.cli import MODEL, OURS
 
-from adaptive_batch.errors import AdaptiveBatchError
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 FUNCTION = "batch_increase_function"
 PROBE = "use_maximum_batch_size=True"
@@ -528,7 +528,7 @@ REFUSED = {
             (
                 "cannot be built",
                 "unbuildable",
-                "it cannot be built (KeyError: 'column'); check its source and arguments",
+                "it cannot be built: KeyError: 'column'; check its source and arguments",
             ),
         )
     },
@@ -536,7 +536,7 @@ REFUSED = {
     "a dataset that is packed from a stream": (
         ["dataset.streaming=True", "dataset.packed=True"],
         "dataset='json'",
-        "has no len()); set streaming=False",
+        "has no len(); set streaming=False",
     ),
     "a dataset to validate on without a length": (
         ["dataset_val._component_=support.components.Endless", "run_val_every_n_steps=1"],
@@ -566,6 +566,63 @@ REFUSED = {
         )
         for key in ("batch_tokens=200", PROBE)
     },
+    # what torchtune's components would take for something else, or fail on once weights are loaded
+    **{
+        f"{setting} for a component": ([setting], shown, remedy)
+        for setting, shown, remedy in (
+            ("tokenizer.path=null", "tokenizer='torchtune", "it cannot be built: TypeError: expected str"),
+            (
+                "tokenizer.path=/nowhere/vocab.json",
+                "tokenizer='torchtune",
+                "'/nowhere/vocab.json'; give the tokenizer's files",
+            ),
+            ("tokenizer.nosuch=1", "tokenizer='torchtune", "unexpected keyword argument 'nosuch'"),
+            ("tokenizer=null", "tokenizer=None", "give a block with _component_"),
+            ("tokenizer.max_seq_len=0", "tokenizer.max_seq_len=0", "whole number, 1 or more"),
+            ("tokenizer.max_seq_len=-5", "tokenizer.max_seq_len=-5", "whole number, 1 or more"),
+            ("dataset.split=nosuch", "dataset='json'", 'ValueError: Unknown split "nosuch"'),
+            ("dataset.data_files=/nowhere", "dataset='json'", "FileNotFoundError: Unable to find '/nowhere'"),
+            ("dataset.packed=maybe", "dataset.packed='maybe'", "True or False"),
+            ("dataset.train_on_input=maybe", "dataset.train_on_input='maybe'", "True or False"),
+            ("model.num_layers=0", "model.num_layers=0", "whole number, 1 or more"),
+            ("model.num_heads=0", "model.num_heads=0", "whole number, 1 or more"),
+            ("model.embed_dim=9999999999999999999999999", "model.embed_dim=9999999999", "or less"),
+            ("loss.num_output_chunks=0", "loss.num_output_chunks=0", "whole number, 1 or more"),
+            ("metric_logger=null", "metric_logger=None", "give a block with _component_"),
+            ("collate_fn=3", "collate_fn=3", "give the dotted path of a function"),
+            ("collate_fn=torch.pi", "collate_fn='torch.pi'", "it cannot be built: TypeError"),
+            (
+                "collate_fn=torch.nn.Linear",
+                "collate_fn='torch.nn.Linear'",
+                "it cannot be built: TypeError: missing a required",
+            ),
+            ("profiler=3", "profiler=3", "give a block, such as {enabled: True}"),
+            ("profiler.enabled=maybe", "profiler.enabled='maybe'", "True or False"),
+            ("profiler.enable=True", "profiler='torchtune", "unexpected keyword argument 'enable'"),
+        )
+    },
+    **{
+        f"a profile of {setting}": (["profiler.enabled=True", setting], "profiler='torchtune", "it cannot be built")
+        for setting in ("profiler.wait_steps=abc", "profiler.active_steps=0", "profiler.output_dir=3")
+    },
+    **{
+        f"{value} warm-up steps": (
+            [*COSINE, f"lr_scheduler.num_warmup_steps={value}"],
+            "num_warmup_steps=",
+            "0 or more",
+        )
+        for value in ("abc", -1, 2.5, "True")
+    },
+    # arguments that cannot be read
+    **{
+        f"the argument {name}": ([argument], "argument=", remedy)
+        for name, argument, remedy in (
+            ("of many digits", f"batch_size={'9' * 5000}", "it cannot be read: Exceeds the limit"),
+            ("of a torn list", "batch_size=[1", "it cannot be read: while parsing a flow sequence"),
+            ("of a torn block", "model.x={a", "it cannot be read: while parsing a flow mapping"),
+            ("that removes nothing", "~nosuch.things", "Could not find key nosuch.things in yaml config to remove"),
+        )
+    },
     "a dataset smaller than one batch": (["batch_size=33"], "batch_size=33", "the dataset has 32"),
 }
 
@@ -583,7 +640,28 @@ def test_it_is_refused_before_weights_load(small, overrides, names, remedy):
     assert isinstance(refused.value, ValueError), refused.value
     assert re.search(names, str(refused.value)) or names in str(refused.value)
     assert remedy in str(refused.value)
+    assert "\n" not in str(refused.value)
     assert not list(output.glob("run/epoch_*"))
+
+
+@pytest.mark.parametrize("recipe", [OURS, "adaptive_probe", "adaptive_estimate"])
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("tokenizer.max_seq_len=0", r"^tokenizer\.max_seq_len=0: "),
+        ("tokenizer.nosuch=1", r"tokenizer='[\w.]*': it cannot be built: TypeError: .*'nosuch'"),
+        ("dataset.packed=maybe", r"^dataset\.packed='maybe': "),
+        ("dataset.split=nosuch", r"dataset='json': it cannot be built: ValueError: Unknown split"),
+        ("model.num_layers=0", r"^model\.num_layers=0: "),
+        ("collate_fn=3", r"^collate_fn=3: "),
+        ("profiler=3", r"^profiler=3: "),
+        ("batch_size=[1", r"^argument='batch_size=\[1': "),
+    ],
+)
+def test_what_no_component_takes_is_refused_by_each_recipe(small, recipe, setting, says):
+    with pytest.raises(SettingError, match=says) as refused:
+        small.run_in_process(recipe, setting, "preview=True", "estimate.devices=1GiB")
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("recipe", [OURS, "adaptive_probe", "adaptive_estimate"])

@@ -639,16 +639,19 @@ def test_training_may_change_the_tensors_as_soon_as_save_returns(tmp_path, async
 
 
 def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_a_failure_is_raised_at_once(
-    tmp_path, caplog
+    tmp_path, caplog, monkeypatch
 ):
     save(tmp_path, 1)
     points = CheckpointManager(tmp_path, asynchronous=True)
     with pytest.raises(CheckpointError, match=r"step_2 failed \(.*allocate"):
         points.save(2, {"too large for any machine": torch.ones(1, dtype=torch.uint8).expand(2**62)}, None)
     assert "copies 4294967296.00 GiB to the host, which has" in caplog.text
+    monkeypatch.setattr("adaptive_batch.checkpoint.manager.host_available_bytes", lambda: 11)
+    points.save(2, values(2), None)
+    assert re.search(r"copies [\d.]+ (KiB|bytes) to the host, which has 11 bytes available", caplog.text)
     points.save(3, values(3), None)
     points.close()
-    assert steps_there(tmp_path) == [1, 3]
+    assert steps_there(tmp_path) == [1, 2, 3]
 
 
 def point(output_dir, step):

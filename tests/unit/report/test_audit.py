@@ -340,6 +340,14 @@ def test_an_epoch_without_a_step_ends_too():
     assert any("no step: 0 of 6 rows used, 6 left out (drop_last 6)" in line for line in found.lines)
 
 
+def test_one_row_is_none_of_several():
+    records = Run(rows=1, batches=(1,)).records()
+    assert "1 of 1 row used" in "\n".join((said := audit_records(records)).lines)
+    assert "1 row, lr" in "\n".join(said.lines)
+    twice = [record | {"batch_size": 2} if record["kind"] == "step" else record for record in records]
+    assert any("batch_size 2, and 1 row is listed" in problem for problem in audit_records(twice).problems)
+
+
 def test_a_gap_is_named():
     records = Run(batches=(4,), save_every=3).records()
     lost = [record for record in records if record.get("step") != 4]

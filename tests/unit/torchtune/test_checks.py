@@ -263,8 +263,19 @@ def test_a_norm_may_be_written_as_torchtune_takes_it():
         ("a: [1,\n b: }\n", "it cannot be read: .* line 2"),
         ("a: 1\na: 2\n", "it cannot be read: .*found duplicate key a .*line 2"),
         ("a: '${b'\n", "it cannot be read: no viable alternative at input"),
+        ("3: x\n", "it has the key 3; give each a name"),
+        ("true: x\n", "it has the key True; give each a name"),
+        ("config: x\n", "it has the key 'config'; give each a name"),
     ],
-    ids=["a list", "torn", "a key twice", "a torn reference"],
+    ids=[
+        "a list",
+        "torn",
+        "a key twice",
+        "a torn reference",
+        "a number for a key",
+        "a switch for a key",
+        "our own key",
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, says):
     path = tmp_path / "mine.yaml"

@@ -144,5 +144,5 @@ def test_an_argument_that_is_no_override_is_refused(tmp_path, argument):
 
 def test_overrides_and_removals_are_arguments(tmp_path):
     config = tmp_path / "mine.yaml"
-    config.write_text("batch_size: 1\n")
+    config.write_text("batch_size: 1\nmodel: {a: 1, b: 2}\n")
     use_shipped_config(["recipe", "epochs=1", "--config", str(config), "~model.a", "note=", "a.b=[1, 2]", "--help"])
