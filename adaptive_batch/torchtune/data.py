@@ -124,6 +124,11 @@ class Data:
     def _lengthened(self, rows: Sequence[dict[str, Any]], length: int) -> Sequence[dict[str, Any]]:
         if length <= max(len(row["tokens"]) for row in rows):
             return rows
+        if any(row.get("labels") is None for row in rows):  # a function that makes them would label the padding, too
+            remedy = (
+                "rows are padded to one length before it makes their labels; have the dataset give each row its labels"
+            )
+            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
         return lengthened(rows, length, pad_id=self.pad_id, ignore_index=self._ignored)
 
     # --- rows -------------------------------------------------------------------------------------------------------

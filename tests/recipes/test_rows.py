@@ -73,6 +73,16 @@ def test_a_collate_function_that_leaves_out_rows_is_refused(small):
         small.run_in_process(OURS, *PLAIN, f"collate_fn={leaving_out}")
 
 
+def test_a_collate_function_may_make_the_labels_unless_rows_are_padded_before(small):
+    keys = (f"dataset.lengths={COUNTED}", "epochs=1", "dataset_val=${dataset}", "run_val_every_n_steps=2")
+    labelled = small.run_in_process(OURS, "dataset._component_=support.components.OfLengths", *keys)
+    making = "support.components.labelling"
+    made = ("dataset._component_=support.components.Unlabelled", f"collate_fn={making}", *keys)
+    assert small.run_in_process(OURS, *made).losses == labelled.losses
+    with pytest.raises(SettingError, match=f"collate_fn='{making}': rows are padded to one length before it makes"):
+        small.run_in_process(OURS, *made, "pad_to_multiple_of=16")
+
+
 # --- rows that are not as long as the cache says ------------------------------------------------------------------------
 
 COUNTED = [8 + row % 9 for row in range(32)]

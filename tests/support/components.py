@@ -199,6 +199,19 @@ def leaving_out(rows, padding_idx=0, ignore_idx=-100):
     return padded_collate_sft(rows[:-1], padding_idx=padding_idx, ignore_idx=ignore_idx)
 
 
+class Unlabelled(OfLengths):
+    """Rows without labels."""
+
+    def __getitem__(self, number):
+        return {"tokens": super().__getitem__(number)["tokens"]}
+
+
+def labelling(rows, padding_idx=0, ignore_idx=-100):
+    """A collate function that makes the labels of rows that have none."""
+    rows = [{**row, "labels": [ignore_idx, *row["tokens"][1:]]} for row in rows]
+    return padded_collate_sft(rows, padding_idx=padding_idx, ignore_idx=ignore_idx)
+
+
 class OfKind(OfLengths):
     """Rows whose tokens are a list, an array or a tensor of some numbers."""
 
