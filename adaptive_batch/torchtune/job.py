@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune import training, utils
 
 from adaptive_batch import distributed
@@ -82,10 +82,6 @@ class Job:
         """The number of token ids that the model has embeddings of; None where it does not say."""
         embeddings = getattr(getattr(self._outline, "decoder", self._outline), "tok_embeddings", torch.nn.Identity())
         return sum(part.num_embeddings for part in embeddings.modules() if isinstance(part, torch.nn.Embedding)) or None
-
-    def plain(self, key: str) -> Any:
-        """Return a block of the configuration as plain values, its references resolved."""
-        return OmegaConf.to_container(self.cfg[key], resolve=True)
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be built."""

@@ -19,7 +19,7 @@ from adaptive_batch._util import cache_directory, count, described_with_files, f
 from adaptive_batch.data import Measured, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
-from .config_errors import one_line
+from .config_errors import as_dict, one_line
 from .doctor import installed_version
 from .job import Job
 from .sources import sources_of
@@ -125,7 +125,8 @@ class Rows(Dataset[Any]):
         return self._measured.numbers
 
     def _measure_all(self) -> Measured:
-        blocks = self._job.plain(self._key), self._job.plain("tokenizer")
+        configured = as_dict(self._job.cfg)
+        blocks = configured[self._key], configured["tokenizer"]
         described = described_with_files(blocks), sources_of(self._dataset, blocks)
         name = fingerprint("rows", described, installed_version("torchtune"))
         self._cache_file = cache_directory() / f"lengths-{name}.bin"
