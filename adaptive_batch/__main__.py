@@ -39,10 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (audit, report):
         command.add_argument("output_dir", metavar="OUTPUT_DIR", help="the output_dir of the run")
     report.add_argument("--output", metavar="FILE", help="the page, if not OUTPUT_DIR/adaptive_batch/report.html")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # names of folders may be anything, and a terminal may know ASCII alone
+    for stream in (sys.stdout, sys.stderr):  # a folder's name may be anything, and a terminal may know ASCII alone
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     given = parser.parse_args(arguments)
     try:

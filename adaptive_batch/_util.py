@@ -23,12 +23,13 @@ log = logging.getLogger("adaptive_batch")
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where no terminal shows a bar
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
-MOST = (
-    10**12
-)  # rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied
+# Rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied.
+LARGEST_NUMBER = 10**12
 
 
-def check_whole(key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = MOST) -> int:
+def check_whole(
+    key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = LARGEST_NUMBER
+) -> int:
     """Refuse what is not a whole number, 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SettingError(key, value, remedy)
@@ -51,8 +52,8 @@ def check_share(key: str, value: object) -> None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format an amount of memory in GiB from 16 MiB on, in MiB from 16 KiB on; below that in KiB or bytes."""
-    for unit, size, least in (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**14), ("KiB", 2**10, 2**10)):
+    """Format an amount of memory in GiB from 16 MiB on, in MiB from 128 KiB on; below that in KiB or bytes."""
+    for unit, size, least in (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**10)):
         if num_bytes >= least:
             number = num_bytes / size
             return f"{number:.{2 if number >= 1 else 3}f} {unit}"
@@ -60,7 +61,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def count(number: int, what: str, form: str = "") -> str:
-    """Format so many things, such as ``1 row`` and ``2 rows``; with the form ``,`` thousands are parted."""
+    """Format so many things, such as ``1 row`` and ``2 rows``, the number in a form such as ``","``."""
     return f"{number:{form}} {what}{'s' * (number != 1)}"
 
 

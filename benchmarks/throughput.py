@@ -223,7 +223,7 @@ def our_rows(recipe: Any, epoch: int) -> list[list[int]]:
     planner = recipe.planner
     if recipe.settings.batch_tokens:
         return list(planner.epochs.token_batches(Progress(epoch=epoch)))
-    return [piece.tolist() for piece in planner.sampler.order(epoch).split(planner.batch_size)]
+    return [piece.tolist() for piece in planner.epochs.order(Progress(epoch=epoch)).split(planner.batch_size)]
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import NoiseScale, Progress
 from adaptive_batch.torchtune import (
     STATE_KEY,
-    BatchSizeFinder,
+    BoundFinder,
     Checkpoints,
     Data,
     Job,
@@ -102,7 +102,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Read the data and the checkpoint that is resumed from, and check all that needs no weights."""
         settings, job = self.settings, self.job
         self.data = data = Data.read(job)
-        self.bounds = BatchSizeFinder(job, data)
+        self.bounds = BoundFinder(job, data)
         self.bounds.watch = self.watch
         self.checkpoints = Checkpoints(self.cfg, settings)
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
@@ -110,7 +110,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         data.check_rows()
         batching = data.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch)
         by_tokens = settings.lr_clock.counts_tokens
-        planner = StepPlanner(data, batching, layout=data.shapes, ranks=job.ranks, counts_tokens=by_tokens)
+        planner = StepPlanner(data.dataset, batching, layout=data.shapes, ranks=job.ranks, counts_tokens=by_tokens)
         self.planner = self._add("steps", planner)
         if settings.needs_bound or (settings.validation is not None and settings.validation.fits_itself):
             self.bounds.check()
@@ -137,32 +137,35 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             data,
             self.checkpoints,
             limit=lambda: self.planner.limit,
-            lower=lambda change: self.limits.lower(change),
+            lower=lambda change: self.limit_finder.lower(change),
         )
-        self.nonfinite = NonfiniteSteps(
+        nonfinite = NonfiniteSteps(
             self.settings.on_nonfinite_loss,
             runner=trainer.runner,
             event=self.record.event,
             is_taken=self.settings.optimizer_in_bwd,
             remedy=self.checkpoints.after_end,
         )
-        self.limits = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
-        self.planner.limits = self.parts["limits"] = self.limits.limits
+        self.nonfinite = self._add("nonfinite", nonfinite)
+        self.limit_finder = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
+        self.limits = self.planner.limits = self.parts["limits"] = self.limit_finder.limits
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
             self.log.whose_rate(trainer.base_rate)
         keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
-        self.planner.batch_size = self.limits.find(self.planner.batch_size, keeps_batch=keeps_batch, saved=saved)
+        self.planner.batch_size = self.limit_finder.find(self.planner.batch_size, keeps_batch=keeps_batch, saved=saved)
         self.validation = None
         if self.settings.validation:
-            self.validation = Validation(job, data, trainer, self.bounds, limits=self.limits, record=self.record)
+            self.validation = Validation(
+                job, data, trainer, self.bounds, limit_finder=self.limit_finder, record=self.record
+            )
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
         settings, saved = self.settings, self.resumed.saved
-        asked, bound = self.planner.saved_maximum, self.limits.limits.bound
+        asked, bound = self.planner.saved_maximum, self.limits.bound
         if settings.optimizer_in_bwd and settings.batch_size_schedule and bound and asked > bound:
             remedy = f"the checkpoint's schedule may ask for {asked} rows, of which {bound} fit here, and they cannot be split"
             raise SettingError(
@@ -194,8 +197,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             total_steps=self.preview.schedule_steps,
             saved=saved.get("learning_rate", {}),
         )
-        limits, base = self.limits.limits, trainer.base_rate
-        self.log.rate_and_stages(self.rate, self.preview, self.progress, base=base, limits=limits, saved=saved)
+        base = trainer.base_rate
+        self.log.rate_and_stages(self.rate, self.preview, self.progress, base=base, limits=self.limits, saved=saved)
         # a compiled model would be compiled for one row more
         if distributed.world_size() > 1 and self.settings.on_out_of_memory == "shrink" and not self.cfg.compile:
             trainer.runner.learn_collectives()
@@ -245,14 +248,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
-        epoch, done, runner = self.progress.epoch, self.progress.epoch_steps, self.trainer.runner
-        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
+        epoch, runner = self.progress.epoch, self.trainer.runner
+        with self.log.progress_bar(self.planner.plan.steps, done=self.progress.epoch_steps) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
                 start = time.perf_counter()
                 progress, rows = self.planner.next_step(self.progress)
                 if rows and distributed.world_size() == 1:  # ranks try the longest row of all when they begin
-                    self.limits.try_longer(rows, batch_size=self.planner.batch_size)
+                    self.limit_finder.try_longer(rows, batch_size=self.planner.batch_size)
                 if self.watch:
                     self.watch.beat(f"step {self.progress.steps + 1}")
                 taken, ends = len(self.planner.sampler.taken), self.preemption.requested
@@ -275,7 +278,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     rate=rate,
                     seconds=time.perf_counter() - start,
                     sampler=self.planner.sampler,
-                    num_out_of_memory=self.limits.limits.num_out_of_memory,
+                    num_out_of_memory=self.limits.num_out_of_memory,
                     full_batch_loss=self.full_batch_loss,
                 )
                 self._validate()
@@ -286,7 +289,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             raise SettingError("dataset", str(self.cfg.dataset), remedy)
         nonfinite = self.nonfinite.count()
         self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=nonfinite)
-        if self.settings.on_nonfinite_loss == "skip" and not done and nonfinite == self.progress.epoch_steps > 0:
+        if self.settings.on_nonfinite_loss == "skip" and nonfinite == self.progress.epoch_steps > 0:
             what = f"epoch {epoch}: the loss or the gradients of all {nonfinite} steps are not finite, so nothing was trained"
             raise NonfiniteLossError(f"{what}; check the weights that it began with, the data and dtype")
 
@@ -302,7 +305,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.progress.epoch, self.planner, rate=self.trainer.base_rate)
-        self.limits.log_if_one_by_one(self.planner.batch_size)
+        self.limit_finder.log_if_one_by_one(self.planner.batch_size)
 
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""
@@ -400,8 +403,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _write_down_end(self, end: End) -> None:
         """On rank zero, log why all ranks end, and keep what a restart should know."""
         self.record.event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
-        if hasattr(self, "limits"):
-            self.limits.keep_lost(end.facts)
+        if hasattr(self, "limit_finder"):
+            self.limit_finder.keep_lost(end.facts)
 
     def after_end(self) -> str:
         """Return what is resumed from if this is ended now, as the end of a sentence."""

@@ -18,7 +18,7 @@ from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
-    BatchSizeFinder,
+    BoundFinder,
     Checkpoints,
     Data,
     Job,
@@ -50,7 +50,7 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
-    bounds = BatchSizeFinder(job, data)
+    bounds = BoundFinder(job, data)
     bounds.watch = watch
     checkpoints = Checkpoints(cfg, settings)
     bounds.check()

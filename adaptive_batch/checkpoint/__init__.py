@@ -3,7 +3,15 @@
 from .checkpoint import Checkpoint
 from .failures import reason, saving
 from .manager import CheckpointManager, checkpoints_in, latest_complete
-from .manifest import SavedFile, SkippedCheckpoint, newest_complete, other_content, other_size, signed, unsigned
+from .manifest import (
+    SavedFile,
+    SkippedCheckpoint,
+    changed_content,
+    changed_size,
+    manifest_text,
+    newest_complete,
+    read_manifest,
+)
 from .optimizer_state import load_named_optimizer_state, named_optimizer_state
 
 __all__ = [
@@ -11,15 +19,15 @@ __all__ = [
     "CheckpointManager",
     "SavedFile",
     "SkippedCheckpoint",
+    "changed_content",
+    "changed_size",
     "checkpoints_in",
     "latest_complete",
     "load_named_optimizer_state",
+    "manifest_text",
     "named_optimizer_state",
     "newest_complete",
-    "other_content",
-    "other_size",
+    "read_manifest",
     "reason",
     "saving",
-    "signed",
-    "unsigned",
 ]

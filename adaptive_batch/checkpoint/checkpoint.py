@@ -26,7 +26,7 @@ from adaptive_batch.errors import CheckpointError
 from .content import Content, read_into, read_optimizer, read_whole
 from .dcp import METADATA, Ranks, write_tensors
 from .failures import reason
-from .manifest import SavedFile, SkippedCheckpoint, other_content, other_size, signed, unsigned
+from .manifest import SavedFile, SkippedCheckpoint, changed_size, manifest_text, read_manifest
 
 Result = TypeVar("Result")
 
@@ -48,10 +48,6 @@ class Checkpoint:
     package_version: str
     world_size: int
     files: Mapping[str, SavedFile]
-
-    def corruption(self) -> str | None:
-        """Read every file, and return what differs from what was saved; None where nothing does."""
-        return other_content(self.path, self.files)
 
     def load(self) -> tuple[Any, Any]:
         """Load what any number of ranks saved, whole, on the CPU: the tree of tensors, and the small state. No code of a file is run.
@@ -151,7 +147,7 @@ def write_checkpoint(folder: Path, content: Content, *, step: int, order: int, r
 
 
 def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
-    """Check whether a folder is a checkpoint whose files have their sizes; :meth:`Checkpoint.corruption` reads them."""
+    """Check whether a folder is a checkpoint whose files have their sizes; :func:`changed_content` reads them."""
     is_ours = (folder / METADATA).exists() and (folder / STATE).exists()
     try:
         text = (folder / MANIFEST).read_bytes().decode(errors="replace")
@@ -167,12 +163,12 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
             return SkippedCheckpoint(
                 folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order
             )
-        content, files = unsigned(text)
+        content, files = read_manifest(text)
         found = Checkpoint(folder, content["step"], order, content["package_version"], content["world_size"], files)
     except (ValueError, KeyError, TypeError):
         what = "truncated or changed" if is_ours else "unrecognized"
         return SkippedCheckpoint(folder, f"{MANIFEST} is {what}", is_ours)
-    changed = other_size(folder, files)
+    changed = changed_size(folder, files)
     return found if changed is None else SkippedCheckpoint(folder, changed, True, order)
 
 
@@ -185,7 +181,7 @@ def _manifest(checkpoint: Checkpoint) -> str:
         "order": checkpoint.order,
         "world_size": checkpoint.world_size,
     }
-    return signed(content, checkpoint.files)
+    return manifest_text(content, checkpoint.files)
 
 
 def _load_safely(path: Path) -> Any:

@@ -25,31 +25,31 @@ class SavedFile:
         return cls(path.stat().st_size, _crc32(path))
 
 
-def signed(content: Mapping[str, Any], files: Mapping[str, SavedFile]) -> str:
-    """Return the text of a manifest: its content, the files by name, and a checksum of both."""
+def manifest_text(content: Mapping[str, Any], files: Mapping[str, SavedFile]) -> str:
+    """Return a manifest as text: its content, the files by name, and a checksum of both."""
     whole: dict[str, Any] = {**content, "files": {name: asdict(files[name]) for name in sorted(files)}}
     whole["crc32"] = zlib.crc32(json.dumps(whole).encode())
     return json.dumps(whole, indent=1) + "\n"
 
 
-def unsigned(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
-    """Return what :func:`signed` was given.
+def read_manifest(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
+    """Return what :func:`manifest_text` was given.
 
     Raises:
-        ValueError: the text is not one of its.
+        ValueError: the text is none of these.
     """
     try:
         content = json.loads(text)
         del content["crc32"]
         files = {name: SavedFile(**file) for name, file in content.pop("files").items()}
-        if signed(content, files) == text:
+        if manifest_text(content, files) == text:
             return content, files
     except (KeyError, TypeError, AttributeError):
         pass
     raise ValueError("truncated or changed")
 
 
-def other_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
+def changed_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
     """Return which file of a folder is missing or has another size than was saved; None where none. The files are not read."""
     for name, saved in files.items():
         try:
@@ -61,7 +61,7 @@ def other_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
     return None
 
 
-def other_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
+def changed_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
     """Read the files of a folder, and return which of them is not what was saved; None where none."""
     for name, saved in files.items():
         try:
@@ -102,8 +102,8 @@ class Saved(Protocol):
     @property
     def step(self) -> int: ...
 
-    def corruption(self) -> str | None:
-        """Read every file, and return what differs from what was saved; None where nothing does."""
+    @property
+    def files(self) -> Mapping[str, SavedFile]: ...
 
 
 OneSaved = TypeVar("OneSaved", bound=Saved)
@@ -119,9 +119,9 @@ def newest_complete(
     """
     others = list(skipped)
     for one in sorted(saved, key=lambda one: (-one.order, -one.step)):
-        if (corruption := one.corruption()) is None:
+        if (changed := changed_content(one.path, one.files)) is None:
             return one, [other for other in others if other.order is None or other.order >= one.order]
-        others.append(SkippedCheckpoint(one.path, corruption, True, one.order))
+        others.append(SkippedCheckpoint(one.path, changed, True, one.order))
     return None, others
 
 

@@ -47,11 +47,6 @@ class DatasetAdapter(Dataset[Any]):
         return self._dataset[number]
 
     @property
-    def dataset(self) -> Dataset[Any]:
-        """The rows themselves."""
-        return self
-
-    @property
     def real_lengths(self) -> torch.Tensor:
         """Tokens of each row that are not padding: all."""
         return self.lengths

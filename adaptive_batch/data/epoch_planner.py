@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Dataset
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
@@ -78,8 +77,8 @@ class Rows(Protocol):
     `recount` has them counted again where a row that was read, on any rank, is not as long as they say, and returns which; "" for none.
     """
 
-    @property
-    def dataset(self) -> Dataset[Any]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Any: ...
     @property
     def lengths(self) -> torch.Tensor: ...
     @property
@@ -161,19 +160,18 @@ class EpochPlanner:
         self._rows, self._batching, self.ranks = rows, batching, ranks
         self._divisible, self._counts_tokens, self._maximum = divisible, counts_tokens, maximum
         self.sampler = RowSampler(
-            rows.dataset,
+            rows,
             shuffle=batching.shuffle,
             seed=batching.seed,
             order=batching.sample_order,
-            lengths=rows.lengths if batching.sample_order == "seqlen" else None,
             window=batching.sample_window,
         )
         schedule = batching.batch_size_schedule
         self.depends_on_lengths = bool(batching.batch_tokens) or batching.sample_order == "seqlen"
-        self._epoch, self._planned_by = (
-            0,
-            list[_PlannedBy](),
-        )  # the lengths that this epoch is planned by, from row to row
+        if self.depends_on_lengths:
+            _ = rows.lengths  # a row that cannot be measured is refused now
+        self._epoch = 0
+        self._planned_by: list[_PlannedBy] = []  # of that epoch, from row to row
         self._is_estimate = schedule is not None and needs_noise_scale(schedule)
         self._planned = lru_cache(maxsize=2)(self._plan_tokens)
 
@@ -273,7 +271,8 @@ class EpochPlanner:
         """Divide the first epoch by a batch that does not change."""
         batching = self._batching
         if batching.batch_tokens:
-            return EpochPlan.of_sizes(self._plan_constant(self.sampler.order(0)).sizes.tolist(), **batching.ends)
+            order = self.sampler.order(0, lengths=self._rows.lengths)
+            return EpochPlan.of_sizes(self._plan_constant(order).sizes.tolist(), **batching.ends)
         step_rows = batch_size * batching.gradient_accumulation_steps * self.ranks
         return EpochPlan.of(len(self.sampler), step_rows=step_rows, **batching.ends)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from adaptive_batch.errors import SettingError
 
@@ -78,7 +78,7 @@ class RowSampler:
         shuffle: with the order ``dataloader``, False keeps the dataset's own order.
         order: ``dataloader``: as torchtune's recipes, a permutation drawn for each epoch from `seed` and the epoch's
             number; or ``random`` or ``seqlen``, see :func:`row_order`.
-        seed, lengths, window: see :func:`row_order`.
+        seed, window: see :func:`row_order`.
 
     Attributes:
         position: rows of this epoch that have been handed out, to all ranks.
@@ -87,18 +87,16 @@ class RowSampler:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         *,
         shuffle: bool,
         seed: int = 0,
         order: str = "dataloader",
-        lengths: torch.Tensor | None = None,
         window: int | None = None,
     ) -> None:
         self._dataset = dataset
         self._sampler: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed)
-        self._order = partial(row_order, len(dataset), order=order, window=window, seed=seed)  # type: ignore[arg-type]
-        self._lengths = lengths
+        self._order = partial(row_order, len(dataset), order=order, window=window, seed=seed)
         self._is_dataloaders = order == "dataloader"
         self._requested: deque[int] = deque()
         self._rows: Iterator[Any] = iter(())
@@ -110,9 +108,9 @@ class RowSampler:
         return len(self._sampler)
 
     def order(self, epoch: int, *, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the row numbers in the order of an epoch: int64, `[rows]`; by other `lengths` than its own where they are given."""
+        """Return the row numbers in the order of an epoch: int64, `[rows]`; by the `lengths` of all rows where these decide it."""
         if not self._is_dataloaders:
-            return self._order(epoch=epoch, lengths=self._lengths if lengths is None else lengths)
+            return self._order(epoch=epoch, lengths=lengths)
         self._sampler.set_epoch(epoch)
         return torch.tensor(list(self._sampler), dtype=torch.int64)
 

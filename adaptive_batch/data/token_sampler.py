@@ -49,11 +49,8 @@ class TokenBatchPlan:
     def followed_by(self, rest: TokenBatchPlan, *, after: int) -> TokenBatchPlan:
         """Return the plan whose first `after` batches are these, and whose others are those of `rest`."""
         begin = int(self.starts[after])
-        rows, starts = (
-            torch.cat([self.rows[:begin], rest.rows]),
-            torch.cat([self.starts[: after + 1], rest.starts[1:] + begin]),
-        )
-        return TokenBatchPlan(rows, starts, rest.dropped)
+        rows = torch.cat([self.rows[:begin], rest.rows])
+        return TokenBatchPlan(rows, torch.cat([self.starts[: after + 1], rest.starts[1:] + begin]), rest.dropped)
 
     def tolist(self) -> list[list[int]]:
         """Return all batches as lists of row numbers."""

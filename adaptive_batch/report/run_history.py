@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from adaptive_batch._util import count
+
 Record = Mapping[str, Any]
 
 _IN_NEXT_STEP = {"limit", "nonfinite_loss"}  # logged before the record of the step in which they happened
@@ -220,7 +222,7 @@ class LossesNotFinite:
     def lines(self) -> list[str]:
         """Return a line for nan and for infinite, where there were such."""
         return [
-            f"loss is {kind} at step {first:,} ({num:,} step{'s' * (num > 1)})"
+            f"loss is {kind} at step {first:,} ({count(num, 'step', ',')})"
             for kind, (first, num) in self._found.items()
         ]
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-from adaptive_batch._util import MOST
+from adaptive_batch._util import LARGEST_NUMBER
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -40,14 +40,14 @@ class Reference:
 
 def parse_reference(value: object) -> Reference:
     """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens; raise ValueError for all else."""
-    if type(value) is int and 1 <= value <= MOST:
+    if type(value) is int and 1 <= value <= LARGEST_NUMBER:
         return Reference(float(value), "rows")
     if isinstance(value, str) and value.endswith("tok"):
         try:
             amount = float(value.removesuffix("tok"))
         except ValueError:
             amount = math.nan
-        if 0 < amount <= MOST:
+        if 0 < amount <= LARGEST_NUMBER:
             return Reference(amount, "tokens")
     raise ValueError(f"{value!r}: give a whole number of rows, 1 or more, or tokens as in 8192tok")
 
@@ -179,9 +179,7 @@ class LearningRate:
             )
         self._remember_bases()
         for optimizer in self._optimizers if rule != "none" else ():
-            with suppress(
-                AttributeError
-            ):  # torchao's CPUOffloadOptimizer has no hooks: :meth:`restore` is called for it
+            with suppress(AttributeError):  # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it
                 optimizer.register_step_post_hook(lambda stepped, *_: self._after_step(stepped))
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
-    from .batch_size_finder import BatchSizeFinder as BatchSizeFinder
-    from .batch_size_finder import left_by_rounding as left_by_rounding
+    from .bound_finder import BoundFinder as BoundFinder
+    from .bound_finder import left_by_rounding as left_by_rounding
     from .checkpoints import Checkpoints as Checkpoints
     from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
     from .checks import without_effect_on as without_effect_on
-    from .config_errors import as_dict as as_dict
     from .config_errors import instantiate as instantiate
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
@@ -44,10 +43,10 @@ if TYPE_CHECKING:
     from .validation import Validation as Validation
 
 _NAMES_OF = {
-    ".batch_size_finder": ("BatchSizeFinder", "left_by_rounding"),
+    ".bound_finder": ("BoundFinder", "left_by_rounding"),
     ".checkpoints": ("Checkpoints",),
     ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
-    ".config_errors": ("as_dict", "instantiate"),
+    ".config_errors": ("instantiate",),
     ".configs": ("config_path", "copy_config", "shipped_configs"),
     ".data": ("Data",),
     ".doctor": ("check",),

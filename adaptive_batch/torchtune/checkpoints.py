@@ -112,6 +112,12 @@ class Checkpoints:
         if found := self._find_of_job():
             return found
         if self._cfg.resume_from_checkpoint:
+            block = self._cfg.checkpointer
+            if (given := block.get("recipe_checkpoint")) and not Path(block.output_dir, given).exists():
+                remedy = (
+                    f"there is no such file in {block.output_dir}; leave it out: resuming finds the recipe state itself"
+                )
+                raise SettingError("checkpointer.recipe_checkpoint", given, remedy)
             return self._find_saved()
         saved, skipped = self._saved()
         return Found("the base checkpoint", holds_earlier_run=bool(saved) or any(one.is_ours for one in skipped))
@@ -128,12 +134,6 @@ class Checkpoints:
         return found if _run(found.recipe_state) == job["run"] else None
 
     def _find_saved(self) -> Found:
-        block = self._cfg.checkpointer
-        if (given := block.get("recipe_checkpoint")) and not Path(block.output_dir, given).exists():
-            remedy = (
-                f"there is no such file in {block.output_dir}; leave it out: resuming finds the recipe state itself"
-            )
-            raise SettingError("checkpointer.recipe_checkpoint", given, remedy)
         newest, others = newest_complete(*self._saved())
         passed_over = [passed.describe() for passed in others]
         if newest is None:
@@ -144,7 +144,7 @@ class Checkpoints:
             raise CheckpointError(f"{'; '.join(passed_over)}; {newest.path} is of an earlier run: {remedy}")
         if isinstance(newest, SavedEpoch):
             return Found(str(newest.path), state, None, newest, passed_over)
-        if given:
+        if given := self._cfg.checkpointer.get("recipe_checkpoint"):
             passed_over.append(f"checkpointer.recipe_checkpoint={given} has no effect: {newest.path.name} is newer")
         return Found(str(newest.path), state, newest, None, passed_over)
 

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from inspect import signature
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, ListConfig
 from torchtune import config
 from torchtune.data import padded_collate_packed
@@ -150,24 +149,6 @@ class Data:
         assert self._rows_val is not None
         return self._rows_val
 
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Tokens of every row, counted once and cached on disk: int64, `[rows]`."""
-        return self.dataset.lengths
-
-    @property
-    def real_lengths(self) -> torch.Tensor:
-        """Tokens of every row that are not padding, as training counts them: int64, `[rows]`."""
-        return self.dataset.real_lengths
-
-    def num_real_tokens(self, row: Mapping[str, Any]) -> int:
-        """Count the tokens of a row that are not padding; only a packed row carries its own."""
-        return self.dataset.num_real_tokens(row)
-
-    def recount(self) -> str:
-        """Drop cached lengths that a row contradicts, on any rank; return which row, if any."""
-        return self.dataset.recount()
-
     def _without_padding(self, row: Mapping[str, Any]) -> int:
         real = (row["tokens"] != self._pack_padding).nonzero()
         return int(real[-1]) + 1 if len(real) else 0
@@ -205,15 +186,17 @@ class Data:
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
         if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
-            _ = self.lengths  # a row that the model does not take is refused now, not when training asks
+            _ = self.dataset.lengths  # a row that the model does not take is refused now, not when training asks
         if isinstance(settings.micro_batch_tokens, int):
-            needed = self.shapes.padded(int(self.lengths.max()))
+            needed = self.shapes.padded(int(self.dataset.lengths.max()))
             if settings.micro_batch_tokens < needed:
                 remedy = f"a row is padded to {needed} tokens; give {needed} or more, or shorten the rows (tokenizer.max_seq_len)"
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
             divisible = settings.uniform_micro_batches in ("rows", "both")
-            steps = plan_token_batches(self.lengths, self.batching(), ranks=ranks, order=None, divisible=divisible)
+            steps = plan_token_batches(
+                self.dataset.lengths, self.batching(), ranks=ranks, order=None, divisible=divisible
+            )
             if len(steps) == 0:
                 remedy = f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or give alone"
                 raise SettingError("long_rows", settings.long_rows, remedy)
@@ -225,7 +208,9 @@ class Data:
                 self.dataset_val[row] for row in range(settings.validation.rows_of(len(self.dataset_val), ranks=ranks))
             )
             random_state = RandomState(self._job.device)
-            has_labels = any(int(label) != self._ignored for row in validated for label in row["labels"][1:])
+            has_labels = any(
+                int(label) != self._ignored for row in validated for label in row.get("labels", row["tokens"])[1:]
+            )
             random_state.restore()
             if not has_labels:
                 remedy = "no row that is validated on has a label; see its train_on_input and masks"

@@ -28,12 +28,12 @@ from adaptive_batch._util import atomic_write, move_into_place, sync_folder
 from adaptive_batch.checkpoint import (
     SavedFile,
     SkippedCheckpoint,
-    other_content,
-    other_size,
+    changed_content,
+    changed_size,
+    manifest_text,
+    read_manifest,
     reason,
     saving,
-    signed,
-    unsigned,
 )
 from adaptive_batch.errors import CheckpointError, SettingError
 
@@ -69,13 +69,13 @@ class _Manifest:
     @classmethod
     def read(cls, folder: Path) -> _Manifest:
         """Raise an OSError or a ValueError where there is none."""
-        content, weights = unsigned((folder / _MANIFEST).read_text(errors="replace"))
+        content, weights = read_manifest((folder / _MANIFEST).read_text(errors="replace"))
         state, preempted = content.pop("recipe_state"), content.pop("preempted")
         return cls(content, weights, state and SavedFile(**state), preempted)
 
     def text(self) -> str:
         state = self.recipe_state and asdict(self.recipe_state)
-        return signed({**self.identity, "recipe_state": state, "preempted": self.preempted}, self.weights)
+        return manifest_text({**self.identity, "recipe_state": state, "preempted": self.preempted}, self.weights)
 
     def files(self, state_file: Path) -> dict[str, SavedFile]:
         """Return all that resuming reads, by names in the folder of the weights, which may be a link."""
@@ -108,10 +108,6 @@ class SavedEpoch:
         """Optimizer steps so far; 0 for a recipe of torchtune's own."""
         return int(self.state.get(STATE_KEY, {}).get("progress", {}).get("steps", 0))
 
-    def corruption(self) -> str | None:
-        """Read every file, and return what differs from what was saved; None where nothing does."""
-        return other_content(self.path, self.files)
-
 
 def orders_of_epochs(output_dir: Path) -> Iterator[int]:
     """Yield the orders of the epochs in a folder."""
@@ -125,7 +121,8 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
         cfg: the `checkpointer` block of the configuration.
     """
     output_dir = Path(cfg.output_dir)
-    state_file = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+    given = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+    state_file = given if given.exists() else output_dir / _RECIPE_STATE  # of a run that torchrun starts again, too
     with_state = [(folder, manifest) for folder, manifest in _manifests(output_dir) if manifest.recipe_state]
     if not with_state and not state_file.exists():
         return None
@@ -136,7 +133,7 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
             return SkippedCheckpoint(state_file, f"it cannot be read ({reason(error)})", is_ours=False)
         folder, manifest = max(with_state, key=lambda found: found[1].identity["order"])
         files = dict([manifest.files(state_file).popitem()])
-        why = other_size(folder, files) or other_content(folder, files) or reason(error)
+        why = changed_size(folder, files) or changed_content(folder, files) or reason(error)
         return SkippedCheckpoint(folder, why, True, manifest.identity["order"])
     folder = output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
     files = cfg.get("checkpoint_files")
@@ -179,7 +176,7 @@ def _of_ours(
     state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest
 ) -> SavedEpoch | SkippedCheckpoint:
     files, order = manifest.files(state_file), manifest.identity["order"]
-    if why := other_size(folder, files):
+    if why := changed_size(folder, files):
         return SkippedCheckpoint(folder, why, True, order)
     return SavedEpoch(folder, order, [folder / name for name in manifest.weights], state, state_file, files)
 

@@ -45,7 +45,7 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.memory import MemoryCurve
 
-from .batch_size_finder import BatchSizeFinder
+from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
 from .estimate_changes import candidates, share_of_layers, with_overrides
 from .fake_run import FEW, MORE, FakeRun, Rows, made_up_row
@@ -241,7 +241,7 @@ class _Step:
 
     def __init__(self, run: FakeRun, lengths: Sequence[int | str]) -> None:
         self.run = run
-        bounds = BatchSizeFinder(run.job, run.data)
+        bounds = BoundFinder(run.job, run.data)
         self._rows = {length: self._rows_of(bounds, length) for length in lengths}
         settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
@@ -252,7 +252,7 @@ class _Step:
             keeps_gradients=keeps,
         )
 
-    def _rows_of(self, bounds: BatchSizeFinder, length: int | str) -> tuple[Rows, int]:
+    def _rows_of(self, bounds: BoundFinder, length: int | str) -> tuple[Rows, int]:
         if self.run.reads_data:
             worst = bounds.rows_of(length)
             tokens = worst.length

@@ -15,7 +15,7 @@ from adaptive_batch.memory import GIB
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
-from .batch_size_finder import BatchSizeFinder, left_by_rounding
+from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .trainer import Trainer
@@ -37,7 +37,7 @@ class LimitFinder:
     """
 
     def __init__(
-        self, job: Job, data: Data, trainer: Trainer, bounds: BatchSizeFinder, record: RunLog, *, run: str = ""
+        self, job: Job, data: Data, trainer: Trainer, bounds: BoundFinder, record: RunLog, *, run: str = ""
     ) -> None:
         self._data, self._trainer, self._settings = data, trainer, job.settings
         self._bounds, self._record, self._run = bounds, record, run
@@ -85,8 +85,8 @@ class LimitFinder:
             message = f"a micro-batch holds {limits.lowered}: more ran out of memory before all ranks ended"
             self._record.event("limit", message, after=limits.lowered.amount, unit=limits.lowered.unit)
         if limits.bound:
-            (longest,) = longest_rows(data.lengths, 1)
-            if int(data.lengths[longest]) > limits.tried_length:
+            (longest,) = longest_rows(data.dataset.lengths, 1)
+            if int(data.dataset.lengths[longest]) > limits.tried_length:
                 self.try_longer([data.read_row(longest)], batch_size=batch_size)
         return batch_size
 
@@ -203,7 +203,7 @@ class LimitFinder:
         if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
         limit, rows = self.limits.of(batch_size), batch_size * self._settings.gradient_accumulation_steps
-        most = self._data.shapes.rows_within(limit, int(self._data.lengths.max()))
+        most = self._data.shapes.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < most < rows and largest_divisor(rows, at_most=most) == 1:
             self._record.event(
                 "uniform_micro_batches",

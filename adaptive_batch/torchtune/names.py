@@ -108,5 +108,5 @@ def _referred_to(value: object) -> Iterator[str]:
             yield from _referred_to(one)
     for reference in re.findall(r"\$\{([^}]*)", value if isinstance(value, str) else ""):
         # ${model.embed_dim} means the model; of ${resolver:...} any word may be a name
-        names = re.findall(r"\w+", reference)
+        names = re.findall(r"[\w-]+", reference)
         yield from names if ":" in reference or "${" in reference else names[:1]

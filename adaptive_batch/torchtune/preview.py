@@ -21,7 +21,7 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import MicroBatchLimits, StepRate, same_answers
 
-from .batch_size_finder import BatchSizeFinder, left_by_rounding
+from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .rate import build_rate, optimizer_of_nothing
@@ -132,7 +132,7 @@ class TrainingPreview:
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
-    def alone(self, progress: Progress, *, bounds: BatchSizeFinder, saved: Mapping[str, Any], resumes: bool) -> str:
+    def alone(self, progress: Progress, *, bounds: BoundFinder, saved: Mapping[str, Any], resumes: bool) -> str:
         """Return the preview where nothing is tried or trained: with the bound that is known, if any is needed.
 
         `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
@@ -170,7 +170,7 @@ class TrainingPreview:
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
     def _planned(self, progress: Progress, rate: StepRate, limits: MicroBatchLimits) -> Iterator[PlannedStep]:
-        lengths = self._data.real_lengths
+        lengths = self._data.dataset.real_lengths
         key, num_micro_batches = None, 0
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
@@ -190,7 +190,7 @@ class TrainingPreview:
         if limit.amount == 0:  # what fits is not known
             return 1
         mine = self._batches.rows_of_rank(rows, limit)
-        lengths = self._data.lengths[[rows[position] for position in mine]].tolist()
+        lengths = self._data.dataset.lengths[[rows[position] for position in mine]].tolist()
         return max(1, len(micro_batches(lengths, limit, self._data.shapes)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
@@ -218,8 +218,6 @@ class TrainingPreview:
             maximum=batches.maximum,
             unit="tokens" if settings.batch_tokens else "rows",
         )
-        deque(
-            ahead, maxlen=0
-        )  # a rule of the user's has no stages to look for, and is asked about every step all the same
+        deque(ahead, maxlen=0)  # a rule of the user's has no stages to look for, and is asked about every step too
         same_answers(changes)
         return notes

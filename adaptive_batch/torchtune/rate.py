@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Clock, LearningRate, Progress, Reference, TrainingClock
+from adaptive_batch.schedules import Clock, LearningRate, Progress, TrainingClock
 from adaptive_batch.training import StepRate
 
 from .config_errors import as_dict, instantiate
@@ -45,26 +45,22 @@ def build_rate(
     if last_epoch >= 0:  # torch asks for it in a scheduler that begins later
         for group in optimizers[0].param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
-    ends = {"num_training_steps": total_steps, "last_epoch": last_epoch}
-    scheduler = block and instantiate("lr_scheduler", block, optimizers[0], **ends)
+    scheduler = block and instantiate(
+        "lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=last_epoch
+    )
     rate = StepRate(
         planner,
         optimizers,
         scheduler,
         settings.lr_clock,
         rule=settings.lr_scaling,
-        reference=reference_batch(job),
+        reference=settings.reference_batch_size,
         warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
         total_steps=total_steps,
     )
     if saved:
         rate.load_state_dict(saved)
     return rate
-
-
-def reference_batch(job: Job) -> Reference:
-    """The global batch that the configured learning rate belongs to."""
-    return job.settings.reference_batch_size or Reference(job.settings.step_rows * job.ranks, "rows")
 
 
 def check_scheduler(cfg: DictConfig) -> None:
@@ -90,8 +86,8 @@ def check_scheduler(cfg: DictConfig) -> None:
         ) from None
     optimizer = optimizer_of_nothing(1.0)
     steps = 10**6  # more than any warm-up
-    scheduler = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
-    rate = LearningRate(optimizer, scheduler)
+    built = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
+    rate = LearningRate(optimizer, built)
     asked = Clock.from_config(as_dict(cfg).get("lr_clock"))
     if cfg.get("lr_clock", None) is not None and asked != Clock("steps", "steps") and not rate.follows_clock:
         raise SettingError(

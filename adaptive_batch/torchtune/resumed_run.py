@@ -16,14 +16,13 @@ from adaptive_batch._util import count, fingerprint
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
-from adaptive_batch.schedules import Progress
+from adaptive_batch.schedules import Progress, Reference
 
 from .checkpoints import Checkpoints
 from .config_errors import as_dict
 from .data import Data
 from .epoch_checkpoints import STATE_KEY
 from .job import Job
-from .rate import reference_batch
 from .settings import FILLS_STEPS, RESUME
 
 # What the checkpoint brings with it: another one has no effect, which is logged.
@@ -58,13 +57,13 @@ class ResumedRun:
             job.ranks = self.saved["steps"]["ranks"]
         check_fewer_ranks(job)
         self._now = {"conditions": run_conditions(job, data), "optimizer": _kind_of_optimizer(job)}
-        self.progress, self.name = Progress(), uuid.uuid4().hex[:12]
+        self.progress, self.name = Progress(), distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
         self.seed, self.max_steps_per_epoch = seed, self._settings.max_steps_per_epoch
         self.differs: list[str] = []
         self._ignored: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
         self.begins_epoch_again = self.keeps_batch = False
-        self.times_begun_again = self.unlabelled = 0
+        self.unlabelled = 0
         if state is None:
             return
         self.epochs = state[training.TOTAL_EPOCHS_KEY]
@@ -81,7 +80,6 @@ class ResumedRun:
         if saved:
             self.name, self.unlabelled = saved["run"], saved["unlabelled"]
             self.progress = Progress(**saved["progress"])
-            self.times_begun_again = saved["times_begun_again"]
         self.differs, self.begins_epoch_again = compare(
             saved.get("conditions", {}),
             self._now["conditions"],
@@ -89,7 +87,6 @@ class ResumedRun:
             in_mid_epoch=self.progress.epoch_steps > 0,
         )
         if self.begins_epoch_again:
-            self.times_begun_again += 1
             self.progress, self.unlabelled = self.progress.at_epoch_start(), 0
         if saved and settings.batch_changes:
             # a batch that was found or grown is kept; one that now is to be found for the first time is found
@@ -99,11 +96,11 @@ class ResumedRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the run, and what its results depend on, as plain values."""
-        return {"run": self.name, "times_begun_again": self.times_begun_again, **self._now}
+        return {"run": self.name, **self._now}
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the state that a part resumes from; None where it begins without one."""
-        if not self.saved or (name == "full_batch_loss" and self.begins_epoch_again):
+        if not self.saved or (name in ("full_batch_loss", "nonfinite") and self.begins_epoch_again):
             return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and self.begins_epoch_again:
@@ -171,7 +168,7 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
             found[name] = getattr(settings, name)
     return found | {
         "lr_clock": str(settings.lr_clock),
-        "reference_batch_size": str(reference_batch(job)),
+        "reference_batch_size": str(settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")),
         "shuffle": bool(job.cfg.shuffle),
         "dataset": _name_of_rows(job, data),
         "rows": len(data.dataset),

@@ -29,7 +29,7 @@ from adaptive_batch.schedules import (
     needs_noise_scale,
     parse_reference,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS, norm_to_clip
+from adaptive_batch.training import ON_NONFINITE_LOSS
 
 from .checks import check_together
 from .config_errors import as_dict
@@ -463,15 +463,6 @@ class Settings:
         """Whether the gradient noise scale is measured."""
         rule = self.batch_size_schedule
         return self.log_gradient_noise_scale or (rule is not None and needs_noise_scale(rule))
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """What the norm of the gradients is clipped to; infinity where it is only measured."""
-        return (
-            None
-            if self.optimizer_in_bwd
-            else norm_to_clip(self.clip_grad_norm, on_nonfinite_loss=self.on_nonfinite_loss)
-        )
 
     @property
     def restores_random_state(self) -> bool:

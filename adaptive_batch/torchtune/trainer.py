@@ -14,7 +14,14 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
-from adaptive_batch.training import LimitChange, MicroBatchRunner, OOMRetry, RowLoss, count_shifted_labels
+from adaptive_batch.training import (
+    LimitChange,
+    MicroBatchRunner,
+    OOMRetry,
+    RowLoss,
+    count_shifted_labels,
+    norm_to_clip,
+)
 
 from .data import Data
 from .job import Job
@@ -62,7 +69,7 @@ class Trainer:
                 mean_loss=self.mean_loss,
                 count_labels=partial(count_shifted_labels, ignore_index=self._loss_fn.ignore_index),
                 row_length=lambda row: len(row["tokens"]),
-                num_real_tokens=data.num_real_tokens,
+                num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
             ),
             retry=OOMRetry(
@@ -72,7 +79,9 @@ class Trainer:
                 retries=settings.on_out_of_memory == "shrink",
             ),
             layout=data.shapes,
-            max_grad_norm=settings.max_grad_norm,
+            max_grad_norm=None
+            if settings.optimizer_in_bwd
+            else norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss),
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
             sharding=Sharding(

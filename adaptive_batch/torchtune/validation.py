@@ -13,7 +13,7 @@ from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import Evaluator
 
-from .batch_size_finder import BatchSizeFinder
+from .bound_finder import BoundFinder
 from .data import Data
 from .job import Job
 from .limit_finder import LimitFinder
@@ -29,7 +29,7 @@ class Validation:
     Args:
         job, data, trainer: of the run.
         bounds: finds what fits, for ``batch_size_val: auto``.
-        limits: of training; out-of-memory errors are counted and logged there.
+        limit_finder: of training; out-of-memory errors are counted and logged there.
         record: of the run.
 
     Attributes:
@@ -44,9 +44,9 @@ class Validation:
         job: Job,
         data: Data,
         trainer: Trainer,
-        bounds: BatchSizeFinder,
+        bounds: BoundFinder,
         *,
-        limits: LimitFinder,
+        limit_finder: LimitFinder,
         record: RunLog,
     ) -> None:
         settings, runner = job.settings.validation, trainer.runner
@@ -56,7 +56,7 @@ class Validation:
         limit = MicroBatchLimit(settings.batch_size)
         if settings.fits_itself:
             bound = bounds.of_validation(trainer)
-            limits.limits.num_out_of_memory += bound.num_out_of_memory
+            limit_finder.limits.num_out_of_memory += bound.num_out_of_memory
             tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
             limit = MicroBatchLimit(tokens, "tokens")
             record.event(
@@ -77,19 +77,20 @@ class Validation:
             ),
             limit=limit,
             layout=data.shapes_val,
-            on_change=limits.lower_in_validation,
+            on_change=limit_finder.lower_in_validation,
         )
 
     def run(self) -> float:
         """The mean loss over the label tokens of the rows. Training goes on as if this had not been."""
         random_state = RandomState(self._job.device)
         try:
-            return self._evaluator.run(self._rows())
+            loss = self._evaluator.run(self._rows())
         finally:
             random_state.restore()
-            if changed := self._data.dataset_val.recount():
-                message = f"dataset_val: {changed}: the lengths that were cached are dropped"
-                self._record.event("recounted", message)
+        if changed := self._data.dataset_val.recount():  # a collective, which no rank that fails may begin alone
+            message = f"dataset_val: {changed}: the lengths that were cached are dropped"
+            self._record.event("recounted", message)
+        return loss
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())

@@ -273,7 +273,7 @@ class AdaptiveLoop:
                 remedies=_MEMORY_REMEDIES,
                 policy=options.oom_policy,
             ),
-            max_grad_norm=norm_to_clip(options.max_grad_norm, on_nonfinite_loss=options.on_nonfinite_loss),
+            max_grad_norm=norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss),
             sharding=sharding,
         )
         self._nonfinite = NonfiniteSteps(options.on_nonfinite_loss, runner=self._runner, event=self._log_event)

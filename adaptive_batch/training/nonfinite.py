@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from adaptive_batch.errors import NonfiniteLossError
 
@@ -13,15 +13,9 @@ from .micro_batch_runner import MicroBatchRunner, StepResult
 ON_NONFINITE_LOSS = ("warn", "stop", "skip")
 
 
-def norm_to_clip(max_grad_norm: float | None, *, on_nonfinite_loss: str) -> float | None:
+def norm_to_clip(max_grad_norm: float | None, on_nonfinite_loss: str) -> float | None:
     """Return what to clip the norm of the gradients to; infinity where that is only to be measured."""
     return math.inf if max_grad_norm is None and on_nonfinite_loss != "warn" else max_grad_norm
-
-
-class Event(Protocol):
-    """Takes an event: its kind, a message that is printed unless `prints` is False, and facts by name."""
-
-    def __call__(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None: ...
 
 
 class NonfiniteSteps:
@@ -31,7 +25,8 @@ class NonfiniteSteps:
         policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the norm of the gradients too,
             where the runner measures it, and drop the gradients; ``stop`` raises.
         runner: of the steps.
-        event: takes each step that is not finite; of several in a row, the first and each hundredth are printed.
+        event: takes each step that is not finite: a kind, a message and facts by name; of several in a row, the first and each
+            hundredth are printed.
         is_taken: the optimizer in backward has taken a step by then.
         remedy: returns what can be done after ``stop``.
     """
@@ -41,7 +36,7 @@ class NonfiniteSteps:
         policy: str,
         *,
         runner: MicroBatchRunner,
-        event: Event,
+        event: Callable[..., object],
         is_taken: bool = False,
         remedy: Callable[[], str] | None = None,
     ) -> None:
@@ -102,6 +97,14 @@ class NonfiniteSteps:
         """Return the steps that were not finite since this was asked last."""
         count, self._num_since_counted = self._num_since_counted, 0
         return count
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return {"since_counted": self._num_since_counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from a saved state."""
+        self._num_since_counted = state["since_counted"]
 
     def _wrong(self, result: StepResult) -> str | None:
         if not math.isfinite(result.loss):

@@ -133,7 +133,7 @@ def test_a_folder_that_lacks_a_file_is_named_and_not_used(made, tmp_path):
         demo.prepare(tmp_path)
 
 
-def test_a_base_of_other_sizes_is_named_and_not_used(made, tmp_path):
+def test_a_base_of_changed_sizes_is_named_and_not_used(made, tmp_path):
     (tmp_path / "data").symlink_to(made / "data")
     (tmp_path / "base").mkdir()
     for path in (made / "base").iterdir():

@@ -463,7 +463,7 @@ def test_where_the_context_alone_takes_more_than_the_device_has_nothing_is_left_
     cfg = Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32])
     plan, said = planned(cfg, estimate={"devices": "0.5GiB", "headroom": 0.05})
     assert plan.devices[0].budget_bytes == dict(plan.devices[0].taken)["headroom (5%)"] == 0
-    assert "0.50 GiB: 0 bytes may be used of 0.50 GiB, " in said
+    assert "0.500 GiB: 0 bytes may be used of 0.500 GiB, " in said
     assert ", 0 bytes for headroom (5%)" in said
     assert "  32 tokens: too large: the parameters (" in said
 

@@ -70,6 +70,22 @@ def test_a_row_that_one_rank_finds_of_another_length_has_all_of_them_plan_again(
     assert all(sum(changed[row] for row in step["rows"]) <= 120 for step in steps(attempt.output_dir))
 
 
+# what is saved when one ends
+
+
+def test_a_rank_other_than_the_first_that_is_interrupted_names_what_was_saved(setup):
+    ends = (
+        "loss=support.components.LossThatEnds",
+        "loss.status=null",
+        "loss.at=6",
+        "loss.rank=1",
+        "save_every_n_steps=1",
+    )
+    (attempt,) = launch(setup, 2, "batch_size=2", "epochs=1", *ends)
+    assert attempt.exit_statuses == [1, 1]
+    assert re.search(r"interrupted: resume_from_checkpoint=True resumes from \S*/step_2\n", attempt.output)
+
+
 # what two ranks do is what one device does with the same steps
 
 

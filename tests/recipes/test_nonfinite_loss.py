@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.cli import OURS
+from support.stops import stopped_after
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from adaptive_batch.errors import NonfiniteLossError, SettingError
@@ -76,6 +77,21 @@ def test_an_epoch_of_which_every_step_is_skipped_is_an_error(small):
     ):
         small.run_in_process(OURS, *SPOILED, "loss.at=[1,2,3,4,5,6]", f"{KEY}=skip", f"output_dir={folder}")
     assert not list(folder.glob("epoch_*"))
+
+
+def test_steps_that_were_skipped_before_a_run_was_resumed_count_in_its_epoch(small):
+    settings = (*SPOILED, f"{KEY}=skip", "save_every_n_steps=2")
+    whole = small.run_in_process(OURS, *settings, "loss.at=[1,2,3,4]")
+
+    def resumed(*steps):
+        return stopped_after(whole, small, 4), f"loss.at=[{','.join(map(str, steps))}]", "resume_from_checkpoint=True"
+
+    folder, *again = resumed(2)
+    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", *again)
+    assert [event["steps"] for event in records(rest, "nonfinite_steps")] == [5]
+    folder, *again = resumed(1, 2)
+    with pytest.raises(NonfiniteLossError, match="gradients of all 6 steps are not finite"):
+        small.run_in_process(OURS, *settings, f"output_dir={folder}", *again)
 
 
 STOPS = (*SPOILED, "loss.at=[4]", f"{KEY}=stop", "save_every_n_steps=2")

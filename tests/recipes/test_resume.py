@@ -159,7 +159,9 @@ def test_asked_before_the_first_step_of_a_resumed_run_it_says_what_is_resumed_fr
 
 
 @pytest.mark.parametrize(("at", "last"), [(2, None), (5, "step_3")])
-def test_interrupted_it_says_what_is_resumed_from(small, whole, at, last):
+def test_interrupted_it_says_what_is_resumed_from(small, whole, at, last, request):
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
     folder = small.fresh_folder()
     shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)  # of an earlier run, which is not resumed from
     told = f"resume_from_checkpoint=True resumes from {folder / last}" if last else AGAIN

@@ -18,6 +18,7 @@ WHY = {
     "long": "has 65 tokens, and the model takes 64 at most",
     "foreign": f"has the token id {MODEL['vocab_size']}, and the model's vocabulary has 0 to {MODEL['vocab_size'] - 1}",
     "empty": "has no tokens",
+    "unlabelled": "has no labels; give each token its label, or -100 for none",
 }
 
 

@@ -317,6 +317,7 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
     log = logging.getLogger("adaptive_batch")
     before = sys.argv, list(sys.path), sys.excepthook, dict(os.environ), torch.get_num_threads()
     logging_before = list(log.handlers), log.level, log.propagate
+    log.handlers.clear()  # one that an earlier test has left writes to what was stderr then
     sys.argv = arguments
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))

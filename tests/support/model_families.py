@@ -21,7 +21,7 @@ from torchtune.models.qwen2 import qwen2
 from adaptive_batch.data import Measured
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.probe import ProbeResult, Search, Trial
-from adaptive_batch.torchtune import BatchSizeFinder, Data, Job, Settings, Trainer, estimate_devices
+from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer, estimate_devices
 
 _NARROW = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "intermediate_dim": 160, "max_seq_len": 256}
 _GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}
@@ -201,7 +201,7 @@ class EachSize:
         return max((trial.batch_size for trial in self.tried if trial.fits), default=0)
 
 
-class BoundByEach(BatchSizeFinder):
+class BoundByEach(BoundFinder):
     """The recipes' search with another choice of sizes."""
 
     def __init__(self, run: RealRun, search: Search) -> None:
@@ -217,9 +217,9 @@ def tried(run: RealRun, sizes: Sequence[int]) -> ProbeResult:
     return found(run, BoundByEach(run, EachSize(sizes)))
 
 
-def found(run: RealRun, search: BatchSizeFinder | None = None) -> ProbeResult:
+def found(run: RealRun, search: BoundFinder | None = None) -> ProbeResult:
     """What a search of the longest rows finds."""
-    search = search or BatchSizeFinder(run.job, run.data)
+    search = search or BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         search.path = Path(folder) / "probe.json"
         *_, result = search.of_training(run.trainer, length="longest", batch_size=1)

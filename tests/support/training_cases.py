@@ -366,7 +366,8 @@ def _cannot_enter(training: Training, *, budget_bytes: int) -> None:
         pass
     text = str(caught.value)
     assert re.search(
-        rf"needs [\d.]+ ([GM]iB|bytes), {training.device} allows [\d.]+ ([GM]iB|bytes); .*tokenizer\.max_seq_len", text
+        rf"needs [\d.]+ ([GMK]iB|bytes), {training.device} allows [\d.]+ ([GMK]iB|bytes); .*tokenizer\.max_seq_len",
+        text,
     ), text
     assert differences(before, training.everything()) == []
 

@@ -99,8 +99,8 @@ def dots(axes):
     one_row=st.none() | st.floats(3.5, 30),
 )
 def test_at_each_row_the_kinds_are_stacked_to_the_peak_of_forward_and_backward(lines, gib, one_row):
-    hull = sorted({each: fixed for fixed, each in lines}.items())
-    length = length_of(*((fixed, each) for each, fixed in hull), one_row=one_row)
+    slopes = {int(each * GIB): (fixed, each) for fixed, each in lines}  # no two lines of a hull are parallel
+    length = length_of(*(slopes[slope] for slope in sorted(slopes)), one_row=one_row)
     (figure,) = estimate_figures(plan_with(length, targets=(("device", gib),)))
     axes = drawn(figure)
     for row, size in held(axes).items():

@@ -27,6 +27,7 @@ from adaptive_batch.torchtune import (
 )
 from adaptive_batch.torchtune.checks import TO_TRAIN, check_all_is_trained, check_loss, check_output_dir, complete
 from adaptive_batch.torchtune.config_errors import check_file, plainly
+from adaptive_batch.torchtune.rate import check_scheduler
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 FULL = sorted(
@@ -376,3 +377,12 @@ def test_other_errors_stay_what_they_are():
     assert plainly(KeyError("model")) is None
     error = SettingError("a", 1, "b")
     assert plainly(error) is error
+
+
+def test_a_scheduler_that_cannot_be_built_is_refused_by_its_key():
+    name = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+    cfg = OmegaConf.create({"lr_scheduler": {"_component_": name, "num_warmup_steps": "ten"}})
+    with pytest.raises(
+        SettingError, match=r"lr_scheduler='torchtune.*it cannot be built: TypeError: '<' not supported"
+    ):
+        check_scheduler(cfg)

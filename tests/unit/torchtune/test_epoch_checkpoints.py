@@ -1,9 +1,11 @@
 """An epoch is complete or absent: damage to any file of it is named, and a save that is killed anywhere loses nothing."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torchtune import training
 
-from adaptive_batch.checkpoint import SkippedCheckpoint
+from adaptive_batch._util import atomic_write
+from adaptive_batch.checkpoint import SkippedCheckpoint, changed_content
+from adaptive_batch.distributed import launch_name
 from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.torchtune.checkpoints import Checkpoints
 from adaptive_batch.torchtune.epoch_checkpoints import EpochCheckpoints, inspect_epoch, orders_of_epochs
 
 WEIGHTS, STATE = "epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"
@@ -48,10 +53,19 @@ def save(block, epoch, *, order, **own):
     epochs.save(weights, recipe_state=state, epoch=epoch, order=order)
 
 
+def test_a_run_that_torchrun_starts_again_finds_its_epoch_whatever_recipe_checkpoint_says(block, out, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    atomic_write(out / "adaptive_batch" / "job.json", json.dumps({"run": "a", "launch": launch_name()}))
+    block.recipe_checkpoint = "recipe_state_0.pt"
+    cfg = OmegaConf.create({"output_dir": str(out), "checkpointer": block, "resume_from_checkpoint": False})
+    settings = SimpleNamespace(keep_last_n_checkpoints=None, enable_async_checkpointing=False, preview=True)
+    assert Checkpoints(cfg, settings).found.source == str(out / "epoch_0")
+
+
 def order_of(block):
     """The order of what is resumed from, after both files were read and are of the same save."""
     found = inspect_epoch(block)
-    assert found.corruption() is None
+    assert changed_content(found.path, found.files) is None
     (weights,) = found.weights
     moments = torch.load(found.state_file, weights_only=True)[training.OPT_KEY]["moments"]
     values = {float(tensor.max()) for tensor in [*load_file(weights).values(), moments]}
@@ -61,7 +75,7 @@ def order_of(block):
 
 def why_not(block):
     found = inspect_epoch(block)
-    return found.reason if isinstance(found, SkippedCheckpoint) else found.corruption()
+    return found.reason if isinstance(found, SkippedCheckpoint) else changed_content(found.path, found.files)
 
 
 def flip(path, at):
@@ -172,7 +186,7 @@ def of_torchtune(block, out):
 
 def test_an_epoch_of_torchtune_is_found_and_older_than_all_of_ours(block, of_torchtune):
     found = inspect_epoch(block)
-    assert (found.order, found.corruption()) == (0, None)
+    assert (found.order, changed_content(found.path, found.files)) == (0, None)
     assert found.weights == [of_torchtune / WEIGHTS]
 
 

@@ -121,6 +121,12 @@ def test_a_key_that_another_refers_to_is_read(reference):
     assert unread(Settings, cfg) == []
 
 
+@pytest.mark.parametrize("reference", ["${my-output_dir}", "${oc.select:my-output_dir,1}"])
+def test_the_name_of_a_key_that_another_refers_to_may_have_dashes(reference):
+    cfg = OmegaConf.create(PLAIN | {"my-output_dir": "here", "dataset_name": reference})
+    assert unread(Settings, cfg) == ["dataset_name"]
+
+
 def test_the_inner_name_of_a_reference_is_not_read():
     cfg = OmegaConf.create(PLAIN | {"model": {"max_seq_len": 4}, "my_rows": "${model.max_seq_len}", "max_seq_len": 8})
     with pytest.raises(SettingError, match=r"max_seq_len=8: there is no such key; tokenizer\.max_seq_len is meant"):

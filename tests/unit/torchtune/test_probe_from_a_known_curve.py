@@ -15,8 +15,8 @@ from support.cli import SmallSetup
 from adaptive_batch.memory import DeviceMemory, Usage
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import BatchSizeFinder, Checkpoints, Data, Job, Settings, Trainer
-from adaptive_batch.torchtune.batch_size_finder import memory_keys
+from adaptive_batch.torchtune import BoundFinder, Checkpoints, Data, Job, Settings, Trainer
+from adaptive_batch.torchtune.bound_finder import memory_keys
 
 BLOCK = 64 * 1024
 
@@ -49,7 +49,7 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     job = Job(cfg, settings)
     data = Data.read(job)
-    bounds = BatchSizeFinder(job, data)
+    bounds = BoundFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, Checkpoints(cfg, settings))
     if memory:

@@ -63,7 +63,7 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
-class BatchSizeFinder:
+class BoundFinder:
     """Runs trials of what training will run, on the data and the model of a run.
 
     Use :meth:`check` before the weights are loaded and the others after.
@@ -372,7 +372,7 @@ class BatchSizeFinder:
 
     def rows_of(self, length: int | str) -> WorstRows:
         """Return the rows of trials of a length."""
-        lengths = self._data.lengths
+        lengths = self._data.dataset.lengths
         order = longest_rows(lengths, len(lengths))
         longest = int(lengths[order[0]])
         if length == "max_seq_len":

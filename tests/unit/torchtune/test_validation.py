@@ -1,0 +1,45 @@
+"""What validation does where a rank fails in it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.runners import build_runner
+
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.errors import SettingError
+from adaptive_batch.torchtune.settings import ValidationSettings
+from adaptive_batch.torchtune.validation import Validation
+
+
+class UnreadableRows:
+    """Rows of which none can be read; counts how often ranks are asked whether a length has changed."""
+
+    num_recounts = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> Any:
+        raise SettingError("dataset_val", "rows", f"row {number} cannot be read")
+
+    def recount(self) -> str:
+        """Count."""
+        self.num_recounts += 1
+        return ""
+
+
+def test_a_rank_that_fails_in_validation_begins_no_collective_alone() -> None:
+    rows = UnreadableRows()
+    runner = build_runner(torch.nn.Linear(1, 1), MicroBatchLimit(2), collate=dict, mean_loss=lambda batch: batch["x"])
+    settings = ValidationSettings(every_n_steps=1, batch_size=2, fits_itself=False, max_batches=None)
+    job = SimpleNamespace(settings=SimpleNamespace(validation=settings), ranks=1, device=torch.device("cpu"))
+    data = SimpleNamespace(dataset_val=rows, collate_val=None, shapes_val=MicroBatchLayout())
+    parts: dict[str, Any] = {"limit_finder": SimpleNamespace(lower_in_validation=None), "record": None}
+    validation = Validation(job, data, SimpleNamespace(runner=runner), None, **parts)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="row 0 cannot be read"):
+        validation.run()
+    assert rows.num_recounts == 0
