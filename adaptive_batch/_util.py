@@ -61,7 +61,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def count(number: int, what: str, form: str = "") -> str:
-    """Format so many things, such as ``1 row`` and ``2 rows``; with the form ``,`` thousands are parted."""
+    """Format so many things, such as ``1 row`` and ``2 rows``, the number in a form such as ``","``."""
     return f"{number:{form}} {what}{'s' * (number != 1)}"
 
 
