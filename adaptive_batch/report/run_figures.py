@@ -178,7 +178,7 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
     budget, bound, length, most = (
         as_number(probe.get(key)) for key in ("budget_bytes", "max_batch_size", "sequence_length", "maximum")
     )
-    allowed = format_bytes(budget) if 0 < budget < math.inf else ""
+    allowed = format_bytes(budget) if 0 < budget < 2**64 else ""  # more is no amount of memory
     budget = budget / _GIB if allowed else math.nan
     fits: list[tuple[float, float]] = []
     too_large: list[tuple[float, float]] = []
