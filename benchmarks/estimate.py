@@ -383,7 +383,7 @@ class Doubling:
     """
 
     def __init__(self, *, maximum: int) -> None:
-        self._maximum = maximum
+        self.maximum = maximum
         self._fits: dict[int, bool] = {}
 
     @property
@@ -393,14 +393,14 @@ class Doubling:
     @property
     def candidate(self) -> int | None:
         failed = [size for size, fits in self._fits.items() if not fits and size > self.best]
-        if self.best >= self._maximum:
+        if self.best >= self.maximum:
             return None
         if not failed:
-            return min(self._maximum, max(1, 2 * self.best))
+            return min(self.maximum, max(1, 2 * self.best))
         nearest = min(failed)
         if nearest > self.best + 1:
             return (self.best + nearest) // 2
-        beyond = range(self.best + 1, min(self._maximum, self.best + 3) + 1)
+        beyond = range(self.best + 1, min(self.maximum, self.best + 3) + 1)
         return next((size for size in beyond if size not in self._fits), None)
 
     def record(self, trial: Trial) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,7 +107,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(lines if len(lines) <= 4 else (lines[0], "...", lines[-1]))
 
 
-def check_file(path: str, arguments: Iterable[str] = ()) -> None:
+def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     """Refuse a file that cannot be read, is no YAML, or no block of keys, and arguments that cannot be put over it."""
     with _reading("--config", path):
         cfg = OmegaConf.load(path)
@@ -116,10 +116,11 @@ def check_file(path: str, arguments: Iterable[str] = ()) -> None:
     for key in cfg:
         if not isinstance(key, str) or key == "config":
             raise SettingError("--config", path, f"it has the key {key!r}; give each a name, and none the name config")
+    removed = [given for given in arguments if given.startswith("~")]  # which is done before anything is set
     for given in arguments:
-        values: Any = OmegaConf.to_container(cfg)  # for each anew, as ~key removes one
+        values: Any = OmegaConf.to_container(cfg)  # for each anew, as it is changed in place
         with _reading("argument", given):
-            _merge_yaml_and_cli_args(Namespace(**values), [given])
+            _merge_yaml_and_cli_args(Namespace(**values), [given] if given in removed else [*removed, given])
 
 
 @contextmanager
@@ -128,5 +129,5 @@ def _reading(key: str, value: str) -> Iterator[None]:
 
     try:
         yield
-    except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
+    except (YAMLError, OSError, TypeError, ValueError, OmegaConfBaseException) as error:
         raise SettingError(key, value, f"it cannot be read: {one_line(error)}") from error
