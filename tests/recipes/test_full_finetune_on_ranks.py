@@ -248,7 +248,7 @@ def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_
 @pytest.mark.parametrize("search", ["halve", "binary"])
 def test_a_first_trial_of_validation_that_does_not_fit_is_one_that_does_not_fit(setup, search):
     keys = ("epochs=1", "batch_size=2", "dataset_val=${dataset}", "run_val_every_n_steps=3", "batch_size_val=auto")
-    attempt = finished(setup, *keys, f"probe.search={search}", "probe.device_memory=3MiB")
+    attempt = finished(setup, *keys, f"probe.search={search}", "probe.device_memory=4MiB")
     (bound,) = decisions(attempt.output_dir, "validation_bound")
     assert bound["max_batch_size"] >= 1
     assert bound["out_of_memory"] >= 1
