@@ -20,7 +20,7 @@ import records
 import torch
 from torch import nn
 
-from adaptive_batch.checkpoint import Checkpoint, CheckpointManager, latest_complete
+from adaptive_batch.checkpoint import Checkpoint, CheckpointManager, checkpoints_in, newest_complete
 
 WIDTH = 1024  # a layer of 1024 x 1024 has 1.05M parameters
 STEPS_BETWEEN = 5
@@ -105,7 +105,7 @@ def measure(training: Training, folder: Path, *, saves: int) -> dict[str, list[f
             asynchronous.wait()
             seconds["asynchronous save, until whole"].append(time.perf_counter() - start)
             start = time.perf_counter()
-            point, _ = latest_complete(folder / "asynchronous")
+            point, _ = newest_complete(*checkpoints_in(folder / "asynchronous"))
             assert point is not None
             found = time.perf_counter()
             point.load()
@@ -130,7 +130,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         seconds = measure(training, Path(folder), saves=arguments.saves)
-        point, _ = latest_complete(Path(folder) / "asynchronous")
+        point, _ = newest_complete(*checkpoints_in(Path(folder) / "asynchronous"))
         assert point is not None
         num_bytes = bytes_of(point)
     print(f"{parameters / 1e6:.1f}M parameters with AdamW, {num_bytes / MIB:.0f} MiB a point, {training.steps} steps\n")

@@ -10,7 +10,7 @@ from support.runners import build_runner
 from support.training_cases import CUDA_OPTIMIZERS, Case, Training, deterministic, differences, traces
 from torch import nn
 
-from adaptive_batch.checkpoint import CheckpointManager, latest_complete
+from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_complete
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import GIB, RandomState, device_memory, is_out_of_memory
 from adaptive_batch.memory.device import AcceleratorMemory
@@ -221,7 +221,7 @@ def test_a_resume_point_of_a_device_goes_on_to_the_bit(tmp_path, asynchronous):
             tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             points.save(3, tensors, {"random_state": RandomState(CUDA).state_dict()})
             expected = [step(model, optimizer) for _ in range(5)]
-        point, passed_over = latest_complete(tmp_path)
+        point, passed_over = newest_complete(*checkpoints_in(tmp_path))
         assert passed_over == []
         tensors, small = point.load()
         again, its_optimizer = build()

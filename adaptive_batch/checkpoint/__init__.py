@@ -2,7 +2,7 @@
 
 from .checkpoint import Checkpoint
 from .failures import reason, saving
-from .manager import CheckpointManager, checkpoints_in, latest_complete
+from .manager import CheckpointManager, checkpoints_in
 from .manifest import (
     SavedFile,
     SkippedCheckpoint,
@@ -22,7 +22,6 @@ __all__ = [
     "changed_content",
     "changed_size",
     "checkpoints_in",
-    "latest_complete",
     "load_named_optimizer_state",
     "manifest_text",
     "named_optimizer_state",

@@ -29,27 +29,12 @@ from .checkpoint import Checkpoint, inspect, write_checkpoint
 from .content import Content, gather_content, local_part
 from .dcp import Ranks
 from .failures import saving
-from .manifest import SkippedCheckpoint, newest_complete
+from .manifest import SkippedCheckpoint
 
 log = logging.getLogger("adaptive_batch")
 
 _STEP = re.compile(r"step_\d+")
 _SAVING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
-
-
-def latest_complete(output_dir: Path) -> tuple[Checkpoint | None, list[SkippedCheckpoint]]:
-    """Find the checkpoint that was saved last and is complete, every file read and compared with its checksum.
-
-    With several ranks one of them calls this and sends the result to the others: it can be pickled.
-
-    Args:
-        output_dir: of the run; it need not exist.
-
-    Returns:
-        The checkpoint, or None; and what was skipped before it was found: those that are newer, or whose age cannot be known,
-        each with the reason.
-    """
-    return newest_complete(*checkpoints_in(output_dir))
 
 
 def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:

@@ -114,6 +114,8 @@ def newest_complete(
 ) -> tuple[OneSaved | None, list[SkippedCheckpoint]]:
     """Find the checkpoint that was saved last and is complete, every file of it read and compared with its checksum.
 
+    With several ranks one of them calls this and sends the result to the others: it can be pickled.
+
     Returns:
         The checkpoint, or None; and what was skipped before it was found: those that are newer, or whose age cannot be known.
     """

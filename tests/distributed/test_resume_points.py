@@ -22,9 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from adaptive_batch.checkpoint import (
     CheckpointManager,
     checkpoint,
-    latest_complete,
+    checkpoints_in,
     load_named_optimizer_state,
     named_optimizer_state,
+    newest_complete,
 )
 from adaptive_batch.errors import CheckpointError
 
@@ -153,7 +154,7 @@ def assert_equal(found, expected, path="state"):
 def loaded(folder, group, kind=Small, **options):
     """A model whose tensors are empty and new optimizers, with what the newest point of a folder holds."""
     model, optimizers, names = made(kind, group, empty=True, **options)
-    point, _ = latest_complete(folder)
+    point, _ = newest_complete(*checkpoints_in(folder))
     point.load_into({"model": model.state_dict()}, process_group=group)
     load_named_optimizer_state(point.load_optimizer(optimizers, names, process_group=group), optimizers, names)
     return model, optimizers, names
@@ -215,7 +216,7 @@ def goes_on(folder, group):
     train(model, optimizers)
     train(model, optimizers)
     resumed = loaded(folder, group)
-    state = latest_complete(folder)[0].load_optimizer(*resumed[1:], process_group=group)
+    state = newest_complete(*checkpoints_in(folder))[0].load_optimizer(*resumed[1:], process_group=group)
     kinds = {key: type(tensor).__name__ for entries in state["state"].values() for key, tensor in entries.items()}
     train(*resumed[:2])
     return whole(state_of(model, optimizers, names)), whole(state_of(*resumed)), kinds
@@ -267,7 +268,9 @@ def four_ranks(folder):
     tied, tied_again = (sharded(Tied()) for _ in range(2))
     with CheckpointManager(folder / "tied", process_group=group) as points:
         points.save(1, {"model": tied.state_dict()}, None)
-    latest_complete(folder / "tied")[0].load_into({"model": tied_again.state_dict()}, process_group=group)
+    newest_complete(*checkpoints_in(folder / "tied"))[0].load_into(
+        {"model": tied_again.state_dict()}, process_group=group
+    )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return {
         "tied": whole(tied.state_dict()),
@@ -321,16 +324,16 @@ def two_by_two(folder, group):
         load_named_optimizer_state(point.load_optimizer(optimizers, names, process_group=group), optimizers, names)
         return model, optimizers, names
 
-    of_one = load(latest_complete(folder / "parallel one")[0])
+    of_one = load(newest_complete(*checkpoints_in(folder / "parallel one"))[0])
     facts = {"one, loaded": whole(state_of(*of_one))}
-    tree, _ = latest_complete(folder / "parallel one")[0].load()
+    tree, _ = newest_complete(*checkpoints_in(folder / "parallel one"))[0].load()
     load_named_optimizer_state(tree["optimizer"], *(again := make(98))[1:])  # each rank takes its part of the whole
     facts["one, taken"] = whole(named_optimizer_state(*again[1:]))
     train(*of_one[:2], steps=1)
     facts["saved"] = whole(state_of(*of_one))
     with CheckpointManager(folder / "two by two", process_group=group) as points:
         points.save(3, state_of(*of_one), None)
-    facts["loaded"] = whole(state_of(*load(latest_complete(folder / "two by two")[0])))
+    facts["loaded"] = whole(state_of(*load(newest_complete(*checkpoints_in(folder / "two by two"))[0])))
     return facts
 
 
@@ -404,7 +407,7 @@ def test_a_point_of_four_ranks_goes_on_on_two(folder, four):
 def test_a_point_of_several_ranks_goes_on_in_one_process(folder, two, four, name):
     expected = {**two[0], **four[0]}[name]
     assert_equal(whole(state_of(*loaded(folder / name, None))), expected)
-    tree, small = latest_complete(folder / name)[0].load()
+    tree, small = newest_complete(*checkpoints_in(folder / name))[0].load()
     assert_equal(tree, expected)
     assert small == {"from": 0}
 
@@ -431,13 +434,13 @@ def test_with_tensor_parallelism_too(folder, one, four):
 def test_with_replicas_of_the_shards_too(folder, four):
     for facts in four:
         assert_equal(facts["replicated, loaded"], four[0]["replicated"])
-    assert_equal(latest_complete(folder / "replicated")[0].load()[0], four[0]["replicated"])
+    assert_equal(newest_complete(*checkpoints_in(folder / "replicated"))[0].load()[0], four[0]["replicated"])
 
 
 def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, four):
     for facts in four:
         assert_equal(facts["tied, loaded"], facts["tied"])
-    (model, _) = latest_complete(folder / "tied")[0].load()
+    (model, _) = newest_complete(*checkpoints_in(folder / "tied"))[0].load()
     assert model["model"]["embedding.weight"] is model["model"]["output.weight"]
     metadata = dist.checkpoint.FileSystemReader(folder / "tied" / "step_1").read_metadata()
     assert list(metadata.state_dict_metadata) == ["model.embedding.weight"]
@@ -458,7 +461,7 @@ def test_training_goes_on_to_the_same_bits_and_each_rank_read_its_own_part_only(
 
 
 def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(folder, two):
-    point, _ = latest_complete(folder / "two")
+    point, _ = newest_complete(*checkpoints_in(folder / "two"))
     assert sorted(point.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
     assert point.world_size == 2
     assert {name: (point.path / name).stat().st_size for name in point.files} == {
@@ -467,7 +470,7 @@ def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(
 
 
 def test_a_point_can_be_told_to_other_ranks(folder, two):
-    point, _ = latest_complete(folder / "two")
+    point, _ = newest_complete(*checkpoints_in(folder / "two"))
     assert pickle.loads(pickle.dumps(point)) == point
 
 
@@ -490,7 +493,7 @@ def test_a_point_without_the_part_of_a_rank_is_passed_over_and_the_file_is_named
         older.save(1, {"model": torch.ones(2)}, None)
     shutil.copytree(folder / "two" / "step_2", tmp_path / "out" / "step_2")
     damage(tmp_path / "out" / "step_2" / "__1_0.distcp")
-    point, (passed_over,) = latest_complete(tmp_path / "out")
+    point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path / "out"))
     assert point.world_size == 1
     assert passed_over.path.name == "step_2"
     assert re.match(reason, passed_over.reason), passed_over.reason
@@ -498,7 +501,7 @@ def test_a_point_without_the_part_of_a_rank_is_passed_over_and_the_file_is_named
 
 def test_a_part_that_vanished_after_it_was_vouched_for_is_named(tmp_path, folder, two):
     shutil.copytree(folder / "two", tmp_path / "out")
-    point, _ = latest_complete(tmp_path / "out")
+    point, _ = newest_complete(*checkpoints_in(tmp_path / "out"))
     (point.path / "__1_0.distcp").unlink()
     model, _, _ = made(Small, None)
     with pytest.raises(CheckpointError, match=r"step_2 cannot be read \(.*No such file.*__1_0.distcp"):
@@ -534,7 +537,7 @@ def test_a_point_that_rank_zero_does_not_see_whole_is_not_saved(folder, two):
         assert "rank zero does not see all that was saved" in facts["not shared"]
         assert "__1_0.distcp is missing" in facts["not shared"]
         assert "output_dir must be on a file system that all ranks share" in facts["not shared"]
-    assert latest_complete(folder / "on machine 0")[0] is None
+    assert newest_complete(*checkpoints_in(folder / "on machine 0"))[0] is None
 
 
 def test_a_point_of_another_model_is_refused_on_all_ranks(two):
@@ -569,7 +572,9 @@ def test_low_bit_states_are_not_divided_among_another_number_of_ranks(folder, tw
     with pytest.raises(CheckpointError, match=refused(saved=2, here=1)):
         loaded(folder / "eight bits", None, Wide, optimizer=torchao.optim.AdamW8bit)
     with pytest.raises(CheckpointError, match=refused(saved=2, here=1)):
-        latest_complete(folder / "eight bits")[0].load()
+        newest_complete(*checkpoints_in(folder / "eight bits"))[0].load()
     model, _, _ = made(Wide, None, seed=1)
-    latest_complete(folder / "eight bits")[0].load_into({"model": model.state_dict()})  # the weights are
+    newest_complete(*checkpoints_in(folder / "eight bits"))[0].load_into(
+        {"model": model.state_dict()}
+    )  # the weights are
     assert_equal(parts(model.state_dict())["2.bias"].shape, torch.Size([128]))

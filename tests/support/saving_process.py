@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from adaptive_batch.checkpoint import CheckpointManager, latest_complete
+from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_complete
 from adaptive_batch.errors import CheckpointError
 
 
@@ -72,12 +72,17 @@ def limited(output_dir: Path, mode: str, limit_bytes: int | None) -> dict:
         points.wait()
     except CheckpointError as error:
         told.append(str(error))
-    point, _ = latest_complete(output_dir)
+    point, _ = newest_complete(*checkpoints_in(output_dir))
     names = sorted(path.name for path in output_dir.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     points.save(3, {"weight": torch.ones(10)}, {"step": 3})
     points.close()
-    return {"whole": point.step, "names": names, "told": told, "later": latest_complete(output_dir)[0].step}
+    return {
+        "whole": point.step,
+        "names": names,
+        "told": told,
+        "later": newest_complete(*checkpoints_in(output_dir))[0].step,
+    }
 
 
 def limits(output_dir: Path) -> None:

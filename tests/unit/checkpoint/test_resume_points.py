@@ -27,7 +27,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from adaptive_batch import __version__
-from adaptive_batch.checkpoint import CheckpointManager, latest_complete
+from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_complete
 from adaptive_batch.errors import CheckpointError
 
 HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ def bits(tensor):
 def saved_and_loaded(tmp_path, tree, small=None, *, step=1):
     with CheckpointManager(tmp_path) as points:
         points.save(step, tree, small)
-    point, passed_over = latest_complete(tmp_path)
+    point, passed_over = newest_complete(*checkpoints_in(tmp_path))
     assert passed_over == []
     assert point.step == step
     return point.load()
@@ -131,7 +131,7 @@ def test_training_goes_on_from_a_point_to_the_same_bits(tmp_path, name, asynchro
     with CheckpointManager(tmp_path, asynchronous=asynchronous) as points:
         points.save(3, before, {"rng": torch.get_rng_state()})
         points.wait()
-        tree, small = latest_complete(tmp_path)[0].load()
+        tree, small = newest_complete(*checkpoints_in(tmp_path))[0].load()
         assert_same(tree, before)
         train(model, optimizer, 2)
     again, its_optimizer = trained(OPTIMIZERS[name], steps=1)
@@ -286,19 +286,19 @@ def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_p
         CheckpointError, match=r"could not be read again: it names [\w.]*\.TwoTensor, which torch.load\(weights_only"
     ):
         CheckpointManager(tmp_path).save(2, {"w": TwoTensor(torch.ones(2), torch.ones(2))}, None)
-    assert latest_complete(tmp_path)[0].step == 1
+    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
     assert hidden(tmp_path) == []
 
 
 def test_nothing_saved_is_nothing_found(tmp_path):
-    assert latest_complete(tmp_path / "none") == (None, [])
-    assert latest_complete(tmp_path) == (None, [])
+    assert newest_complete(*checkpoints_in(tmp_path / "none")) == (None, [])
+    assert newest_complete(*checkpoints_in(tmp_path)) == (None, [])
 
 
 def test_the_newest_is_the_one_that_was_saved_last_not_the_largest_step(tmp_path):
     save(tmp_path, 20, 30)
     save(tmp_path, 10)
-    assert latest_complete(tmp_path)[0].step == 10
+    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 10
 
 
 def test_order_grows_even_where_the_clock_went_back(tmp_path):
@@ -308,14 +308,14 @@ def test_order_grows_even_where_the_clock_went_back(tmp_path):
     content.update(order=2**62, format_version=2)  # as another version, of the future, would have left it
     manifest.write_text(json.dumps(content))
     save(tmp_path, 2)
-    assert latest_complete(tmp_path)[0].order == 2**62 + 1
+    assert newest_complete(*checkpoints_in(tmp_path))[0].order == 2**62 + 1
 
 
 def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
     with CheckpointManager(tmp_path) as points:
         points.save(5, values(1), {"save": 1})
         points.save(5, values(2), {"save": 2})
-    point, _ = latest_complete(tmp_path)
+    point, _ = newest_complete(*checkpoints_in(tmp_path))
     tree, small = point.load()
     assert_same(tree, values(2))
     assert small == point.load_small_state() == {"save": 2}
@@ -338,7 +338,7 @@ def test_killed_at_any_moment_the_last_whole_point_loads_and_is_what_was_saved(t
             assert answer["killed"]
             vouched = max([vouched, *map(int, answer["vouched"])])
             killed_while_saving += any(name.startswith(".saving-") for name in hidden(tmp_path))
-            point, _ = latest_complete(tmp_path)
+            point, _ = newest_complete(*checkpoints_in(tmp_path))
             if point is None:
                 assert vouched == 0
             else:
@@ -381,7 +381,7 @@ def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
                 (output_dir / "step_2" / later).unlink()
             path = output_dir / "step_2" / name
             path.write_bytes(path.read_bytes()[:kept])
-            point, passed_over = latest_complete(output_dir)
+            point, passed_over = newest_complete(*checkpoints_in(output_dir))
             if name == "resume.json" and kept is None:
                 assert point.step == 2
             else:
@@ -394,11 +394,11 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     save(tmp_path, 4)
     (tmp_path / "step_4").rename(tmp_path / ".replaced-step_4")
     shutil.copytree(tmp_path / ".replaced-step_4", tmp_path / ".saving-step_4")
-    point, _ = latest_complete(tmp_path)
+    point, _ = newest_complete(*checkpoints_in(tmp_path))
     assert_same(point.load()[0], values(4))
     save(tmp_path, 6)
     assert (steps_there(tmp_path), hidden(tmp_path)) == ([4, 6], [])
-    assert latest_complete(tmp_path)[0].step == 6
+    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 6
 
 
 def test_what_a_kill_left_aside_is_cleared_by_the_next_save(tmp_path):
@@ -429,14 +429,14 @@ def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, dat
     content[position] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     try:
-        point, passed_over = latest_complete(tmp_path)
+        point, passed_over = newest_complete(*checkpoints_in(tmp_path))
         assert point.step == 1
         assert [other.path.name for other in passed_over] == ["step_2"]
         assert name in passed_over[0].describe() or "newer format" in passed_over[0].describe()
     finally:
         content[position] = original
         path.write_bytes(content)
-    assert latest_complete(tmp_path)[0].step == 2
+    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 2
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, dat
 def test_damage_is_named_and_the_next_older_is_taken(tmp_path, harm, reason):
     save(tmp_path, 1, 2, 3)
     harm(tmp_path / "step_3")
-    point, (passed_over,) = latest_complete(tmp_path)
+    point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
     assert point.step == 2
     assert passed_over.path == tmp_path / "step_3"
     assert passed_over.reason.startswith(reason)
@@ -465,7 +465,7 @@ def test_damage_is_named_and_the_next_older_is_taken(tmp_path, harm, reason):
 def test_older_damage_is_not_spoken_of(tmp_path):
     save(tmp_path, 1, 2)
     (tmp_path / "step_1" / "state.pt").write_bytes(b"")
-    point, passed_over = latest_complete(tmp_path)
+    point, passed_over = newest_complete(*checkpoints_in(tmp_path))
     assert (point.step, passed_over) == (2, [])
 
 
@@ -473,7 +473,7 @@ def test_all_damaged_is_none_with_every_reason(tmp_path):
     save(tmp_path, 1, 2)
     for step in (1, 2):
         (tmp_path / f"step_{step}" / ".metadata").unlink()
-    point, passed_over = latest_complete(tmp_path)
+    point, passed_over = newest_complete(*checkpoints_in(tmp_path))
     assert point is None
     assert len(passed_over) == 2
 
@@ -483,7 +483,7 @@ def test_a_newer_format_is_passed_over_by_name_and_stays(tmp_path):
     manifest = tmp_path / "step_2" / "resume.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "format_version": 7, "package_version": "9.9"}))
-    point, (passed_over,) = latest_complete(tmp_path)
+    point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
     assert point.step == 1
     assert passed_over.reason == (
         "newer format 7, written by adaptive_batch 9.9; this version reads up to 1: update it"
@@ -504,7 +504,7 @@ def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
         save(tmp_path, 7)
     with pytest.raises(CheckpointError, match="step_9 exists and is not ours"):
         save(tmp_path, 9)
-    point, passed_over = latest_complete(tmp_path)
+    point, passed_over = newest_complete(*checkpoints_in(tmp_path))
     assert point.step == 2
     assert [(other.path.name, other.reason) for other in passed_over] == [
         ("step_7", "unrecognized: resume.json cannot be read (No such file or directory)"),
@@ -522,7 +522,7 @@ class Evil:
 @pytest.mark.parametrize("name", [".metadata", "state.pt"])
 def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name):
     save(tmp_path, 1)
-    point, _ = latest_complete(tmp_path)
+    point, _ = newest_complete(*checkpoints_in(tmp_path))
     path = tmp_path / "step_1" / name
     if name == "state.pt":
         torch.save(Evil(), path)
@@ -535,7 +535,7 @@ def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name)
 
 def test_a_point_that_vanished_says_so(tmp_path):
     save(tmp_path, 1)
-    point, _ = latest_complete(tmp_path)
+    point, _ = newest_complete(*checkpoints_in(tmp_path))
     (tmp_path / "step_1" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="step_1 cannot be read"):
         point.load()
@@ -659,7 +659,7 @@ def point(output_dir, step):
     alone = output_dir.with_name(f"{output_dir.name}-{step}")
     alone.mkdir()
     shutil.copytree(output_dir / f"step_{step}", alone / f"step_{step}")
-    return latest_complete(alone)[0]
+    return newest_complete(*checkpoints_in(alone))[0]
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close", "with"])
@@ -692,7 +692,7 @@ def test_the_save_after_one_that_failed_is_complete(tmp_path, asynchronous):
     output_dir.unlink()
     points.save(2, values(2), None)
     points.close()
-    assert latest_complete(output_dir)[0].step == 2
+    assert newest_complete(*checkpoints_in(output_dir))[0].step == 2
 
 
 @pytest.mark.slow
@@ -702,7 +702,7 @@ def test_the_process_ends_when_the_save_is_whole(tmp_path):
         "CheckpointManager(Path(sys.argv[1]), asynchronous=True).save(1, {'w': torch.ones(3_000_000)}, None)"
     )
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path)], check=True, timeout=120)
-    assert latest_complete(tmp_path)[0].step == 1
+    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -720,4 +720,4 @@ def test_one_process_alone_is_no_reason_to_warn(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(tmp_path, 1, 2, asynchronous=True)
-        latest_complete(tmp_path)[0].load()
+        newest_complete(*checkpoints_in(tmp_path))[0].load()
