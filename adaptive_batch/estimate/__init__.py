@@ -2,10 +2,12 @@
 
 from .cuda_workspace import fixed_overhead_bytes, left_out, workspace_bytes
 from .devices import EstimatedDevice, parse_devices
+from .estimator import FEW, MORE, estimate_length
 from .fake_step import FakeDevice, FakeStep
 from .result import (
     Change,
     CurveCheck,
+    Fit,
     LengthEstimate,
     MemoryBreakdown,
     MemoryEstimate,
@@ -16,16 +18,20 @@ from .result import (
 from .tracker import StepTrace
 
 __all__ = [
+    "FEW",
+    "MORE",
     "Change",
     "CurveCheck",
     "EstimatedDevice",
     "FakeDevice",
     "FakeStep",
+    "Fit",
     "LengthEstimate",
     "MemoryBreakdown",
     "MemoryEstimate",
     "StepTrace",
     "Target",
+    "estimate_length",
     "fixed_overhead_bytes",
     "left_out",
     "parse_devices",

@@ -122,7 +122,7 @@ class FakeStep:
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._optimizers = (
             list(optimizer.optimizers.values()) if isinstance(optimizer, OptimizerInBackward) else [optimizer]
         )
@@ -161,26 +161,26 @@ class FakeStep:
             explain: operations at which all live bytes are attributed to modules.
         """
         self._prepare()
-        with self._device.counting(explain=explain, names=ModuleNames(self._model) if explain else None) as counter:
+        with self._device.counting(explain=explain, names=ModuleNames(self.model) if explain else None) as counter:
             counter.add(self._tensors())
             (forward_backward or self._forward_backward)(rows)
-            return counter.step_trace(self._model)
+            return counter.step_trace(self.model)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        yield from self.model.parameters()
+        yield from self.model.buffers()
         yield from self._gradients()
         yield from optimizer_state_tensors(self._optimizers)
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self._sharding.kept_gradients()
 
     def _prepare(self) -> None:
         self._sharding.reset()
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
         if self._keep_gradients:
             with self._device.mode:
@@ -190,7 +190,7 @@ class FakeStep:
 
     def _give_gradients(self) -> None:
         with self._device.mode:
-            for parameter in self._model.parameters():
+            for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
 
