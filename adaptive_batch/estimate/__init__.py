@@ -1,7 +1,7 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
-from .cuda_workspace import fixed_overhead_bytes, left_out, workspace_bytes
-from .devices import EstimatedDevice, parse_devices
+from .cuda_workspace import left_out, workspace_bytes
+from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
 from .estimator import FEW, MORE, estimate_length
 from .fake_step import FakeDevice, FakeStep
 from .result import (
@@ -18,6 +18,7 @@ from .result import (
 from .tracker import StepTrace
 
 __all__ = [
+    "CONTEXT_BYTES",
     "FEW",
     "MORE",
     "Change",
@@ -32,7 +33,6 @@ __all__ = [
     "StepTrace",
     "Target",
     "estimate_length",
-    "fixed_overhead_bytes",
     "left_out",
     "parse_devices",
     "ranked",

@@ -35,7 +35,6 @@ from adaptive_batch.estimate import (
     MemoryEstimate,
     Target,
     estimate_length,
-    fixed_overhead_bytes,
     left_out,
     parse_devices,
     ranked,
@@ -137,17 +136,8 @@ class Estimator:
 
     def _target(self, device: EstimatedDevice) -> Target:
         estimate = self._settings.estimate
-        headroom = self._settings.probe.headroom if estimate.headroom is None else estimate.headroom
-        taken, outside = [], estimate.context or 0
-        if self._on_accelerator:
-            outside = fixed_overhead_bytes(device.architecture, context_bytes=estimate.context)
-        if outside:
-            taken.append(("the CUDA context" + " and cuBLAS" * self._on_accelerator, outside))
-        free = max(0, device.total_bytes - outside)
-        budget = int(free * (1 - headroom))
-        if headroom:
-            taken.append((f"headroom ({headroom:.0%})", free - budget))
-        return Target(device.describe(), device.total_bytes, budget, tuple(taken), device.source)
+        context = estimate.context if self._on_accelerator else 0
+        return device.target(context_bytes=context, headroom=estimate.headroom)
 
     def _workspace(self, operation: Any, args: Sequence[Any], kwargs: Any) -> int:
         capabilities = {device.compute_capability for device in self._devices if self._on_accelerator}
