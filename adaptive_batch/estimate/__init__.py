@@ -1,5 +1,6 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
+from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import fixed_overhead_bytes, left_out, workspace_bytes
 from .devices import EstimatedDevice, parse_devices
 from .fake_step import FakeDevice, FakeStep
@@ -16,6 +17,8 @@ from .result import (
 from .tracker import StepTrace
 
 __all__ = [
+    "AllocatorSettings",
+    "CachingAllocator",
     "Change",
     "CurveCheck",
     "EstimatedDevice",
