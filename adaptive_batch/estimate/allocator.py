@@ -29,6 +29,7 @@ _INTERVALS = 16  # of roundup_power2_divisions: the powers of two from 1 MiB to 
 _TOP = 2**47  # where addresses start to fall
 # Of free blocks of one size the oldest segment's is taken, and there the lowest; before 2.13 the lowest of all.
 _OLDEST_FIRST = torch.__version__ >= "2.13"
+_HAS_COMMON_SETTINGS = torch.__version__ >= "2.9"  # of all accelerators, apart from what CUDA has besides
 
 
 def _up(nbytes: int, multiple: int) -> int:
@@ -45,6 +46,8 @@ def _divisions(text: str) -> tuple[int, ...]:
         return (int(text),) * _INTERVALS
     divisions: list[int] = []
     for boundary, number in (entry.split(":") for entry in text[1:-1].split(",")):
+        if boundary == ">" and not _HAS_COMMON_SETTINGS:
+            divisions = divisions[:-1]  # these took the last one too
         index = _INTERVALS - 1 if boundary == ">" else min(int(boundary).bit_length() - 1, _INTERVALS - 1)
         between = int(number) if boundary == ">" or not divisions else 0
         divisions += [between] * (index - len(divisions)) + [int(number)]
@@ -88,7 +91,7 @@ class AllocatorSettings:
         if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
             raise SettingError("PYTORCH_NO_CUDA_MEMORY_CACHING", 1, "only what is cached can be simulated; unset it")
         of_cuda, of_all = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"], ["PYTORCH_ALLOC_CONF"]
-        orders = (of_cuda, of_cuda) if torch.__version__ < "2.9" else (of_all + of_cuda, of_cuda + of_all)
+        orders = (of_all + of_cuda, of_cuda + of_all) if _HAS_COMMON_SETTINGS else (of_cuda, of_cuda)
         settings: dict[str, Any] = {}
         for order, is_of_cuda in zip(orders, (False, True), strict=True):
             name = next((name for name in order if name in os.environ), None)
