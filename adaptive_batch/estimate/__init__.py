@@ -1,7 +1,7 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
 from .allocator import AllocatorSettings, CachingAllocator
-from .cuda_workspace import fixed_overhead_bytes, left_out, workspace_bytes
+from .cuda_workspace import left_out, workspace_bytes
 from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
 from .estimator import FEW, MORE, estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values

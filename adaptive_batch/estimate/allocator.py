@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ _LEAST_LARGE = 10 * MIB  # from here on a request has a segment of its own size
 _UNLIMITED = 2**62
 _INTERVALS = 16  # of roundup_power2_divisions: the powers of two from 1 MiB to 32 GiB
 _TOP = 2**47  # where addresses start to fall
-# Of free blocks of one size the oldest segment's is taken, and there the lowest; before 2.13 the lowest of all.
-_OLDEST_FIRST = torch.__version__ >= "2.13"
+# Of free blocks of one size the oldest segment's is taken, and there the lowest; in 2.12 the oldest block; before, the lowest.
+_OLDEST_SEGMENT, _OLDEST_BLOCK = torch.__version__ >= "2.13", "2.12" <= torch.__version__ < "2.13"
 _HAS_COMMON_SETTINGS = torch.__version__ >= "2.9"  # of all accelerators, apart from what CUDA has besides
+
+
+_new_order = count(_TOP, _TOP).__next__  # more than addresses differ by
 
 
 def _up(nbytes: int, multiple: int) -> int:
@@ -117,7 +121,7 @@ class AllocatorSettings:
 
 
 class _Pool:
-    """Free blocks of one stream and kind, by size, age and address; and the unmapped ones of expandable segments, by address."""
+    """Free blocks of one stream and kind, by size, order and address; unmapped ones of expandable segments, by address."""
 
     def __init__(self, stream: int, is_small: bool, settings: AllocatorSettings) -> None:
         splits_finely = is_small or settings.expandable_segments
@@ -148,7 +152,7 @@ class Block:
 
     pool: _Pool
     segment: int  # address of its segment
-    order: int  # age of its segment
+    order: int
     address: int
     size: int
     is_mapped: bool = True
@@ -169,8 +173,9 @@ class Block:
         return self.size if after is None or after.is_mapped else self.size + after.size
 
     def split(self, size: int) -> Block:
-        """Keep the first `size` bytes, and return the rest."""
-        rest = Block(self.pool, self.segment, self.order, self.address + size, self.size - size, self.is_mapped)
+        """Keep the first `size` bytes, and return the rest, which is a new block to PyTorch."""
+        order = _new_order() if _OLDEST_BLOCK else self.order
+        rest = Block(self.pool, self.segment, order, self.address + size, self.size - size, self.is_mapped)
         rest.previous, rest.next, self.next, self.size = self, self.next, rest, size
         if rest.next is not None:
             rest.next.previous = rest
@@ -185,6 +190,7 @@ class Block:
                 if not other.is_allocated and other.is_mapped == self.is_mapped:
                     self.pool.remove(other)
                     before.size, before.next, block = before.size + after.size, after.next, before
+                    before.order = self.order
                     if after.next is not None:
                         after.next.previous = before
         self.pool.add(block)
@@ -215,7 +221,7 @@ class CachingAllocator:
         self._collects = is_limited and settings.garbage_collection_threshold > 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
         self._heads: dict[int, Block] = {}  # the first block of each segment
-        self._lowest, self._num_segments, self._taken = _TOP, 0, 0
+        self._lowest, self._taken = _TOP, 0
         self._replayed: list[Block | None] = []
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = self.num_retries = self.num_ooms = 0
         self.reset_peaks()
@@ -235,7 +241,9 @@ class CachingAllocator:
         pool = self._pools.get(key) or self._pools.setdefault(key, _Pool(stream, not key[0], self.settings))
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block.size - size >= pool.least_remainder and size < pool.max_split:
-            pool.add(block.split(size))
+            rest = block.split(size)
+            block.order, rest.order = rest.order, block.order  # to PyTorch the first part is the new one
+            pool.add(rest)
         block.is_allocated, block.requested = True, nbytes
         self.allocated_bytes += block.size
         self.requested_bytes += nbytes
@@ -351,9 +359,9 @@ class CachingAllocator:
         self.reserved_bytes -= nbytes
 
     def _new_segment(self, pool: _Pool, size: int, *, is_mapped: bool = True) -> Block:
-        self._num_segments += _OLDEST_FIRST
         self._lowest -= _up(size, _PAGE)
-        block = Block(pool, self._lowest, self._num_segments * _TOP, self._lowest, size, is_mapped)
+        order = _new_order() if _OLDEST_SEGMENT or _OLDEST_BLOCK else 0
+        block = Block(pool, self._lowest, order, self._lowest, size, is_mapped)
         self._heads[self._lowest] = block
         return block
 
@@ -408,6 +416,7 @@ class CachingAllocator:
         pool.remove(block)
         if begin > start:
             before, block = block, block.split(begin - start)
+            before.order, block.order = block.order, before.order
             pool.add(before)
         if end - begin < block.size:
             pool.add(block.split(end - begin))

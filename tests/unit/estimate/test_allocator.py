@@ -89,7 +89,8 @@ def test_no_more_than_1_mib_is_left_over_in_a_large_block_and_any_of_a_small_one
 @pytest.mark.parametrize(("oldest_first", "taken"), [(True, 0), (False, 2)])
 def test_of_blocks_of_one_size_the_oldest_segments_is_taken_or_the_lowest(monkeypatch, oldest_first, taken):
     """Addresses fall, so the two differ."""
-    monkeypatch.setattr(module, "_OLDEST_FIRST", oldest_first)
+    monkeypatch.setattr(module, "_OLDEST_SEGMENT", oldest_first)
+    monkeypatch.setattr(module, "_OLDEST_BLOCK", False)
     device = allocator()
     blocks = [device.malloc(40 * MIB) for _ in range(3)]
     addresses = [block.address for block in blocks]
