@@ -90,5 +90,6 @@ def test_no_more_than_the_maximum_is_asked_about():
 def test_peaks_are_those_of_a_device_without_end(rows):
     _, made = bounds()
     allocated, reserved = made.peaks(rows)
-    assert allocated == 67 * MIB + rows * 32 * MIB
+    tensors = 67 * MIB + rows * 32 * MIB
+    assert tensors <= allocated <= tensors + MIB  # a block may be larger than what is asked for
     assert reserved >= allocated
