@@ -9,8 +9,6 @@ import torch
 from adaptive_batch.errors import TorchVersionError
 
 __all__ = [
-    "NEWEST",
-    "OLDEST",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -23,11 +21,9 @@ __all__ = [
     "disable_current_modes",
     "foreach_norm",
     "is_traceable_wrapper_subclass",
-    "private",
     "storage_use_count",
     "tree_leaves",
     "tree_map_only",
-    "unsupported",
 ]
 
 OLDEST, NEWEST = "2.9.1", "2.15.0"  # that the tests were run on, by `make test-versions`

@@ -1,6 +1,7 @@
 """The line of packages: imports go downward along it, through faces, and the core needs torch alone."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,17 @@ def test_imports_go_down_the_line_and_through_faces(path):
         assert len(rest) < 2, f"{module}.{name}: past the face of {other}"
         if rest:
             assert f'"{name}"' in (PACKAGE / other / "__init__.py").read_text(), f"{name} is not in {other}.__all__"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_private_names_of_torch_are_asked_for_in_one_place(path):
+    if path.name != "_torch.py":
+        modules = [f"{module}.{name}" for module, name in imports(path)]
+        used = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        private = [name for name in modules + used if re.match(r"torch(\.\w+)*\._[a-zA-Z]", name)]
+        # an operator's own name; the profiler, whose call PyTorch documents under this one
+        allowed = ("torch.ops.", "torch.cuda.memory._record_memory_history")
+        assert [name for name in private if not name.startswith(allowed)] == []
 
 
 def test_the_core_imports_where_torchtune_and_its_needs_are_blocked():

@@ -46,7 +46,19 @@ def main() -> int:
 
 def outcome(venv: Path) -> tuple[bool, str]:
     """Return whether the core's tests pass there, and the last line that pytest wrote."""
-    command = [venv / "bin/python", "-m", "pytest", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "-m", MARKS]
+    command = [
+        venv / "bin/python",
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        MARKS,
+    ]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "recipes")))
     environment = os.environ | {"PYTHONPATH": paths, "STUB_CUDA_COUNT": "0"}
     log = venv.with_suffix(f"{venv.suffix}.log")
