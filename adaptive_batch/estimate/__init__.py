@@ -1,11 +1,15 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
-from .cuda_workspace import fixed_overhead_bytes, left_out, workspace_bytes
-from .devices import EstimatedDevice, parse_devices
-from .fake_step import FakeDevice, FakeStep
+from .allocator import AllocatorSettings, CachingAllocator
+from .cuda_workspace import left_out, workspace_bytes
+from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
+from .estimator import FEW, MORE, estimate_length
+from .fake_step import FakeDevice, FakeStep, needs_values
+from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
     CurveCheck,
+    Fit,
     LengthEstimate,
     MemoryBreakdown,
     MemoryEstimate,
@@ -16,18 +20,27 @@ from .result import (
 from .tracker import StepTrace
 
 __all__ = [
+    "CONTEXT_BYTES",
+    "FEW",
+    "MORE",
+    "AllocatorSettings",
+    "CachingAllocator",
     "Change",
     "CurveCheck",
     "EstimatedDevice",
     "FakeDevice",
     "FakeStep",
+    "Fit",
     "LengthEstimate",
     "MemoryBreakdown",
     "MemoryEstimate",
     "StepTrace",
     "Target",
-    "fixed_overhead_bytes",
+    "estimate_length",
+    "estimate_memory",
+    "estimate_step",
     "left_out",
+    "needs_values",
     "parse_devices",
     "ranked",
     "read_estimate",

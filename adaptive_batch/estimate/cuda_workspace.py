@@ -15,14 +15,6 @@ import torch
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 
-# What a process takes on the device outside PyTorch's allocator: context, kernels, libraries. An out-of-memory message gives it:
-# the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
-# 0.49 (A100), 0.41 and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL). This is the most of
-# them, rounded up. github.com: Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
-# lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248, Soul-AILab/SoulX-FlashTalk/issues/5,
-# DINGYANB/MTVCrafter/issues/21, QwenLM/Qwen3-VL/issues/2097, Wan-Video/Wan2.1/issues/465, ali-vilab/VACE/issues/56.
-CONTEXT_BYTES = 7 * 1024**3 // 10
-
 
 def left_out(architectures: Collection[str], *, dtype: torch.dtype, world_size: int = 1) -> tuple[str, ...]:
     """Return what no formula here counts, a sentence each; an architecture is empty where only a size is known."""
@@ -32,7 +24,6 @@ def left_out(architectures: Collection[str], *, dtype: torch.dtype, world_size: 
     lacks_bfloat16 = dtype == torch.bfloat16 and any(number < 80 for number in capabilities)
     sentences = {
         "CUDA's kernels are modelled from the source of PyTorch, not measured on a GPU": True,
-        "fragmentation: the allocator reserves more than is allocated, in blocks of 2 MiB and more; estimate.headroom has to cover it": True,
         "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
         "cuDNN's own workspace for attention on Hopper and Blackwell is not known; flash attention's is counted": is_hopper_or_blackwell,
         "bfloat16 before Ampere: CUDA keeps the weights of attention, a CPU does not, so the estimate is too low": lacks_bfloat16,
@@ -209,12 +200,6 @@ def library_workspace_bytes(architecture: str = "") -> int:
     if architecture in ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89"):
         return 2 * (2 * 4096 + 8 * 16) * 1024
     return 2 * 32 * 1024**2
-
-
-def fixed_overhead_bytes(architecture: str = "", *, context_bytes: int | None = None) -> int:
-    """Return what a process takes without its tensors: the workspaces of cuBLAS and the context, `CONTEXT_BYTES` by default."""
-    context = CONTEXT_BYTES if context_bytes is None else context_bytes
-    return context + library_workspace_bytes(architecture)
 
 
 def _up(number: int, multiple: int) -> int:

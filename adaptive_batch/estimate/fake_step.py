@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -18,6 +26,23 @@ from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
 
 from .tracker import AttributedTracker, ModuleNames, StepTrace
+
+_NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+def needs_values(error: Exception) -> str | None:
+    """Return what to tell a user whose code has read values of fake tensors, with the operation; None of another error."""
+    names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
+    if not isinstance(error, _NEEDS_VALUES) and not (names_it and isinstance(error, AssertionError | RuntimeError)):
+        return None
+    operation = getattr(error, "func", None) or str(error).partition("\n")[0]
+    why = f"{operation} ({type(error).__name__}) needs values, and there are none"
+    return f"it cannot run on fake tensors: {why}; probe it on a device"
 
 
 @dataclass(frozen=True)
@@ -122,7 +147,7 @@ class FakeStep:
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._optimizers = (
             list(optimizer.optimizers.values()) if isinstance(optimizer, OptimizerInBackward) else [optimizer]
         )
@@ -161,26 +186,26 @@ class FakeStep:
             explain: operations at which all live bytes are attributed to modules.
         """
         self._prepare()
-        with self._device.counting(explain=explain, names=ModuleNames(self._model) if explain else None) as counter:
+        with self._device.counting(explain=explain, names=ModuleNames(self.model) if explain else None) as counter:
             counter.add(self._tensors())
             (forward_backward or self._forward_backward)(rows)
-            return counter.step_trace(self._model)
+            return counter.step_trace(self.model)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        yield from self.model.parameters()
+        yield from self.model.buffers()
         yield from self._gradients()
         yield from optimizer_state_tensors(self._optimizers)
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self._sharding.kept_gradients()
 
     def _prepare(self) -> None:
         self._sharding.reset()
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
         if self._keep_gradients:
             with self._device.mode:
@@ -190,7 +215,7 @@ class FakeStep:
 
     def _give_gradients(self) -> None:
         with self._device.mode:
-            for parameter in self._model.parameters():
+            for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
 

@@ -6,7 +6,6 @@ tune run adaptive_estimate --config NAME estimate.devices=80GiB [estimate.sequen
 from __future__ import annotations
 
 import inspect
-import re
 import time
 import traceback
 import warnings
@@ -17,52 +16,32 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     Change,
-    CurveCheck,
     EstimatedDevice,
     FakeDevice,
     LengthEstimate,
-    MemoryBreakdown,
     MemoryEstimate,
-    StepTrace,
     Target,
-    fixed_overhead_bytes,
+    estimate_length,
     left_out,
+    needs_values,
     parse_devices,
     ranked,
     workspace_bytes,
 )
-from adaptive_batch.memory import MemoryCurve
 
 from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
-from .estimate_changes import candidates, share_of_layers, with_overrides
-from .fake_run import FEW, MORE, FakeRun, Rows, made_up_row
+from .estimate_changes import candidates, with_overrides
+from .fake_run import FakeRun, Rows, made_up_row
 from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
-
-_LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least
-_COLLATED_BYTES = 2**29  # of its batch, roughly: tokens are collated for real, which takes time and memory
-_PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))  # rows of the two steps that give the curve
-
-_NEEDS_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 def estimate_devices(
@@ -95,7 +74,7 @@ def estimate_devices(
     estimator = Estimator(cfg, settings, parse_devices(asked.devices), builder)
     lengths, not_counted = estimator.lengths()
     estimate = MemoryEstimate(
-        devices=estimator.targets,
+        devices=tuple(target.counted(lengths, maximum=settings.probe.maximum) for target in estimator.targets),
         lengths=tuple(lengths),
         maximum=settings.probe.maximum,
         world_size=asked.world_size,
@@ -139,22 +118,13 @@ class Estimator:
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
         self._devices = devices
         self._first_length: int | str = "longest"
-        self._recomputed = 0.0
+        self._skeleton: torch.nn.Module | None = None
         self.targets = tuple(self._target(device) for device in devices)
 
     def _target(self, device: EstimatedDevice) -> Target:
         estimate = self._settings.estimate
-        headroom = self._settings.probe.headroom if estimate.headroom is None else estimate.headroom
-        taken, outside = [], estimate.context or 0
-        if self._on_accelerator:
-            outside = fixed_overhead_bytes(device.architecture, context_bytes=estimate.context)
-        if outside:
-            taken.append(("the CUDA context" + " and cuBLAS" * self._on_accelerator, outside))
-        free = max(0, device.total_bytes - outside)
-        budget = int(free * (1 - headroom))
-        if headroom:
-            taken.append((f"headroom ({headroom:.0%})", free - budget))
-        return Target(device.describe(), device.total_bytes, budget, tuple(taken), device.source)
+        context = estimate.context if self._on_accelerator else 0
+        return device.target(context_bytes=context, headroom=estimate.headroom)
 
     def _workspace(self, operation: Any, args: Sequence[Any], kwargs: Any) -> int:
         capabilities = {device.compute_capability for device in self._devices if self._on_accelerator}
@@ -171,7 +141,7 @@ class Estimator:
             lengths = [
                 step.estimate(one, self.targets, checks=place == len(wanted)) for place, one in enumerate(wanted, 1)
             ]
-            self._recomputed = share_of_layers(step.run.job.skeleton) / 3
+            self._skeleton = step.run.job.skeleton
             not_counted = list(step.run.left_out)
         if self._settings.fits_itself:
             not_counted.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
@@ -205,7 +175,8 @@ class Estimator:
         """Estimate each single change at a length."""
         world_size = self._settings.estimate.world_size
         asked = {"tokens": length.sequence_length, "world_size": world_size}
-        for one in candidates(self._cfg, **asked, recomputed=self._recomputed):
+        assert self._skeleton is not None
+        for one in candidates(self._cfg, self._skeleton, **asked):
             tokens = one.sequence_length or self._first_length
             try:
                 cfg = with_overrides(self._cfg, one.overrides)
@@ -228,12 +199,9 @@ class Estimator:
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
                     yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data, builder=self._builder), lengths)
             except Exception as error:
-                names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
-                if not isinstance(error, _NEEDS_VALUES) and not (
-                    names_it and isinstance(error, AssertionError | RuntimeError)
-                ):
+                if (remedy := needs_values(error)) is None:
                     raise
-                raise _needs_values(cfg, error) from error
+                raise _named(cfg, error, remedy) from error
 
 
 class _Step:
@@ -276,54 +244,21 @@ class _Step:
             raise SettingError(key, length, f"the model takes {longest} tokens at most")
         return rows, tokens
 
-    def _alike(
-        self, run: Callable[[int], object], length: int | str
-    ) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
-        """Trace two sizes that run the same operations."""
-        for few, many in _PAIRS:
-            low, high = (self._step.trace(size, forward_backward=run) for size in (few, many))
-            if low.trace.program == high.trace.program:
-                return (few, low), (many, high)
-        remedy = f"each number of rows of {length} tokens runs other operations, so no peak follows from another; probe it on a device"
-        raise SettingError("model", str(self.run.job.cfg.model._component_), remedy)
-
     def estimate(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthEstimate:
         """Estimate one length; `checks` it by one more size, whose tensors are attributed to modules."""
         rows, tokens = self._rows[length]
-        run = self.run.forward_backward(rows)
-        (fewer, few), (larger, more) = self._alike(run, length)
-        curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
-        fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
-        check, sites = None, {}
-        if checks:
-            most = _COLLATED_BYTES // (128 * tokens)
-            size = max(_LEAST_CHECKED, min(max(fitting), self.run.job.settings.probe.maximum, most))
-            third = self._step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
-            check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
-            sites = {operation: live.describe() for operation, live in third.explained.items()}
-        one_row = curve.peak_bytes(1)
-        if min(fitting) < FEW:
-            one_row = max(self._step.trace(1, forward_backward=run).trace.live_bytes)
-        breakdowns = []
-        for line in curve.lines:
-            below, above = few.forward_bytes[line.operation], more.forward_bytes[line.operation]
-            each = (above - below) / (larger - fewer)
-            activations = below - fewer * each, each
-            gradients = more.gradient_bytes(line.operation)
-            site = sites.get(line.operation, "")
-            breakdowns.append(MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients, site))
-        return LengthEstimate(
-            sequence_length=tokens,
-            resident=self._step.resident,
-            breakdowns=tuple(breakdowns),
-            one_row_bytes=one_row,
-            optimizer_peak_bytes=self._step.optimizer_peak_bytes,
-            check=check,
+        return estimate_length(
+            self._step,
+            tokens,
+            targets,
+            maximum=self.run.job.settings.probe.maximum,
+            forward_backward=self.run.forward_backward(rows),
+            checks=checks,
         )
 
 
-def _needs_values(cfg: DictConfig, error: Exception) -> SettingError:
-    """Build the error that names the component whose code reads values of fake tensors, and the operation."""
+def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
+    """Build the error that names the component whose code reads values of fake tensors."""
     key = "model"
     loss = str(cfg.loss._component_).rpartition(".")[2]
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -332,9 +267,4 @@ def _needs_values(cfg: DictConfig, error: Exception) -> SettingError:
             key = "optimizer"
         elif isinstance(owner, torch.nn.Module) and type(owner).__name__ == loss:
             key = "loss"
-    operation = getattr(error, "func", None) or str(error).partition("\n")[0]
-    remedy = (
-        f"it cannot run on fake tensors: {operation} ({type(error).__name__}) needs values, and there are none; "
-        "probe it on a device"
-    )
     return SettingError(key, str(cfg[key]._component_), remedy)

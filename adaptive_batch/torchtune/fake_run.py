@@ -14,7 +14,7 @@ from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
+from adaptive_batch.estimate import FEW, MORE, FakeDevice, FakeStep, workspace_bytes
 from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN
@@ -25,8 +25,6 @@ from .settings import Settings
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
-
-FEW, MORE = 2, 3  # rows of the trials that tell the curve; one row alone often runs other operations
 
 _COMPILED_OPTIMIZERS = "torchao."
 _BITSANDBYTES = "bitsandbytes."

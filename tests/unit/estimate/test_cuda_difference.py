@@ -10,12 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.estimate import workspace_bytes
 from adaptive_batch.estimate.cuda_workspace import (
-    CONTEXT_BYTES,
     Attention,
     attention_backend,
     attention_difference_bytes,
     embedding_backward_bytes,
-    fixed_overhead_bytes,
     left_out,
     library_workspace_bytes,
 )
@@ -222,15 +220,10 @@ def test_cublas_keeps_two_workspaces_of_a_size_that_the_architecture_says():
     assert library_workspace_bytes() == max(library_workspace_bytes(f"sm_{n}") for n in (75, 80, 89, 90, 100, 120))
 
 
-def test_the_fixed_overhead_is_the_context_and_the_workspaces():
-    assert fixed_overhead_bytes("sm_80") == CONTEXT_BYTES + 2 * 8_519_680
-    assert math.isclose(CONTEXT_BYTES / 1024**3, 0.7, rel_tol=1e-6)
-
-
 def test_what_is_left_out_is_said_where_it_matters() -> None:
     everywhere = left_out(["sm_80"], dtype=torch.bfloat16)
     assert "not measured on a GPU" in everywhere[0]
-    assert len(everywhere) == 3
+    assert len(everywhere) == 2
     for more, architectures, dtype, ranks in (
         ("cuDNN", ["sm_90"], torch.bfloat16, 1),
         ("before Ampere", ["", "sm_75"], torch.bfloat16, 1),
