@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
+
+from .step_log import Phase
 
 _LABEL = "adaptive_batch.module"  # of an autograd node
 
@@ -78,6 +81,8 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     Args:
         workspace: returns the bytes that an operation (given with its arguments and keyword arguments) takes on the estimated
             device in addition to its result.
+        operators: what runs instead of an operator, on the estimated device.
+        on_host: storages that are not on the device, those that are made here included.
         explain: numbers of operations at which all live bytes are attributed to modules, for which `names` is needed.
     """
 
@@ -85,14 +90,21 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self,
         *,
         workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
+        operators: Mapping[Any, Callable[..., Any]] | None = None,
+        on_host: WeakSet[torch.UntypedStorage] | None = None,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
     ) -> None:
+        self.log = array("q")
+        self._numbers: dict[int, int] = {}
+        self._num_allocations = 0
         super().__init__(sys.maxsize)
+        self._operators = operators or {}
+        self._on_host = on_host if on_host is not None else WeakSet()
         self._workspace = workspace
         self._explain = frozenset(explain)
         self._names = names
-        self._is_counting = True
+        self._is_counting, self._is_lifted, self._is_inside = True, False, False
         self._kwargs: Mapping[str, Any] = {}
         self._in_forward: set[int] = set()
         self._forward_bytes = 0
@@ -139,6 +151,10 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         is_new = key not in self._sizes
         super()._see(storage)
         size = self._sizes.get(key, 0)
+        if is_new and self._is_lifted:
+            self._on_host.add(storage)
+        if size != before and storage not in self._on_host:
+            self._replace(key, size)
         if is_new:
             self._made_after[key] = len(self._forward_bytes_after_each)
             if self._explain:
@@ -148,7 +164,50 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         if key in self._in_forward:
             self._forward_bytes += size - before
 
+    def _replace(self, key: int, size: int) -> None:
+        """Log that a storage has another block of memory now, or none."""
+        before = self._numbers.pop(key, None)
+        if size:
+            self._numbers[key] = self._num_allocations
+            self._num_allocations += 1
+            self.log.append(size)
+        if before is not None:
+            self.log.append(~before)
+
+    def phase(
+        self,
+        before: Sequence[tuple[Hashable, torch.Tensor]],
+        after: Iterable[tuple[Hashable, torch.Tensor]],
+        *,
+        kept: Iterable[torch.Tensor] = (),
+    ) -> Phase:
+        """Return what was logged since :meth:`add`.
+
+        Args:
+            before: what was added, by name, in this order.
+            after: what other phases know by name.
+            kept: what no phase frees.
+        """
+        given = len(before)
+        once = {self._number(tensor) for tensor in kept} - {None}
+        numbers, log, positions = list(range(given)), array("q"), []
+        for entry in self.log[given:]:
+            if entry <= 0:
+                log.append(~numbers[~entry])
+                continue
+            if len(numbers) in once:
+                positions.append((len(log), entry))
+            else:
+                log.append(entry)
+            numbers.append(len(numbers) - len(positions))
+        named = {name: numbers[number] for name, tensor in after if (number := self._number(tensor)) is not None}
+        return Phase(log, tuple(name for name, _ in before), named, tuple(positions))
+
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
     def _forget(self, key: int) -> None:
+        self._replace(key, 0)
         if key in self._in_forward:
             self._in_forward.discard(key)
             self._forward_bytes -= self._sizes[key]
@@ -188,6 +247,13 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
             self._last = OpSite(self._names.current(), name, backward)
         self._kwargs = kwargs or {}
+        if func in self._operators and not self._is_inside:
+            self._is_inside = True
+            with self:
+                result = self._operators[func](*args, **self._kwargs)
+            self._is_inside = False
+            return result
+        self._is_lifted = func is torch.ops.aten.lift_fresh.default  # a number of Python's
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
