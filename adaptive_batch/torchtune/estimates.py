@@ -29,6 +29,7 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     Change,
+    CudaKernels,
     EstimatedDevice,
     FakeDevice,
     LengthEstimate,
@@ -38,7 +39,6 @@ from adaptive_batch.estimate import (
     left_out,
     parse_devices,
     ranked,
-    workspace_bytes,
 )
 
 from .bound_finder import BoundFinder
@@ -139,11 +139,10 @@ class Estimator:
         context = estimate.context if self._on_accelerator else 0
         return device.target(context_bytes=context, headroom=estimate.headroom)
 
-    def _workspace(self, operation: Any, args: Sequence[Any], kwargs: Any) -> int:
-        capabilities = {device.compute_capability for device in self._devices if self._on_accelerator}
-        return max(
-            (workspace_bytes(operation, args, kwargs, compute_capability=one) for one in capabilities), default=0
-        )
+    def _kernels(self) -> CudaKernels | None:
+        """Of the oldest of the devices, whose attention needs the most."""
+        capabilities = [device.compute_capability for device in self._devices]
+        return CudaKernels(min(filter(None, capabilities), default=None)) if self._on_accelerator else None
 
     def lengths(self) -> tuple[list[LengthEstimate], list[str]]:
         """Estimate each length, and list what is not counted."""
@@ -205,7 +204,7 @@ class Estimator:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
             settings = Settings.from_config(cfg)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
-            device = FakeDevice(workspace=self._workspace)
+            device = FakeDevice(self._kernels())
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
