@@ -4,7 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all check docs measure format
+# PyTorch's CUDA build on a CUDA without a device, of the version TORCH; see tests/support/cuda_stack/README.md
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
+STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
+STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
+
+.PHONY: demo test test-all check docs measure format cuda-stack
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,10 +23,24 @@ demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned mo
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(INSTALLED)  ## some of everything that needs no GPU, in about four minutes
-	$(PYTEST) -m "not slow and not gpu and not readme and not browser"
+	$(PYTEST) -m "not slow and not gpu and not cuda_stack and not readme and not browser"
 
 test-all: $(INSTALLED)  ## everything that needs no GPU, neither a browser nor the pages' commands
-	$(PYTEST) -m "not gpu and not readme and not browser"
+	$(PYTEST) -m "not gpu and not cuda_stack and not readme and not browser"
+
+$(STACK)/.installed: constraints.txt
+	test -x $(STACK)/bin/python || $(PYTHON) -m venv $(STACK)
+	grep -v '^torch==' constraints.txt > $(STACK)/others.txt
+	$(STACK)/bin/python -m pip install --quiet --no-deps "torch===$(TORCH)" --requirement $(STACK)/others.txt
+	$(STACK)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+$(STACK)/.built: $(STACK)/.installed $(STACK_SOURCES)
+	$(STACK)/bin/python tests/support/cuda_stack/build.py
+	touch $@
+
+cuda-stack: $(STACK)/.built  ## what PyTorch's CUDA build does, on a machine without a GPU; a minute of setting up, 3 GB
+	$(STACK)/bin/python -m pytest -m cuda_stack
 
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -3,7 +3,8 @@
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
 from .estimator import FEW, MORE, estimate_length
-from .fake_step import FakeDevice, FakeStep
+from .fake_step import FakeDevice, FakeStep, needs_values
+from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
     CurveCheck,
@@ -34,7 +35,10 @@ __all__ = [
     "StepTrace",
     "Target",
     "estimate_length",
+    "estimate_memory",
+    "estimate_step",
     "left_out",
+    "needs_values",
     "parse_devices",
     "ranked",
     "read_estimate",

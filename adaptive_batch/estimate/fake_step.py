@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -19,6 +27,23 @@ from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, 
 
 from .cuda_workspace import CudaKernels, workspace_bytes
 from .tracker import AttributedTracker, ModuleNames, StepTrace
+
+_NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+def needs_values(error: Exception) -> str | None:
+    """Return what to tell a user whose code has read values of fake tensors, with the operation; None of another error."""
+    names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
+    if not isinstance(error, _NEEDS_VALUES) and not (names_it and isinstance(error, AssertionError | RuntimeError)):
+        return None
+    operation = getattr(error, "func", None) or str(error).partition("\n")[0]
+    why = f"{operation} ({type(error).__name__}) needs values, and there are none"
+    return f"it cannot run on fake tensors: {why}; probe it on a device"
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,11 @@ class MemoryEstimate:
         """Most rows that fit on a device without allocator retries, none above `maximum`."""
         return device.lengths[self.lengths.index(length)].max_batch_size
 
+    def fits(self, device: str, rows: int = 1) -> bool:
+        """Return whether that many rows, of each length, fit on a device, named as in :attr:`devices`, without allocator retries."""
+        (found,) = (one for one in self.devices if one.name == device or one.name.startswith(f"{device} ("))
+        return all(fit.max_batch_size >= rows for fit in found.lengths)
+
     def format_rows(self, rows: int | None) -> str:
         """Rows that fit, as text: with a plus where more may fit."""
         return format_bound(rows, self.maximum)

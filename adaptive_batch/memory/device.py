@@ -152,7 +152,7 @@ class DeviceMemory(Protocol):
         """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there."""
 
     def release(self) -> None:
-        """Give back what nothing refers to any more."""
+        """Give back what nothing refers to any more; statistics of peaks start afresh."""
 
     def num_retries(self) -> int:
         """How often an allocator has given back its cache and asked again, so far; 0 where none reports it."""
@@ -229,7 +229,8 @@ class AcceleratorMemory:
     The peak is that of *reserved* memory, which is what the device has to give, fragmentation included.
     """
 
-    granularity_bytes = 20 * 1024**2  # the block that PyTorch's caching allocator takes for 1 to 10 MiB
+    # What PyTorch's caching allocator takes for 1 to 10 MiB; with expandable segments, for whatever is above 1 MiB.
+    granularity_bytes = 20 * 1024**2
 
     def __init__(self, device: torch.device, *, backend: Any = None) -> None:
         self.device = device
@@ -257,7 +258,6 @@ class AcceleratorMemory:
         self.release()
         usage = Usage(resident_bytes=self._statistic("memory_allocated"))
         retries = self.num_retries()
-        self._backend.reset_peak_memory_stats(self.device)
         with self._limited(budget_bytes):
             try:
                 yield usage
@@ -265,7 +265,6 @@ class AcceleratorMemory:
                 self._backend.synchronize(self.device)
                 usage.peak_bytes = self._statistic("max_memory_reserved") or None
                 usage.retried = self.num_retries() > retries
-                self._backend.reset_peak_memory_stats(self.device)
         if usage.peak_bytes is not None and usage.peak_bytes > budget_bytes:
             raise torch.OutOfMemoryError(
                 f"{self.device} reserved {usage.peak_bytes} bytes, over the budget of {budget_bytes} bytes"
@@ -276,6 +275,8 @@ class AcceleratorMemory:
         self._backend.synchronize(self.device)
         if hasattr(self._backend, "empty_cache"):  # torch.accelerator has it since torch 2.9
             self._backend.empty_cache()
+        if hasattr(self._backend, "reset_peak_memory_stats"):  # after it: until then the cache is in the peak
+            self._backend.reset_peak_memory_stats(self.device)
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:

@@ -6,7 +6,6 @@ tune run adaptive_estimate --config NAME estimate.devices=80GiB [estimate.sequen
 from __future__ import annotations
 
 import inspect
-import re
 import time
 import traceback
 import warnings
@@ -17,12 +16,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
@@ -37,6 +30,7 @@ from adaptive_batch.estimate import (
     Target,
     estimate_length,
     left_out,
+    needs_values,
     parse_devices,
     ranked,
 )
@@ -48,13 +42,6 @@ from .fake_run import FakeRun, Rows, made_up_row
 from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
-
-_NEEDS_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 def estimate_devices(
@@ -210,12 +197,9 @@ class Estimator:
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
                     yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data, builder=self._builder), lengths)
             except Exception as error:
-                names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
-                if not isinstance(error, _NEEDS_VALUES) and not (
-                    names_it and isinstance(error, AssertionError | RuntimeError)
-                ):
+                if (remedy := needs_values(error)) is None:
                     raise
-                raise _needs_values(cfg, error) from error
+                raise _named(cfg, error, remedy) from error
 
 
 class _Step:
@@ -271,8 +255,8 @@ class _Step:
         )
 
 
-def _needs_values(cfg: DictConfig, error: Exception) -> SettingError:
-    """Build the error that names the component whose code reads values of fake tensors, and the operation."""
+def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
+    """Build the error that names the component whose code reads values of fake tensors."""
     key = "model"
     loss = str(cfg.loss._component_).rpartition(".")[2]
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -281,9 +265,4 @@ def _needs_values(cfg: DictConfig, error: Exception) -> SettingError:
             key = "optimizer"
         elif isinstance(owner, torch.nn.Module) and type(owner).__name__ == loss:
             key = "loss"
-    operation = getattr(error, "func", None) or str(error).partition("\n")[0]
-    remedy = (
-        f"it cannot run on fake tensors: {operation} ({type(error).__name__}) needs values, and there are none; "
-        "probe it on a device"
-    )
     return SettingError(key, str(cfg[key]._component_), remedy)

@@ -386,7 +386,16 @@ def test_the_peak_is_of_reserved_memory_since_the_measurement_began():
         backend.hold(6 * GIB)
         backend.hold(3 * GIB)
     assert (usage.resident_bytes, usage.peak_bytes, usage.retried) == (2 * GIB, 6 * GIB, False)
-    assert backend.peak_reserved == backend.reserved  # statistics of training start afresh
+
+
+def test_statistics_of_peaks_start_afresh_once_the_cache_is_given_back():
+    """Not before: what the cache held would be the peak of what comes next."""
+    backend, memory = accelerator()
+    with memory.measure([], budget_bytes=15 * GIB):
+        backend.hold(6 * GIB)
+        backend.hold(3 * GIB)
+    memory.release()
+    assert backend.peak_reserved == backend.reserved == 3 * GIB
 
 
 def test_an_allocator_that_had_to_retry_is_told():
