@@ -25,6 +25,10 @@ class CudaOperators:
     Args:
         compute_capability: such as (9, 0).
         multiprocessors: of the device.
+
+    Attributes:
+        instead: what runs in the place of an operator; other operators allocate their results alone.
+        workspaces: of cuBLAS, which are kept, for forward and backward.
     """
 
     def __init__(self, compute_capability: tuple[int, int], multiprocessors: int) -> None:
@@ -32,12 +36,16 @@ class CudaOperators:
             compute_capability, 2048
         )
         self._workspace_bytes = (32 * 1024 if compute_capability[0] in (9, 10) else 2 * 4096 + 8 * 16) * 1024
-        self._workspaces: dict[bool, torch.Tensor] = {}
+        self.workspaces: dict[bool, torch.Tensor] = {}
         self.instead: dict[Any, Callable[..., Any]] = {
             aten.sum.default: self._sum,
             aten.sum.dim_IntList: self._sum,
+            aten.linalg_vector_norm.default: self._norm,
             aten.mean.default: self._mean,
             aten.mean.dim: self._mean,
+            aten._softmax_backward_data.default: _softmax_backward,
+            aten._foreach_norm.Scalar: _norms,
+            aten.embedding_dense_backward.default: _embedding_backward,
             **{operator: partial(self._multiplied, operator) for operator in _MATMULS},
         }
 
@@ -45,9 +53,9 @@ class CudaOperators:
         """cuda/CublasHandlePool.cpp: a thread's first product takes a workspace, which is kept: forward's and backward's."""
         result: torch.Tensor = operator(*args, **kwargs)
         backward = torch._C._current_graph_task_id() != -1
-        if backward not in self._workspaces:
-            self._workspaces[backward] = torch.empty(self._workspace_bytes, dtype=torch.uint8)
-        if len(self._workspaces) == 2:
+        if backward not in self.workspaces:
+            self.workspaces[backward] = torch.empty(self._workspace_bytes, dtype=torch.uint8)
+        if len(self.workspaces) == 2:
             for one in _MATMULS:
                 self.instead.pop(one, None)
         return result
@@ -55,14 +63,17 @@ class CudaOperators:
     def _sum(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._reduced(aten.sum, tensor, *args, **kwargs)
 
+    def _norm(self, tensor: torch.Tensor, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._reduced(partial(_norm, order), tensor, dim, *args, **kwargs)
+
     def _mean(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._reduced(aten.mean, tensor, *args, **kwargs)
 
     def _reduced(self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """native/ReduceOps.cpp, native/cuda/Reduce.cuh: other dtypes are copied first, but halves that give float32."""
         result: torch.Tensor = operator(tensor, *args, **kwargs)
-        from_half = tensor.dtype.itemsize == 2 and result.dtype == torch.float32
-        given = tensor if tensor.dtype == result.dtype or from_half else tensor.to(result.dtype)
+        as_it_is = tensor.dtype == result.dtype or tensor.dtype.itemsize == 2
+        given = tensor if as_it_is else tensor.to(result.dtype)
         dims = args[0] if args and args[0] else range(tensor.ndim)
         held = [torch.empty(size, dtype=torch.uint8) for size in self.reduction_bytes(given, dims)]
         while held:
@@ -72,7 +83,6 @@ class CudaOperators:
     def reduction_bytes(self, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
         """native/cuda/Reduce.cuh: ``setReduceConfig``; bytes of the buffer and the semaphores of blocks that share an output."""
         reduced = {dim % tensor.ndim for dim in dims} if tensor.ndim else set()
-        size, item = tensor.dtype.itemsize, max(4, tensor.dtype.itemsize)
         shape = _coalesced(tensor, sorted(reduced, key=tensor.stride))
         kept = _coalesced(tensor, sorted(set(range(tensor.ndim)) - reduced, reverse=True))
         outputs, inputs = math.prod(n for n, _ in kept), math.prod(n for n, _ in shape)
@@ -103,7 +113,67 @@ class CudaOperators:
         blocks = max(min(-(-target // grid), -(-values // _FEWEST_VALUES)), -(-values // _MOST_VALUES))
         if blocks <= 1:
             return ()
-        return item * outputs * blocks * (1 if along else block_width * vector), 4 * grid
+        return max(4, tensor.dtype.itemsize) * outputs * blocks * (1 if along else block_width * vector), 4 * grid
+
+
+def _norm(order: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    result: torch.Tensor = aten.linalg_vector_norm.default(tensor, order, *args, **kwargs)
+    return result
+
+
+def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) -> torch.Tensor:
+    """native/cuda/SoftMax.cu: the product of gradient and output."""
+    result: torch.Tensor = aten._softmax_backward_data.default(gradient, output, *args)
+    torch.empty_like(gradient)
+    return result
+
+
+def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """native/cuda/ForeachReduceOp.cu: a partial sum for each 65536 elements of the largest tensor, for all of them."""
+    parts = torch.empty(len(tensors) * max(-(-tensor.numel() // 65536) for tensor in tensors), dtype=torch.float32)
+    result = aten._foreach_norm.Scalar(tensors, *args, **kwargs)
+    del parts
+    return result
+
+
+def _embedding_backward(
+    gradient: torch.Tensor, tokens: torch.Tensor, words: int, padding: int, scales: bool
+) -> torch.Tensor:
+    """native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu: many tokens are sorted, and added up in parts of 10."""
+    count, (dim,) = tokens.numel(), gradient.shape[-1:]
+    if count <= 3072 and not scales:
+        return gradient.new_empty(words, dim)
+
+    def whole(*sizes: int) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=torch.int64) for size in sizes]
+
+    def scratch(size: int) -> None:
+        torch.empty(size, dtype=torch.uint8)
+
+    held = whole(count, count)
+    positions = whole(count)
+    passes = -(-max(1, (words - 1).bit_length()) // 8)
+    scratch(2 * _aligned(8 * count) + 2048 * passes + 1024 * -(-count // 4608) + 511)  # of cub's sort
+    del positions[0]
+    result = gradient.new_empty(words, dim)
+    segments = min(count, words)
+    held += whole(count, 1)
+    keys = whole(count)
+    scratch(_aligned(16 * -(-count // 7168) + 832) + 255)  # of its search for distinct ones
+    del keys[0]
+    held += whole(segments, segments)
+    scratch(_aligned(16 * -(-segments // 1024) + 816) + 255)  # of its prefix sum
+    parts = count // 10 + segments
+    held += whole(1, parts)
+    dtype = torch.float32 if gradient.dtype.itemsize == 2 else gradient.dtype
+    held.append(torch.empty(parts, dim, dtype=dtype))
+    while held:
+        del held[-1]
+    return result
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
 
 
 def _coalesced(tensor: torch.Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:

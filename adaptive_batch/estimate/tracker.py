@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
+from .cuda_operators import CudaOperators
 from .step_log import Phase
 
 _LABEL = "adaptive_batch.module"  # of an autograd node
@@ -81,7 +82,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     Args:
         workspace: returns the bytes that an operation (given with its arguments and keyword arguments) takes on the estimated
             device in addition to its result.
-        operators: what runs instead of an operator, on the estimated device.
+        operators: of the estimated device, where it is no CPU.
         on_host: storages that are not on the device, those that are made here included.
         explain: numbers of operations at which all live bytes are attributed to modules, for which `names` is needed.
     """
@@ -90,7 +91,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self,
         *,
         workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
-        operators: Mapping[Any, Callable[..., Any]] | None = None,
+        operators: CudaOperators | None = None,
         on_host: WeakSet[torch.UntypedStorage] | None = None,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
@@ -98,8 +99,10 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self.log = array("q")
         self._numbers: dict[int, int] = {}
         self._num_allocations = 0
+        self._before: list[tuple[Hashable, int]] = []
         super().__init__(sys.maxsize)
-        self._operators = operators or {}
+        self._operators = operators
+        self._instead = operators.instead if operators else {}
         self._on_host = on_host if on_host is not None else WeakSet()
         self._workspace = workspace
         self._explain = frozenset(explain)
@@ -118,6 +121,13 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         super().add(tensors)
         self._in_forward.clear()
         self._forward_bytes = 0
+
+    def add_named(self, tensors: Iterable[tuple[Hashable, torch.Tensor]]) -> None:
+        """Count what is alive before anything runs, of which :meth:`phase` tells by name."""
+        for name, tensor in tensors:
+            count = self._num_allocations
+            self.add([tensor])
+            self._before += [(name, number) for number in range(self._num_allocations - count)]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -174,22 +184,11 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         if before is not None:
             self.log.append(~before)
 
-    def phase(
-        self,
-        before: Sequence[tuple[Hashable, torch.Tensor]],
-        after: Iterable[tuple[Hashable, torch.Tensor]],
-        *,
-        kept: Iterable[torch.Tensor] = (),
-    ) -> Phase:
-        """Return what was logged since :meth:`add`.
-
-        Args:
-            before: what was added, by name, in this order.
-            after: what other phases know by name.
-            kept: what no phase frees.
-        """
-        given = len(before)
-        once = {self._number(tensor) for tensor in kept} - {None}
+    def phase(self, after: Iterable[tuple[Hashable, torch.Tensor]]) -> Phase:
+        """Return what was logged since :meth:`add_named`, and by name what is left for other phases."""
+        given = len(self._before)
+        kept = self._operators.workspaces.values() if self._operators else ()
+        once = {number for tensor in kept for number in self._numbers_of(tensor)}
         numbers, log, positions = list(range(given)), array("q"), []
         for entry in self.log[given:]:
             if entry <= 0:
@@ -200,11 +199,16 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             else:
                 log.append(entry)
             numbers.append(len(numbers) - len(positions))
-        named = {name: numbers[number] for name, tensor in after if (number := self._number(tensor)) is not None}
-        return Phase(log, tuple(name for name, _ in before), named, tuple(positions))
+        named: dict[Hashable, int] = {
+            (name, place): numbers[number]
+            for name, tensor in after
+            for place, number in enumerate(self._numbers_of(tensor))
+        }
+        return Phase(log, tuple(self._before), named, tuple(positions))
 
-    def _number(self, tensor: torch.Tensor) -> int | None:
-        return self._numbers.get(tensor.untyped_storage()._cdata)
+    def _numbers_of(self, tensor: torch.Tensor) -> list[int]:
+        keys = (plain.untyped_storage()._cdata for plain in plain_tensors(tensor))
+        return [self._numbers[key] for key in keys if key in self._numbers]
 
     def _forget(self, key: int) -> None:
         self._replace(key, 0)
@@ -247,10 +251,10 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
             self._last = OpSite(self._names.current(), name, backward)
         self._kwargs = kwargs or {}
-        if func in self._operators and not self._is_inside:
+        if func in self._instead and not self._is_inside:
             self._is_inside = True
             with self:
-                result = self._operators[func](*args, **self._kwargs)
+                result = self._instead[func](*args, **self._kwargs)
             self._is_inside = False
             return result
         self._is_lifted = func is torch.ops.aten.lift_fresh.default  # a number of Python's
