@@ -202,14 +202,17 @@ class FakeStep:
         self.optimizer_peak_bytes: int | None = None
         self._phases: dict[tuple[Callable[[int], object], bool], dict[int, Phase]] = {}
         self._steps: list[Phase] = []  # the optimizer's: the first, and any later one
-        if self._sharding.is_sharded:  # FSDP sets itself up in the first step
-            with torch.compiler.set_stance("force_eager"), device.mode:
-                forward_backward(FEW)
-        elif self._in_backward:  # which makes the states
+        if self._in_backward and not self._sharding.is_sharded:  # it makes the states
             self._first(forward_backward)
-        if not self._in_backward:
-            for _ in range(1 if self._sharding.is_sharded else 2):
+        for _ in range(2):
+            if (
+                self._sharding.is_sharded
+            ):  # FSDP sets itself up in the first step, and gradients share what it has reduced
+                with torch.compiler.set_stance("force_eager"), device.mode:
+                    forward_backward(FEW)
+            elif not self._in_backward:
                 self._give_gradients()
+            if not self._in_backward:
                 with device.counting() as counter:
                     counter.add_named(self._named())
                     step()
