@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryCurve
 
-from .fake_step import FakeStep
+from .fake_step import FEW, MORE, FakeStep
 from .result import CurveCheck, LengthEstimate, MemoryBreakdown, Target
 from .tracker import StepTrace
-
-FEW, MORE = 2, 3  # rows of the steps that give a curve; one row alone often runs other operations
 
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 _LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
