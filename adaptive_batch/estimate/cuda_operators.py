@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from adaptive_batch._torch import current_graph_task_id
+
 aten = torch.ops.aten
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -52,7 +54,7 @@ class CudaOperators:
     def _multiplied(self, operator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """cuda/CublasHandlePool.cpp: a thread's first product takes a workspace, which is kept: forward's and backward's."""
         result: torch.Tensor = operator(*args, **kwargs)
-        backward = torch._C._current_graph_task_id() != -1
+        backward = current_graph_task_id() != -1
         if backward not in self.workspaces:
             self.workspaces[backward] = torch.empty(self._workspace_bytes, dtype=torch.uint8)
         if len(self.workspaces) == 2:

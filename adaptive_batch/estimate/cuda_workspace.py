@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from adaptive_batch._torch import FakeTensor
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 

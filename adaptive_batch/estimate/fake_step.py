@@ -13,20 +13,22 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from adaptive_batch._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    disable_current_modes,
+    num_torch_function_modes,
+    tree_map_only,
 )
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
-
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
 
@@ -361,7 +363,7 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
     entered: list[nn.Module] = []
 
     def enter(module: nn.Module, _: object) -> None:
-        if not torch._C._len_torch_function_stack():
+        if not num_torch_function_modes():
             mode.__enter__()  # type: ignore[no-untyped-call]
             entered.append(module)
 
@@ -389,7 +391,7 @@ def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torc
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), disable_current_modes():
         local = tensor.to_local()
     return DTensor.from_local(
         convert(local),

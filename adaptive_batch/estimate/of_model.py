@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import tree_leaves, tree_map_only
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
