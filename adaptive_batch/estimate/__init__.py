@@ -1,5 +1,6 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
+from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
 from .estimator import estimate_length
@@ -22,6 +23,8 @@ __all__ = [
     "CONTEXT_BYTES",
     "FEW",
     "MORE",
+    "AllocatorSettings",
+    "CachingAllocator",
     "Change",
     "CudaKernels",
     "CurveCheck",

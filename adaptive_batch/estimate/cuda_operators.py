@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from adaptive_batch._torch import current_graph_task_id
+
 aten = torch.ops.aten
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -35,7 +37,7 @@ class CudaOperators:
         self._slots = multiprocessors * {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(
             compute_capability, 2048
         )
-        self._workspace_bytes = (32 * 1024 if compute_capability[0] in (9, 10) else 2 * 4096 + 8 * 16) * 1024
+        self._workspace_bytes = (32 * 1024 if compute_capability >= (9, 0) else 2 * 4096 + 8 * 16) * 1024
         self.workspaces: dict[bool, torch.Tensor] = {}
         self.instead: dict[Any, Callable[..., Any]] = {
             aten.sum.default: self._sum,
@@ -52,7 +54,7 @@ class CudaOperators:
     def _multiplied(self, operator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """cuda/CublasHandlePool.cpp: a thread's first product takes a workspace, which is kept: forward's and backward's."""
         result: torch.Tensor = operator(*args, **kwargs)
-        backward = torch._C._current_graph_task_id() != -1
+        backward = current_graph_task_id() != -1
         if backward not in self.workspaces:
             self.workspaces[backward] = torch.empty(self._workspace_bytes, dtype=torch.uint8)
         if len(self.workspaces) == 2:

@@ -9,14 +9,15 @@ the sizes of all allocations are equal (tests/unit/estimate/test_cuda_kernels.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from adaptive_batch._torch import FakeTensor
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 
@@ -35,22 +36,17 @@ _MULTIPROCESSORS = {
 }
 
 
-def left_out(architectures: Collection[str], *, dtype: torch.dtype, world_size: int = 1) -> tuple[str, ...]:
-    """Return what no formula here counts, a sentence each; an architecture is empty where only a size is known."""
-    capabilities = [int(name.removeprefix("sm_")) for name in architectures if name.startswith("sm_")]
-    is_rocm = any(name.startswith("gfx") for name in architectures)
-    is_hopper_or_blackwell = any(90 <= number < 110 for number in capabilities)
-    lacks_bfloat16 = dtype == torch.bfloat16 and any(number < 80 for number in capabilities)
+def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[str, ...]:
+    """Return what is not counted, a sentence each; an architecture is empty where only a size is known."""
+    has_cudnn = any(name.startswith(("sm_90", "sm_10")) for name in architectures)
     sentences = {
         "CUDA's kernels are modelled from the source of PyTorch, not measured on a GPU": True,
         "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
-        "cuDNN's own workspace for attention on Hopper and Blackwell is not known; flash attention's is counted": is_hopper_or_blackwell,
-        "bfloat16 before Ampere: CUDA keeps the weights of attention, a CPU does not, so the estimate is too low": lacks_bfloat16,
-        "float32 weights: CUDA has one kernel for rms_norm, which keeps one activation less for each norm, so the estimate is too high": (
-            dtype == torch.float32
-        ),
+        "what cuDNN takes by itself for attention on Hopper and Blackwell is not known": has_cudnn,
         "the buffers of NCCL": world_size > 1,
-        "ROCm: attention is modelled as on CUDA, but is done by another library": is_rocm,
+        "ROCm: attention is modelled as on CUDA, but is done by another library": any(
+            name.startswith("gfx") for name in architectures
+        ),
     }
     return tuple(sentence for sentence, is_so in sentences.items() if is_so)
 
@@ -381,7 +377,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     held = [torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype)]
-    result = torch.where(mask, *held)
+    result = torch.where(mask, held[0], held[1])
     _free(held)
     return result
 
@@ -437,29 +433,6 @@ def _efficient_workspace_bytes(query: Tensor, key: Tensor, value: Tensor, dropou
         splits = max(1, min(math.ceil(key.shape[2] / block_keys), 200 // (batch * heads)))
         elements += splits * block_keys * (_up(head_dim, block_queries) + _up(value.shape[3], block_queries))
     return 4 * batch * heads * _up(elements, 4)
-
-
-def embedding_backward_bytes(*, tokens: int, vocabulary: int, dim: int) -> int:
-    """Return what the backward of an embedding takes on CUDA while it runs; a CPU takes nothing.
-
-    Up to 3072 tokens it takes nothing. Beyond that it sorts them, and adds up in float32 parts of at most 10 tokens: one row of
-    `dim` for each (native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu).
-    """
-    if tokens <= 3072:
-        return 0
-    distinct = min(tokens, vocabulary)
-    parts = tokens // 10 + distinct
-    return 4 * parts * dim + 8 * (3 * tokens + 2 * distinct + parts)
-
-
-def workspace_bytes(operation: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> int:
-    """Return what CUDA allocates while it runs any other operation, without its result."""
-    if operation is torch.ops.aten.embedding_dense_backward.default:
-        gradient, tokens, vocabulary = args[:3]
-        return embedding_backward_bytes(tokens=tokens.numel(), vocabulary=vocabulary, dim=gradient.shape[-1])
-    if operation is torch.ops.aten._softmax_backward_data.default:  # the product of gradient and output
-        return int(args[0].nbytes)
-    return 0
 
 
 def library_workspace_bytes(architecture: str = "") -> int:

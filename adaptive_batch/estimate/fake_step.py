@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,20 +13,22 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from adaptive_batch._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    disable_current_modes,
+    len_torch_function_stack,
+    tree_map_only,
 )
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
-
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
 
@@ -76,18 +78,14 @@ class FakeDevice:
 
     Args:
         kernels: of the device that is counted; None for a CPU.
-        workspace: as in :class:`AttributedTracker`.
     """
 
     def __init__(
         self,
         kernels: CudaKernels | None = None,
-        *,
-        workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
     ) -> None:
         self.mode = FakeTensorMode()
         self._kernels = kernels
-        self._workspace = workspace
         self._counter: AttributedTracker | None = None
         self._on_host: WeakSet[torch.UntypedStorage] = WeakSet()
         self.loaded: Phase | None = None
@@ -135,7 +133,6 @@ class FakeDevice:
         """Context manager: new tensors are fake, and counted."""
         kernels = self._kernels
         self._counter = counter = AttributedTracker(
-            workspace=self._workspace,
             operators=CudaOperators(kernels.capability, kernels.multiprocessors) if kernels else None,
             on_host=self._on_host,
             explain=explain,
@@ -361,7 +358,7 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
     entered: list[nn.Module] = []
 
     def enter(module: nn.Module, _: object) -> None:
-        if not torch._C._len_torch_function_stack():
+        if not len_torch_function_stack():
             mode.__enter__()  # type: ignore[no-untyped-call]
             entered.append(module)
 
@@ -389,7 +386,7 @@ def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torc
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), disable_current_modes():
         local = tensor.to_local()
     return DTensor.from_local(
         convert(local),

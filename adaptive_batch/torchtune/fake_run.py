@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torch.utils._python_dispatch import _disable_current_modes
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FEW, MORE, CudaKernels, FakeDevice, FakeStep
 from adaptive_batch.memory import MemoryCurve
@@ -65,7 +65,7 @@ class FakeRun:
         real = self.data.collate
 
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return self._collate_packed(rows) if self.data.packed else real(rows)
 
         self.data.collate = collate
