@@ -37,7 +37,7 @@ class CudaOperators:
         self._slots = multiprocessors * {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(
             compute_capability, 2048
         )
-        self._workspace_bytes = (32 * 1024 if compute_capability[0] in (9, 10) else 2 * 4096 + 8 * 16) * 1024
+        self._workspace_bytes = (32 * 1024 if compute_capability >= (9, 0) else 2 * 4096 + 8 * 16) * 1024
         self.workspaces: dict[bool, torch.Tensor] = {}
         self.instead: dict[Any, Callable[..., Any]] = {
             aten.sum.default: self._sum,

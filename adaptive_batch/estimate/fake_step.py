@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -78,18 +78,14 @@ class FakeDevice:
 
     Args:
         kernels: of the device that is counted; None for a CPU.
-        workspace: as in :class:`AttributedTracker`.
     """
 
     def __init__(
         self,
         kernels: CudaKernels | None = None,
-        *,
-        workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
     ) -> None:
         self.mode = FakeTensorMode()
         self._kernels = kernels
-        self._workspace = workspace
         self._counter: AttributedTracker | None = None
         self._on_host: WeakSet[torch.UntypedStorage] = WeakSet()
         self.loaded: Phase | None = None
@@ -137,7 +133,6 @@ class FakeDevice:
         """Context manager: new tensors are fake, and counted."""
         kernels = self._kernels
         self._counter = counter = AttributedTracker(
-            workspace=self._workspace,
             operators=CudaOperators(kernels.capability, kernels.multiprocessors) if kernels else None,
             on_host=self._on_host,
             explain=explain,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -80,8 +80,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     """Counts live bytes without a limit, and records what made them.
 
     Args:
-        workspace: returns the bytes that an operation (given with its arguments and keyword arguments) takes on the estimated
-            device in addition to its result.
         operators: of the estimated device, where it is no CPU.
         on_host: storages that are not on the device, those that are made here included.
         explain: numbers of operations at which all live bytes are attributed to modules, for which `names` is needed.
@@ -90,7 +88,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         *,
-        workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
         operators: CudaOperators | None = None,
         on_host: WeakSet[torch.UntypedStorage] | None = None,
         explain: Collection[int] = (),
@@ -104,11 +101,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._operators = operators
         self._instead = operators.instead if operators else {}
         self._on_host = on_host if on_host is not None else WeakSet()
-        self._workspace = workspace
         self._explain = frozenset(explain)
         self._names = names
         self._is_counting, self._is_lifted, self._is_inside = True, False, False
-        self._kwargs: Mapping[str, Any] = {}
         self._in_forward: set[int] = set()
         self._forward_bytes = 0
         self._forward_bytes_after_each = array("q")
@@ -226,18 +221,15 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         super()._record(func, args)
         if len(self._live_bytes_after_each) == number:
             return
-        workspace = self._workspace(func, args, self._kwargs)
-        self._live_bytes_after_each[-1] += workspace
         self._forward_bytes_after_each.append(self._forward_bytes)
         if number in self._explain:
-            self._explained[number] = LiveMemory(self._last, self._by_site(workspace))
+            self._explained[number] = LiveMemory(self._last, self._by_site())
 
-    def _by_site(self, workspace: int) -> tuple[tuple[OpSite, int], ...]:
+    def _by_site(self) -> tuple[tuple[OpSite, int], ...]:
         held: Counter[OpSite] = Counter()
         for key, size in self._sizes.items():
             if key not in self._resident:
                 held[self._made_by[key]] += size
-        held[self._last] += workspace
         return tuple((where, size) for where, size in held.most_common() if size)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
@@ -250,11 +242,10 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             backward = current_graph_task_id() != -1
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
             self._last = OpSite(self._names.current(), name, backward)
-        self._kwargs = kwargs or {}
         if func in self._instead and not self._is_inside:
             self._is_inside = True
             with self:
-                result = self._instead[func](*args, **self._kwargs)
+                result = self._instead[func](*args, **(kwargs or {}))
             self._is_inside = False
             return result
         self._is_lifted = func is torch.ops.aten.lift_fresh.default  # a number of Python's
