@@ -123,7 +123,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             is_own_class = isinstance(found, type) and found.__module__ == module != "torch"
             if accepted or is_own_class or isinstance(found, torch.dtype):
                 return found
-        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which does not belong there")
+        raise RuntimeError(f"{METADATA} names {module}.{name}, which does not belong there")
 
 
 class _Reader(FileSystemReader):
@@ -134,7 +134,7 @@ class _Reader(FileSystemReader):
         with (folder / METADATA).open("rb") as file:
             self._metadata = _MetadataUnpickler(file).load()
         if not isinstance(self._metadata, Metadata):
-            raise pickle.UnpicklingError(f"{METADATA} holds a {type(self._metadata).__qualname__}")
+            raise RuntimeError(f"{METADATA} holds a {type(self._metadata).__qualname__}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
