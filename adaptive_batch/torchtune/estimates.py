@@ -37,7 +37,7 @@ from adaptive_batch.estimate import (
 
 from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
-from .estimate_changes import candidates, share_of_layers, with_overrides
+from .estimate_changes import candidates, with_overrides
 from .fake_run import FakeRun, Rows, made_up_row
 from .keys import load_function
 from .model import ModelBuilder
@@ -118,7 +118,7 @@ class Estimator:
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
         self._devices = devices
         self._first_length: int | str = "longest"
-        self._recomputed = 0.0
+        self._skeleton: torch.nn.Module | None = None
         self.targets = tuple(self._target(device) for device in devices)
 
     def _target(self, device: EstimatedDevice) -> Target:
@@ -141,7 +141,7 @@ class Estimator:
             lengths = [
                 step.estimate(one, self.targets, checks=place == len(wanted)) for place, one in enumerate(wanted, 1)
             ]
-            self._recomputed = share_of_layers(step.run.job.skeleton) / 3
+            self._skeleton = step.run.job.skeleton
             not_counted = list(step.run.left_out)
         if self._settings.fits_itself:
             not_counted.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
@@ -175,7 +175,8 @@ class Estimator:
         """Estimate each single change at a length."""
         world_size = self._settings.estimate.world_size
         asked = {"tokens": length.sequence_length, "world_size": world_size}
-        for one in candidates(self._cfg, **asked, recomputed=self._recomputed):
+        assert self._skeleton is not None
+        for one in candidates(self._cfg, self._skeleton, **asked):
             tokens = one.sequence_length or self._first_length
             try:
                 cfg = with_overrides(self._cfg, one.overrides)

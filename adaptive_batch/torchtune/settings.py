@@ -342,6 +342,13 @@ class Settings:
         shown="null",
         resume="report",
     )
+    fused_rms_norm: bool = key(
+        check_bool,
+        "torchtune's `RMSNorm` as one operation in the model's `dtype`, which keeps its input and no float32 copies of it; results "
+        "differ by rounding",
+        default=False,
+        resume="report",
+    )
     on_out_of_memory: str = key(
         one_of("shrink", "raise"),
         "`shrink`: the step is run again with half of what was run at once; `raise`. With the optimizer in backward the default is "

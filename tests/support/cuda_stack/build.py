@@ -39,7 +39,17 @@ def main() -> None:
     objects = []
     for source in ("memory", "runtime", "libraries", "nccl"):
         objects.append(build / f"{source}.o")
-        gcc("-c", HERE / f"{source}.c", "-o", objects[-1], *versions(), "-Wall", "-Wextra", "-fvisibility=hidden")
+        gcc(
+            "-c",
+            HERE / f"{source}.c",
+            "-o",
+            objects[-1],
+            *versions(),
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-fvisibility=hidden",
+        )
     defined = {name for one in objects for name in run("nm", "--defined-only", "--format=just-symbols", one).split()}
     defaults = sorted(imported - defined)
     (build / "defaults.c").write_text(source_of_defaults(defaults))

@@ -88,7 +88,7 @@ int take_bytes(int device, unsigned long long size) {
   return fits;
 }
 
-static void give_back(int device, unsigned long long size) {
+void give_back_bytes(int device, unsigned long long size) {
   pthread_mutex_lock(&lock);
   frees++;
   used[device] -= size;
@@ -169,7 +169,7 @@ EXPORT int cudaFree(void *address) {
   pthread_mutex_unlock(&lock);
   if (!found) return failed(INVALID_VALUE);
   forget_content(address, found->size);
-  give_back(found->device, found->size);
+  give_back_bytes(found->device, found->size);
   free(found);
   return SUCCESS;
 }
@@ -228,7 +228,7 @@ EXPORT int cuMemCreate(physical_memory **handle, size_t size, const allocation_p
 EXPORT int cuMemUnmap(void *address, size_t size) { forget_content(address, size); return SUCCESS; }
 
 EXPORT int cuMemRelease(physical_memory *handle) { /* PyTorch has unmapped it */
-  give_back(handle->device, handle->size);
+  give_back_bytes(handle->device, handle->size);
   free(handle);
   return SUCCESS;
 }

@@ -196,10 +196,61 @@ static int launch(void) {
   return SUCCESS;
 }
 
+/* Two kernels compute, on tensors of 64-bit integers, where values are kept: the comparison and the sum of all. torch.distributed sends
+ * pickled objects over NCCL in tensors, and needs both for their lengths. */
+typedef struct { unsigned x, y, z; } dimensions;
+typedef void computation(void **arguments);
+static struct { const void *function; computation *compute; } computed[32];
+static int computed_count;
+
+static void compare(void **arguments) {
+  enum { GREATER_OR_EQUAL, GREATER, LESS_OR_EQUAL, LESS };
+  int count = *(int *)arguments[0], which = *(int *)arguments[1];
+  void **data = arguments[2]; /* the result and the two operands */
+  const int64_t *a = data[1], *b = data[2];
+  for (int i = 0; i < count; i++)
+    ((char *)data[0])[i] = which == GREATER_OR_EQUAL ? a[i] >= b[i] : which == GREATER ? a[i] > b[i] : which == LESS_OR_EQUAL ? a[i] <= b[i] : a[i] < b[i];
+}
+
+static void sum(void **arguments) {
+  const union { /* at::native::ReduceOp */
+    FIELD(20, int inputs);
+    FIELD(24, int outputs);
+    FIELD(992, const int64_t *from);
+    FIELD(1000, int64_t *to);
+  } *reduction = arguments[0];
+  if (reduction->outputs != 1 || !on_device(reduction->from) || !on_device(reduction->to)) return;
+  int64_t total = 0;
+  for (int i = 0; i < reduction->inputs; i++) total += reduction->from[i];
+  *reduction->to = total;
+}
+
+EXPORT int __cudaRegisterFunction(void **module, const void *function, const char *unused, const char *name) {
+  (void)module, (void)unused;
+  computation *compute = NULL;
+  if (!kept_bytes || computed_count == 32) return SUCCESS;
+  int of_three_places = strstr(name, "arrayIPcLm3EE") || strstr(name, "ArrayIPcLi3EE");
+  if (strstr(name, "elementwise_kernelI") && strstr(name, "14CompareFunctorIlEE") && of_three_places) compute = compare;
+  if (strstr(name, "13reduce_kernelILi512ELi1E") && strstr(name, "11sum_functorIlll")) compute = sum;
+  if (compute) computed[computed_count].function = function, computed[computed_count++].compute = compute;
+  return SUCCESS;
+}
+
+static int launch_kernel(const void *function, void **arguments) {
+  for (int i = 0; i < computed_count; i++)
+    if (computed[i].function == function) computed[i].compute(arguments);
+  return launch();
+}
+
 EXPORT void **__cudaRegisterFatBinary(void) { static void *handle; return &handle; }
 EXPORT int __cudaGetKernel(const void **kernel, const void *function) { *kernel = function; return SUCCESS; }
-EXPORT int __cudaLaunchKernel(void) { return launch(); }
-EXPORT int cudaLaunchKernel(void) { return launch(); }
+EXPORT int __cudaLaunchKernel(const void *function, dimensions grid, dimensions block, void **arguments) {
+  (void)grid, (void)block;
+  return launch_kernel(function, arguments);
+}
+EXPORT int cudaLaunchKernel(const void *function, dimensions grid, dimensions block, void **arguments) {
+  return __cudaLaunchKernel(function, grid, block, arguments);
+}
 EXPORT int cudaLaunchCooperativeKernel(void) { return launch(); }
 EXPORT int cudaLaunchKernelExC(void) { return launch(); }
 EXPORT int cuLaunchKernel(void) { return launch(); }

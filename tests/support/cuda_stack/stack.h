@@ -118,6 +118,7 @@ unsigned long long setting(const char *name, unsigned long long otherwise);
 int failed(int error);                               /* remembers it for cudaGetLastError */
 int on_device(const void *address);
 int take_bytes(int device, unsigned long long size); /* 0: the device has not so much */
+void give_back_bytes(int device, unsigned long long size);
 unsigned long long taken_bytes(int device);          /* the context's included */
 void *new_address(unsigned long long size);          /* of a device, with no memory behind it */
 void set_context_bytes_by(long long difference);
