@@ -10,7 +10,7 @@ TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo test test-all check docs measure format cuda-stack
+.PHONY: demo test test-all check docs measure format cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,8 +39,14 @@ $(STACK)/.built: $(STACK)/.installed $(STACK_SOURCES)
 	$(STACK)/bin/python tests/support/cuda_stack/build.py
 	touch $@
 
-cuda-stack: $(STACK)/.built  ## what PyTorch's CUDA build does, on a machine without a GPU; a minute of setting up, 3 GB
+cuda-stack: $(STACK)/.built  ## what PyTorch's CUDA build does, on a machine without a GPU; a minute or two of setting up, 2.3 GB
+	$(STACK)/bin/python -m pytest -m "cuda_stack and not slow"
+
+cuda-stack-all: $(STACK)/.built
 	$(STACK)/bin/python -m pytest -m cuda_stack
+
+test-versions: $(INSTALLED)  ## the core's tests on each version of torch and Python that is declared; a venv of 2 GB for each
+	$(BIN)/python tests/support/torch_versions.py
 
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.optim import Optimizer
+
+from adaptive_batch._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    disable_current_modes,
+    tree_map_only,
 )
-from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
-
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
 
+from .cuda_workspace import CudaKernels, workspace_bytes
 from .tracker import AttributedTracker, ModuleNames, StepTrace
 
 _NEEDS_VALUES = (
@@ -61,11 +62,22 @@ class Resident:
 
 
 class FakeDevice:
-    """A device whose tensors have no memory, so that any model fits on it; `workspace` as in :class:`AttributedTracker`."""
+    """A device whose tensors have no memory, so that any model fits on it.
 
-    def __init__(self, *, workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0) -> None:
+    Args:
+        kernels: of the device that is counted; None for a CPU.
+        workspace: as in :class:`AttributedTracker`.
+    """
+
+    def __init__(
+        self,
+        kernels: CudaKernels | None = None,
+        *,
+        workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
+    ) -> None:
         self.mode = FakeTensorMode()
-        self._workspace = workspace
+        self._kernels = kernels
+        self._workspace = workspace_bytes if kernels else workspace
         self._counter: AttributedTracker | None = None
 
     def move(self, model: nn.Module) -> None:
@@ -110,6 +122,7 @@ class FakeDevice:
                 shapes_worked_out_apart(),
                 self.mode,
                 counter,
+                self._kernels or nullcontext(),
                 names.following() if names else nullcontext(),
             ):
                 yield counter
@@ -227,7 +240,7 @@ def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torc
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), disable_current_modes():
         local = tensor.to_local()
     return DTensor.from_local(
         convert(local),

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from adaptive_batch._torch import FakeTensor, current_autograd_node, current_graph_task_id
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
 _LABEL = "adaptive_batch.module"  # of an autograd node
@@ -143,7 +143,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             self._made_after[key] = len(self._forward_bytes_after_each)
             if self._explain:
                 self._made_by[key] = self._last
-            if torch._C._current_graph_task_id() == -1:
+            if current_graph_task_id() == -1:
                 self._in_forward.add(key)
         if key in self._in_forward:
             self._forward_bytes += size - before
@@ -184,7 +184,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors, and no operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self._names is not None:
-            backward = torch._C._current_graph_task_id() != -1
+            backward = current_graph_task_id() != -1
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
             self._last = OpSite(self._names.current(), name, backward)
         self._kwargs = kwargs or {}
@@ -242,9 +242,9 @@ class ModuleNames(TorchFunctionMode):
         """Return the name of the innermost module; empty outside of all."""
         if self._stack:  # forward, or recomputing
             return self._stack[-1]
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             return ""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is not None:
             self._last = cast(dict[str, Any], node.metadata).get(_LABEL, self._last)
         return self._last

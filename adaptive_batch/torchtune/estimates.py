@@ -22,6 +22,7 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     Change,
+    CudaKernels,
     EstimatedDevice,
     FakeDevice,
     LengthEstimate,
@@ -32,7 +33,6 @@ from adaptive_batch.estimate import (
     needs_values,
     parse_devices,
     ranked,
-    workspace_bytes,
 )
 
 from .bound_finder import BoundFinder
@@ -126,11 +126,10 @@ class Estimator:
         context = estimate.context if self._on_accelerator else 0
         return device.target(context_bytes=context, headroom=estimate.headroom)
 
-    def _workspace(self, operation: Any, args: Sequence[Any], kwargs: Any) -> int:
-        capabilities = {device.compute_capability for device in self._devices if self._on_accelerator}
-        return max(
-            (workspace_bytes(operation, args, kwargs, compute_capability=one) for one in capabilities), default=0
-        )
+    def _kernels(self) -> CudaKernels | None:
+        """Of the oldest of the devices, whose attention needs the most."""
+        capabilities = [device.compute_capability for device in self._devices]
+        return CudaKernels(min(filter(None, capabilities), default=None)) if self._on_accelerator else None
 
     def lengths(self) -> tuple[list[LengthEstimate], list[str]]:
         """Estimate each length, and list what is not counted."""
@@ -147,7 +146,7 @@ class Estimator:
             not_counted.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
         if self._on_accelerator:
             names = [device.architecture for device in self._devices]
-            not_counted += left_out(names, dtype=step.run.job.dtype, world_size=asked.world_size)
+            not_counted += left_out(names, world_size=asked.world_size)
         else:
             not_counted.append("what is no tensor: Python, libraries, the dataset")
             not_counted.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
@@ -193,7 +192,7 @@ class Estimator:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
             settings = Settings.from_config(cfg)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
-            device = FakeDevice(workspace=self._workspace)
+            device = FakeDevice(self._kernels())
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")

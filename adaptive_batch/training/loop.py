@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import _disable_current_modes
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import (
     LONG_ROWS,
@@ -393,7 +393,7 @@ class AdaptiveLoop:
         (longest,) = rows.longest(1)
 
         def collate(some: Sequence[Any], length: int) -> dict[str, Any]:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return real.collate(some, length)
 
         def forward_backward(device: FakeDevice, size: int) -> None:

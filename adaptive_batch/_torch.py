@@ -1,0 +1,69 @@
+"""What is used of torch without being public. It is asked for here alone, so that a torch that lacks some of it is refused in one line."""
+
+import re
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from adaptive_batch.errors import TorchVersionError
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "current_autograd_node",
+    "current_graph_task_id",
+    "disable_current_modes",
+    "foreach_norm",
+    "is_traceable_wrapper_subclass",
+    "storage_use_count",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+OLDEST, NEWEST = "2.9.1", "2.15.0"  # that the tests were run on, by `make test-versions`
+
+
+def unsupported(missing: str) -> TorchVersionError:
+    """Return the error that says what this torch lacks, and which have it."""
+    return TorchVersionError(
+        f"torch {torch.__version__} has no {missing}, which adaptive_batch needs; {OLDEST} to {NEWEST} have: "
+        f"pip install 'torch>={OLDEST},<={NEWEST}'"
+    )
+
+
+def private(owner: Any, *names: str) -> Any:
+    """Return `owner`, an object or the module of that name, which has all of `names`."""
+    owner = import_module(owner) if isinstance(owner, str) else owner
+    for name in names:
+        if not hasattr(owner, name):
+            raise unsupported(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+    return owner
+
+
+if torch.__version__ < OLDEST:  # 2.8 loads all that is below, and fails where several ranks train
+    raise unsupported("FSDPParamGroup._all_gather_comm")
+
+try:
+    from torch import _foreach_norm as foreach_norm
+    from torch._C import _current_autograd_node as current_autograd_node
+    from torch._C import _current_graph_task_id as current_graph_task_id
+    from torch._C import _storage_Use_Count as storage_use_count
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils._pytree import tree_leaves, tree_map_only
+except ImportError as error:
+    raise unsupported(re.sub(r"cannot import name '(\w+)' from '(.*?)'.*", r"\2.\1", str(error))) from None

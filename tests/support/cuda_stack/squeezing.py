@@ -1,0 +1,44 @@
+"""What takes memory of the device away from a program on the CUDA without a device. Named by a dotted path."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torchtune.training.metric_logging import DiskLogger
+
+
+def library() -> ctypes.CDLL | None:
+    """The CUDA without a device, where PyTorch runs on it."""
+    try:
+        return ctypes.CDLL("libcudastub.so")  # which torch has loaded, if it is there
+    except OSError:
+        return None
+
+
+def leave(nbytes: int) -> None:
+    """Let this process have so many bytes of each device from now on, context included: those that it has are not taken."""
+    cuda = library()
+    assert cuda is not None
+    cuda.cudastub_set_reserved(ctypes.c_ulonglong(torch.cuda.get_device_properties(0).total_memory - nbytes))
+
+
+class Squeezing(DiskLogger):
+    """A log after one of whose steps another program takes memory of the device. Of several ranks, the first has a log.
+
+    Args:
+        after_step: which.
+        share: what is left to this process, of what training had above what it holds between steps.
+    """
+
+    def __init__(self, log_dir: str, filename: str, after_step: int, share: float) -> None:
+        super().__init__(log_dir, filename)
+        self.after_step, self.share = after_step, share
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        super().log_dict(payload, step)
+        if step == self.after_step and "loss" in payload:
+            torch.cuda.empty_cache()
+            held, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+            leave(held + int(self.share * (peak - held)))
