@@ -1,27 +1,31 @@
 """Estimates, bounds and the search beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack without a device.
 
-    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only {cases,bounds,probe}] [--quick] [--output DIR]
+    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only {cases,bounds,recipe}] [--quick] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new (tests/support/stack_runs.py); no
 kernel computes, and memory is accounted (tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the
 estimate says of each number of rows, and its replay of the allocator with default and with expandable segments, beside what PyTorch
 counted: bytes requested, allocated and reserved, and every segment with its blocks. `bounds`: the rows that are estimated to fit without a
-retry of the allocator beside brute force: the most rows that run six steps so, of one length and of varying ones. `probe`: the search's
-bound beside brute force, and 200 steps at it on rows of skewed lengths.
+retry of the allocator beside brute force: the most rows that run six steps so, and those rows with varying lengths. `recipe`: a small
+model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and shares of the memory taken away and given back.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import random
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,11 +34,13 @@ import records
 import torch
 
 from adaptive_batch.estimate import CONTEXT_BYTES, AllocatorSettings, CachingAllocator, EstimatedDevice, parse_devices
+from adaptive_batch.report import audit, read_records
 from adaptive_batch.torchtune import Settings, set_up_terminal
 from adaptive_batch.torchtune.estimates import Estimator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.allocator_on_stack import described
+from support.cli import OURS, SmallSetup, losses, make_setup
 from support.model_families import Combination
 from support.stack_runs import Outcome, StackRun, StackRuns
 
@@ -213,13 +219,15 @@ def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
         "counted": counted,
         "errors": {name: estimate[name] / counted[name] - 1 for name in ("requested", "allocated", "reserved")},
         "segments_equal": of_blocks(described(allocator.segments())) == of_blocks(real.segments),
+        "large_segments_equal": of_blocks(described(allocator.segments()), "large")
+        == of_blocks(real.segments, "large"),
         "same_end": (real.retries, bool(real.ooms)) == (allocator.num_retries, bool(allocator.num_ooms)),
     }
 
 
-def of_blocks(segments: Sequence[Any]) -> list[Any]:
-    """Segments with their blocks, without where they are."""
-    return [[segment[1], segment[6], [block[:2] for block in segment[-1]]] for segment in segments]
+def of_blocks(segments: Sequence[Any], pool: str = "") -> list[Any]:
+    """Segments with their blocks, the newest last, without where they are; of one pool, or of both."""
+    return [[one[1], one[6], [block[:2] for block in one[-1]]] for one in segments if pool in ("", one[6])]
 
 
 def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -234,12 +242,20 @@ def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
             worst, middle = max(errors), median(errors)
             summary[f"{kind}, {name}"] = f"within {within:.2%} in {share:.1%}, median {middle:.4%}, worst {worst:.3%}"
         equal = sum(case[name]["segments_equal"] for case in done) / len(done)
+        large = sum(case[name]["large_segments_equal"] for case in done) / len(done)
         same = sum(case[name]["same_end"] for case in done) / len(done)
-        summary[f"segments, {name}"] = f"equal in {equal:.1%}; the same retries, and fit or not, in {same:.1%}"
+        summary[f"segments, {name}"] = (
+            f"equal in {equal:.1%}, those of large blocks in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
+        )
     return summary
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def run_of_bounds(runs: StackRuns, case: Case, conf: str, rows: int, kind: str = "fixed") -> Outcome:
+    run = getattr(StackRun, kind)(case.combination, rows, steps=STEPS_OF_BOUNDS)
+    return runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
 
 
 def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
@@ -253,16 +269,11 @@ def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any
             try:
                 with Estimated(case).opened() as estimated:
                     planned = estimated.bound(conf)
-                asked = {"conf": conf, "capacity": case.found.total_bytes}
-
-                def outcome(rows: int, kind: Any = StackRun.fixed) -> Outcome:
-                    run = kind(case.combination, rows, steps=STEPS_OF_BOUNDS)
-                    return runs(run, DEVICES[case.device], **asked)
-
-                true = largest(lambda rows: outcome(rows).is_clean, start=planned)
+                outcome = partial(run_of_bounds, runs, case, conf)
+                true = largest(lambda rows, outcome=outcome: outcome(rows).is_clean, start=planned)
                 entry |= {"planned": planned, "true": true}
                 for kind in ("fixed", "varying") if planned else ():
-                    real = outcome(planned, getattr(StackRun, kind))
+                    real = outcome(planned, kind)
                     entry[kind] = {"retries": real.retries, "ooms": real.ooms, "reserved": real.reserved}
             except Exception as error:
                 entry["failed"] = f"{type(error).__name__}: {error}"
@@ -290,7 +301,73 @@ def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any
     return table
 
 
-PARTS = ("cases", "bounds")
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+NARROW = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "max_seq_len": 512}
+ROOM = 1200 * 2**20  # of which about a third is left for rows
+SKEWED = (
+    "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
+    "dataset.number=40000",
+    "dataset.longest=512",
+    *(f"~dataset.{key}" for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")),
+    "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
+    "max_steps_per_epoch=200",
+    "epochs=1",
+    "device=cuda",
+    "probe.round_to_power_of_two=False",
+    "use_maximum_batch_size=True",
+    "save_last_epoch_only=True",
+)
+TAKEN = {"first": 50, "last": 100}  # steps after which memory is taken, and given back
+
+
+def trained(setup: SmallSetup, *overrides: str) -> tuple[Path, list[dict[str, Any]]]:
+    """Run the recipe; return its folder and the records of its steps."""
+    os.environ["STUB_CUDA_CAPACITY"] = str(500 * 2**20 + ROOM)
+    folder = setup.run(OURS, *SKEWED, *overrides).output_dir
+    return folder, [
+        record for record in read_records(folder / "adaptive_batch" / "run.jsonl") if record["kind"] == "step"
+    ]
+
+
+def measure_recipe(folder: Path, shares: Sequence[float]) -> list[dict[str, Any]]:
+    """The probe and what it leads to: steps at its bound; and with shares of the memory taken away and given back."""
+    setup, table = make_setup(folder, **NARROW), []
+    print(
+        f"{'taken':>6} {'bound':>6} {'trials':>7} {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5} {'problems':>9}  rows at once"
+    )
+    for share in (0.0, *shares):
+        taking = [f"metric_logger.{key}={value}" for key, value in TAKEN.items()] if share else []
+        output, steps = trained(setup, *taking, *([f"metric_logger.share={share}"] if share else []))
+        probe = json.loads((output / "adaptive_batch" / "probe.json").read_text())
+        retries, ooms = ([int(float(number)) for number in losses(output, name=name)] for name in ("retries", "ooms"))
+        at_once = [-(-step["batch_size"] // step["micro_batches"]) for step in steps]
+        regained = next(
+            (n for n, rows in enumerate(at_once[TAKEN["last"] :]) if rows >= 0.9 * probe["max_batch_size"]), None
+        )
+        entry = {
+            "taken": share,
+            "bound": probe["max_batch_size"],
+            "trials": len(probe["trials"]),
+            "ooms_of_probe": sum(not trial["fits"] for trial in probe["trials"]),
+            "steps": len(steps),
+            "retries": retries[-1] - retries[0],
+            "ooms": ooms[-1] - ooms[0],
+            "problems": list(audit(output).problems),
+            "rows_at_once": at_once,
+            "steps_until_regained": regained if share else None,
+        }
+        table.append(entry)
+        print(
+            f"{share:>6.0%} {entry['bound']:>6} {entry['trials']:>7} {entry['ooms_of_probe']:>5} {entry['steps']:>6} "
+            f"{entry['retries']:>8} {entry['ooms']:>5} {len(entry['problems']):>9}  {min(at_once)} to {max(at_once)}, last {at_once[-1]}, "
+            f"regained after {entry['steps_until_regained']} steps",
+            flush=True,
+        )
+    return table
+
+
+PARTS = ("cases", "bounds", "recipe")
 
 
 def main() -> None:
@@ -313,6 +390,9 @@ def main() -> None:
         if arguments.only in (None, "bounds"):
             parts["bounds"] = measure_bounds(by_device(sample(40 // share, rows=("bound",))), runs)
             print()
+        if arguments.only in (None, "recipe"):
+            with tempfile.TemporaryDirectory() as folder:
+                parts["recipe"] = measure_recipe(Path(folder), (0.35,) if arguments.quick else (0.1, 0.35, 0.6))
     finally:
         runs.close()
     name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"
