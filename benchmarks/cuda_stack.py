@@ -1,12 +1,13 @@
 """Estimates, bounds and the search beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack without a device.
 
-    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only {cases,bounds,recipe}] [--quick] [--output DIR]
+    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only {cases,bounds,probe,recipe}] [--quick] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new (tests/support/stack_runs.py); no
 kernel computes, and memory is accounted (tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the
 estimate says of each number of rows, and its replay of the allocator with default and with expandable segments, beside what PyTorch
 counted: bytes requested, allocated and reserved, and every segment with its blocks. `bounds`: the rows that are estimated to fit without a
-retry of the allocator beside brute force: the most rows that run six steps so, and those rows with varying lengths. `recipe`: a small
+retry of the allocator beside brute force: the most rows that run six steps so, and those rows with varying lengths. `probe`: the
+search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a small
 model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and shares of the memory taken away and given back.
 """
 
@@ -45,7 +46,7 @@ from support.model_families import Combination
 from support.stack_runs import Outcome, StackRun, StackRuns
 
 SEED = 15
-STEPS, STEPS_OF_BOUNDS = 3, 6
+STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
 DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
 PARAMETERS = {  # in billions
@@ -301,10 +302,39 @@ def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any
     return table
 
 
+def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+    """The bound that a search finds, beside brute force of rows of one length, and steps of varying lengths at it."""
+    table = []
+    print(
+        f"{'case':<78} {'settings':<10} {'probe':>6} {'true':>5} {'trials':>7} {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5}"
+    )
+    for case in cases:
+        for name, conf in CONFS.items():
+            entry: dict[str, Any] = {**asdict(case), "settings": name}
+            table.append(entry)
+            run = StackRun(case.combination, (), probes=STEPS_AFTER_PROBE)
+            try:
+                real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+                outcome = partial(run_of_bounds, runs, case, conf)
+                true = largest(lambda rows, outcome=outcome: outcome(rows).is_clean, start=real.bound)
+            except RuntimeError as error:
+                entry["failed"] = str(error)
+                print(f"{case!s:<78} {name:<10} {error}", flush=True)
+                continue
+            kept = ("bound", "trials", "ooms_of_search", "steps", "retries", "ooms", "reserved")
+            entry |= {key: getattr(real, key) for key in kept} | {"true": true}
+            print(
+                f"{case!s:<78} {name:<10} {real.bound:>6} {true:>5} {real.trials:>7} {real.ooms_of_search:>5} {real.steps:>6} "
+                f"{real.retries:>8} {real.ooms:>5}",
+                flush=True,
+            )
+    return table
+
+
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 NARROW = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "max_seq_len": 512}
-ROOM = 1200 * 2**20  # of which about a third is left for rows
+ROOM = 3 * 2**30
 SKEWED = (
     "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
     "dataset.number=40000",
@@ -367,7 +397,7 @@ def measure_recipe(folder: Path, shares: Sequence[float]) -> list[dict[str, Any]
     return table
 
 
-PARTS = ("cases", "bounds", "recipe")
+PARTS = ("cases", "bounds", "probe", "recipe")
 
 
 def main() -> None:
@@ -389,6 +419,9 @@ def main() -> None:
             print()
         if arguments.only in (None, "bounds"):
             parts["bounds"] = measure_bounds(by_device(sample(40 // share, rows=("bound",))), runs)
+            print()
+        if arguments.only in (None, "probe"):
+            parts["probe"] = measure_probe(by_device(sample(20 // share, rows=("bound",))), runs)
             print()
         if arguments.only in (None, "recipe"):
             with tempfile.TemporaryDirectory() as folder:

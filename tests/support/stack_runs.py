@@ -14,15 +14,18 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from adaptive_batch.data import Measured, MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
-from adaptive_batch.torchtune import Data, Job, Settings, Trainer
+from adaptive_batch.probe import ProbeResult
+from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer
 
 from .allocator_on_stack import described
 from .model_families import Combination
@@ -36,6 +39,7 @@ class StackRun:
     combination: Combination
     steps: tuple[tuple[int, ...], ...]
     traced: bool = False
+    probes: int = 0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
 
     @classmethod
     def fixed(cls, combination: Combination, rows: int, *, steps: int = 3, **more: Any) -> StackRun:
@@ -70,6 +74,9 @@ class Outcome:
     error: str | None = None
     segments: list[Any] = field(default_factory=list, repr=False)
     trace: list[int] = field(default_factory=list, repr=False)
+    bound: int = 0
+    trials: int = 0
+    ooms_of_search: int = 0
 
     @property
     def fits(self) -> bool:
@@ -100,17 +107,26 @@ def train(run: StackRun) -> Outcome:
     cfg = run.combination.config()
     cfg.on_out_of_memory = "raise"
     job = Job(cfg, Settings.from_config(cfg))
-    row = {"tokens": [0], "labels": [0]}
-    data = Data(job, [row] * 64, packed=False)
-    data.dataset._measured = Measured(torch.tensor([[1, 1, 1]]).expand(64, 3))
-    limit = MicroBatchLimit(max(map(len, run.steps)))
-    done, error = 0, None
+    length = run.combination.length
+    data = Data(job, [row_of(length)] * 4096, packed=False)
+    data.dataset._measured = Measured(torch.tensor([[length, length, 1]]).expand(4096, 3))
+    limit = MicroBatchLimit(max(map(len, run.steps), default=1))
+    steps, done, error = run.steps, 0, None
+    found: dict[str, int] = {}
+    before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:
         trainer = Trainer.load(job, data, NoWeights(), limit=lambda: limit)
         trainer.model.train()
+        if run.probes:
+            result = search(BoundFinder(job, data), trainer)
+            limit = MicroBatchLimit(result.max_batch_size)
+            steps = StackRun.varying(run.combination, limit.amount, steps=run.probes).steps
+            ooms = sum(not trial.fits for trial in result.trials)
+            found = {"bound": limit.amount, "trials": len(result.trials), "ooms_of_search": ooms}
+        before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()
-        for lengths in run.steps:
-            trainer.runner.run([{"tokens": [0] * length, "labels": [0] * length} for length in lengths])
+        for lengths in steps:
+            trainer.runner.run([row_of(length) for length in lengths])
             trainer.step()
             done += 1
     except Exception as failure:
@@ -135,12 +151,25 @@ def train(run: StackRun) -> Outcome:
     return Outcome(
         done,
         *(stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")),
-        retries=stats["num_alloc_retries"],
-        ooms=stats["num_ooms"],
+        retries=stats["num_alloc_retries"] - before["num_alloc_retries"],
+        ooms=stats["num_ooms"] - before["num_ooms"],
         error=error,
         segments=described(torch.cuda.memory_snapshot()),
         trace=trace,
+        **found,
     )
+
+
+def row_of(length: int) -> dict[str, list[int]]:
+    return {"tokens": [0] * length, "labels": [0] * length}
+
+
+def search(finder: BoundFinder, trainer: Trainer) -> ProbeResult:
+    """Search as training does before it begins."""
+    with tempfile.TemporaryDirectory() as folder:
+        finder.path = Path(folder) / "probe.json"
+        *_, result = finder.of_training(trainer, length="longest", batch_size=1)
+    return result
 
 
 class StackRuns:
@@ -190,7 +219,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         combination = Combination(**{**asked["combination"], "apart": tuple(asked["combination"]["apart"])})
-        run = StackRun(combination, tuple(map(tuple, asked["steps"])), asked["traced"])
+        run = StackRun(combination, tuple(map(tuple, asked["steps"])), asked["traced"], asked["probes"])
         child = os.fork()
         if not child:
             try:
