@@ -132,9 +132,10 @@ class _Reader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         with (folder / METADATA).open("rb") as file:
-            self._metadata = _MetadataUnpickler(file).load()
-        if not isinstance(self._metadata, Metadata):
-            raise RuntimeError(f"{METADATA} holds a {type(self._metadata).__qualname__}")
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise RuntimeError(f"{METADATA} holds a {type(metadata).__qualname__}")
+        self._metadata: Metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata

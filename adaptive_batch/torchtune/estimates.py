@@ -23,13 +23,13 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     AllocatorSettings,
     Change,
-    CudaKernels,
     EstimatedDevice,
     FakeDevice,
     Fit,
     LengthEstimate,
     MemoryEstimate,
     Target,
+    alike,
     estimate_length,
     left_out,
     needs_values,
@@ -122,9 +122,7 @@ class Estimator:
         context = estimate.context if self._on_accelerator else 0
         self._devices = devices
         self._targets = [one.target(context_bytes=context, headroom=estimate.headroom) for one in devices]
-        # Devices of one capability run the same kernels.
-        capabilities = [one.compute_capability if self._on_accelerator else None for one in devices]
-        self._alike = {one: [n for n, other in enumerate(capabilities) if other == one] for one in capabilities}
+        self._alike = alike(devices) if self._on_accelerator else [list(range(len(devices)))]
         self._first_length: int | str = "longest"
         self._skeleton: torch.nn.Module | None = None
 
@@ -160,10 +158,9 @@ class Estimator:
         fits: list[list[Fit]] = [[] for _ in self._targets]
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
-        for capability, members in self._alike.items():
+        for members in self._alike:
             targets = [self._targets[number] for number in members]
-            kernels = CudaKernels(capability) if self._on_accelerator else None
-            with self._step(cfg, wanted, world_size, kernels) as step:
+            with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
                 for one in wanted:
                     is_last = one == wanted[-1] and len(lengths) < len(wanted)
                     length, found = step.estimate(one, targets, checks=checks and is_last, allocator=allocator)
@@ -210,12 +207,12 @@ class Estimator:
 
     @contextmanager
     def _step(
-        self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int, kernels: CudaKernels | None
+        self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int, of: EstimatedDevice
     ) -> Iterator[_Step]:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
             settings = Settings.from_config(cfg)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
-            device = FakeDevice(kernels)
+            device = FakeDevice(of.kernels if self._on_accelerator else None)
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")

@@ -107,7 +107,9 @@ def test_a_loop_estimates_what_its_search_finds():
     assert estimate.lengths[0].sequence_length == max(order)
     slope = float(estimate.lengths[0].curve.highest(found.max_batch_size).bytes_per_row)
     assert slope == pytest.approx(found.bytes_per_row(), rel=0.02)
-    assert 0 < estimate.devices[0].lengths[0].max_batch_size < found.max_batch_size  # CUDA's allocator and cuBLAS take some
+    assert (
+        0 < estimate.devices[0].lengths[0].max_batch_size < found.max_batch_size
+    )  # CUDA's allocator and cuBLAS take some
     assert model.words.weight is weight
     (result,) = [loop.run(step) for step, _ in zip(loop, range(1), strict=False)]
     assert result.loss > 0
