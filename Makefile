@@ -10,7 +10,7 @@ TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo test test-all check docs measure format cuda-stack cuda-stack-all
+.PHONY: demo test test-all check docs measure format cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,6 +45,9 @@ cuda-stack: $(STACK)/.built  ## what PyTorch's CUDA build does, on a machine wit
 cuda-stack-all: $(STACK)/.built
 	$(STACK)/bin/python -m pytest -m cuda_stack
 
+test-versions: $(INSTALLED)  ## the core's tests on each version of torch and Python that is declared; a venv of 2 GB for each
+	$(BIN)/python tests/support/torch_versions.py
+
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,5 +62,5 @@ format: $(INSTALLED)
 
 measure: $(INSTALLED)  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
 	$(BIN)/python examples/demo
-	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time resume noise_scale kills schedules dealing scale parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks step_time_on_ranks estimate; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time resume noise_scale kills schedules dealing scale parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks step_time_on_ranks estimate published; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/step_time.py --compare micro

@@ -1,10 +1,10 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
 from .allocator import AllocatorSettings, CachingAllocator
-from .cuda_workspace import left_out, workspace_bytes
+from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
-from .estimator import FEW, MORE, estimate_length
-from .fake_step import FakeDevice, FakeStep, needs_values
+from .estimator import estimate_length
+from .fake_step import FEW, MORE, FakeDevice, FakeStep, needs_values
 from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
@@ -26,6 +26,7 @@ __all__ = [
     "AllocatorSettings",
     "CachingAllocator",
     "Change",
+    "CudaKernels",
     "CurveCheck",
     "EstimatedDevice",
     "FakeDevice",
@@ -44,5 +45,4 @@ __all__ = [
     "parse_devices",
     "ranked",
     "read_estimate",
-    "workspace_bytes",
 ]

@@ -6,19 +6,21 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import tree_leaves, tree_map_only
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
-from .cuda_workspace import left_out, workspace_bytes
+from .allocator import AllocatorSettings
+from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, parse_devices
 from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values
@@ -111,7 +113,7 @@ def estimate_step(
     start = time.perf_counter()
     found = parse_devices(devices)
     targets = [device.target(context_bytes=context, headroom=headroom) for device in found]
-    fake = FakeDevice(workspace=partial(workspace_bytes, compute_capability=found[0].compute_capability))
+    fake = FakeDevice(CudaKernels(found[0].compute_capability))
     try:
         with _fake_in_place(fake, model, optimizer) as twin:
             step = FakeStep(
@@ -122,16 +124,17 @@ def estimate_step(
                 accumulates=accumulates,
                 device=fake,
             )
-            length = estimate_length(step, sequence_length, targets, maximum=maximum)
+            settings = AllocatorSettings.from_environment()
+            length, fits = estimate_length(step, sequence_length, targets, maximum=maximum, allocator=settings)
     except Exception as error:
         if (remedy := needs_values(error)) is None:
             raise
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
-        devices=tuple(target.counted([length], maximum=maximum) for target in targets),
+        devices=tuple(replace(target, lengths=(fit,)) for target, fit in zip(targets, fits, strict=True)),
         lengths=(length,),
         maximum=maximum,
-        left_out=left_out([one.architecture for one in found], dtype=next(model.parameters()).dtype),
+        left_out=left_out([one.architecture for one in found]),
         seconds=round(time.perf_counter() - start, 2),
     )
 

@@ -10,9 +10,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from adaptive_batch._torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_graph_task_id,
+    disable_current_modes,
+    storage_use_count,
+)
 from adaptive_batch._util import format_bytes
 
 from .curve import Trace
@@ -130,7 +135,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         It does so in the first to arrive, if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
         """
-        sums = func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1
+        sums = func is torch.ops.aten.add.Tensor and current_graph_task_id() != -1
         if sums and not torch.is_grad_enabled() and _references(args[0]) == self._references:
             return args[0].add_(args[1])
         return func(*args, **kwargs)
@@ -155,7 +160,7 @@ class _FirstSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
     references: tuple[int, ...] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+        if func is torch.ops.aten.add.Tensor and current_graph_task_id() != -1:
             self.references = _references(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -166,13 +171,13 @@ def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
     if tensor.numel() * tensor.element_size() != storage.nbytes():
         return None
     holder: Any = tensor  # torch does not declare the method
-    return torch._C._storage_Use_Count(storage._cdata), holder._use_count(), sys.getrefcount(tensor)
+    return storage_use_count(storage._cdata), holder._use_count(), sys.getrefcount(tensor)
 
 
 @cache
 def _references_of_autograd() -> tuple[int, ...] | None:
     """Return the references to a gradient that autograd alone holds, as an operation on it sees them."""
-    with _disable_current_modes(), torch.enable_grad(), _FirstSum() as mode:  # type: ignore[no-untyped-call]
+    with disable_current_modes(), torch.enable_grad(), _FirstSum() as mode:  # type: ignore[no-untyped-call]
         leaf = torch.ones(2, device="cpu", requires_grad=True)
         (leaf.exp() + leaf.sin()).sum().backward()  # type: ignore[no-untyped-call]
     references: tuple[int, ...] | None = mode.references
