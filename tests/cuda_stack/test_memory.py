@@ -60,7 +60,7 @@ def test_expandable_segments_are_accounted_for():
         "except torch.OutOfMemoryError: print('refused')\n"
         "del held; torch.cuda.empty_cache(); print(torch.cuda.mem_get_info()[0] - total)"
     )
-    said = on_the_stack(program, PYTORCH_ALLOC_CONF="expandable_segments:True").splitlines()
+    said = on_the_stack(program, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True").splitlines()
     assert said == ["100 1", "refused", str(-500 * MIB)]
 
 
