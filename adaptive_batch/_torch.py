@@ -21,6 +21,7 @@ __all__ = [
     "disable_current_modes",
     "foreach_norm",
     "is_traceable_wrapper_subclass",
+    "num_torch_function_modes",
     "storage_use_count",
     "tree_leaves",
     "tree_map_only",
@@ -55,6 +56,7 @@ try:
     from torch import _foreach_norm as foreach_norm
     from torch._C import _current_autograd_node as current_autograd_node
     from torch._C import _current_graph_task_id as current_graph_task_id
+    from torch._C import _len_torch_function_stack as num_torch_function_modes
     from torch._C import _storage_Use_Count as storage_use_count
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,

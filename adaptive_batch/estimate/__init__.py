@@ -3,8 +3,8 @@
 from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
-from .estimator import FEW, MORE, estimate_length
-from .fake_step import FakeDevice, FakeStep, needs_values
+from .estimator import estimate_length
+from .fake_step import FEW, MORE, FakeDevice, FakeStep, needs_values
 from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,

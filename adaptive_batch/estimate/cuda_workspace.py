@@ -9,7 +9,7 @@ the sizes of all allocations are equal (tests/unit/estimate/test_cuda_kernels.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
@@ -354,7 +354,7 @@ def _math_attention(
         held = [query.float(), key.float(), value.float()]
     scaled = held[0] * 1.0
     if is_causal:
-        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         mask = _additive(allowed, scaled.dtype)
         del allowed
     held += [mask, scaled]
@@ -433,29 +433,6 @@ def _efficient_workspace_bytes(query: Tensor, key: Tensor, value: Tensor, dropou
         splits = max(1, min(math.ceil(key.shape[2] / block_keys), 200 // (batch * heads)))
         elements += splits * block_keys * (_up(head_dim, block_queries) + _up(value.shape[3], block_queries))
     return 4 * batch * heads * _up(elements, 4)
-
-
-def embedding_backward_bytes(*, tokens: int, vocabulary: int, dim: int) -> int:
-    """Return what the backward of an embedding takes on CUDA while it runs; a CPU takes nothing.
-
-    Up to 3072 tokens it takes nothing. Beyond that it sorts them, and adds up in float32 parts of at most 10 tokens: one row of
-    `dim` for each (native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu).
-    """
-    if tokens <= 3072:
-        return 0
-    distinct = min(tokens, vocabulary)
-    parts = tokens // 10 + distinct
-    return 4 * parts * dim + 8 * (3 * tokens + 2 * distinct + parts)
-
-
-def workspace_bytes(operation: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> int:
-    """Return what CUDA allocates while it runs any other operation, without its result."""
-    if operation is torch.ops.aten.embedding_dense_backward.default:
-        gradient, tokens, vocabulary = args[:3]
-        return embedding_backward_bytes(tokens=tokens.numel(), vocabulary=vocabulary, dim=gradient.shape[-1])
-    if operation is torch.ops.aten._softmax_backward_data.default:  # the product of gradient and output
-        return int(args[0].nbytes)
-    return 0
 
 
 def library_workspace_bytes(architecture: str = "") -> int:

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from adaptive_batch._torch import tree_leaves, tree_map_only
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
+from .allocator import AllocatorSettings
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, parse_devices
 from .estimator import estimate_length
@@ -122,13 +124,14 @@ def estimate_step(
                 accumulates=accumulates,
                 device=fake,
             )
-            length = estimate_length(step, sequence_length, targets, maximum=maximum)
+            settings = AllocatorSettings.from_environment()
+            length, fits = estimate_length(step, sequence_length, targets, maximum=maximum, allocator=settings)
     except Exception as error:
         if (remedy := needs_values(error)) is None:
             raise
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
-        devices=tuple(target.counted([length], maximum=maximum) for target in targets),
+        devices=tuple(replace(target, lengths=(fit,)) for target, fit in zip(targets, fits, strict=True)),
         lengths=(length,),
         maximum=maximum,
         left_out=left_out([one.architecture for one in found]),

@@ -149,12 +149,12 @@ class FakeRun:
         job = self.job
         if distributed.world_size() > 1:
             model = build_sharded(job.cfg, dtype=job.dtype, device=job.device)
+            compute_rotary_buffers(model, dtype=job.dtype, device=job.device)  # some look at their values
+            self._device.move(model)
         else:
-            model = job.builder.skeleton(job.cfg, dtype=job.dtype)
+            model = self._device.build(lambda: job.builder.skeleton(job.cfg, dtype=job.dtype))
             apply_checkpointing(model, job.cfg)
         job.builder.freeze(model)
-        compute_rotary_buffers(model, dtype=job.dtype, device=job.device)  # some look at their values
-        self._device.move(model)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             self._leave_out(
                 "recurrent layers: their fused kernels keep what fake tensors do not show, so a step needs more"

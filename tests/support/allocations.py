@@ -11,13 +11,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from adaptive_batch.estimate.cuda_workspace import workspace_bytes
+from adaptive_batch.estimate import CudaKernels
+from adaptive_batch.estimate.cuda_operators import CudaOperators
 from adaptive_batch.estimate.tracker import AttributedTracker
 
 Log = list[int]  # n > 0: n bytes are allocated; n < 0: the allocation numbered ~n is freed
@@ -113,51 +115,31 @@ class Norm:
         )
 
 
-class Allocations(AttributedTracker):
-    """Logs what is counted, and when it is gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._numbers: dict[int, int] = {}
-        self._log: Log = []
-
-    def of(self, call: Callable[[], Any]) -> tuple[Any, Log]:
-        """Return what a call returns, and its log, in which allocations before it are left out."""
-        self._numbers.clear()
-        self._log = []
-        result = call()
-        return result, list(self._log)
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        is_new = storage._cdata not in self._sizes
-        super()._see(storage)
-        if is_new and storage.nbytes():
-            self._numbers[storage._cdata] = self._add(storage.nbytes())
-
-    def _add(self, size: int) -> int:
-        self._log.append(size)
-        return sum(entry > 0 for entry in self._log) - 1
-
-    def _forget(self, key: int) -> None:
-        super()._forget(key)
-        if (number := self._numbers.pop(key, None)) is not None:
-            self._log.append(~number)
-
-    def _record(self, func: Any, args: tuple[Any, ...]) -> None:
-        if size := workspace_bytes(func, args):
-            self._log.append(~self._add(size))
-        super()._record(func, args)
-
-
-def on_fake_tensors(calls: Sequence[Attention | Norm], kernels: Any) -> list[tuple[Log, Log]]:
+def on_fake_tensors(calls: Sequence[Attention | Norm], kernels: CudaKernels) -> list[tuple[Log, Log]]:
     """Return the logs of forward and backward of each call."""
+    operators = CudaOperators(kernels.capability, kernels.multiprocessors)
+    with FakeTensorMode(), AttributedTracker(operators=operators) as tracker, kernels:
+        return _logs(calls, "cpu", partial(_counted, tracker))
+
+
+def _counted(tracker: AttributedTracker, call: Callable[[], Any]) -> tuple[Any, Log]:
+    start, first = len(tracker.log), sum(entry > 0 for entry in tracker.log)
+    result = call()
+    return result, [
+        entry if entry > 0 else entry + first for entry in tracker.log[start:] if entry > 0 or ~entry >= first
+    ]
+
+
+def _logs(calls: Sequence[Attention | Norm], device: str, logged: Callable[..., Any]) -> list[tuple[Log, Log]]:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # cuBLAS takes its workspaces
+        square = torch.empty(2, 8, 8, dtype=dtype, device=device, requires_grad=True)
+        (square @ square).sum().backward()  # type: ignore[no-untyped-call]
     logs = []
-    with FakeTensorMode(), Allocations() as allocations, kernels:
-        for call in calls:
-            forward, backward = call.forward("cpu")
-            output, first = allocations.of(forward)
-            _, second = allocations.of(lambda: backward(output))  # noqa: B023
-            logs.append((first, second))
+    for call in calls:
+        forward, backward = call.forward(device)
+        output, first = logged(forward)
+        _, second = logged(partial(backward, output))
+        logs.append((first, second))
     return logs
 
 
@@ -190,16 +172,8 @@ def _traced(call: Callable[[], Any]) -> tuple[Any, Log]:
 
 def main() -> None:
     """Write the logs of the calls that are read."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # cuBLAS takes its workspaces
-        square = torch.empty(2, 8, 8, dtype=dtype, device="cuda", requires_grad=True)
-        (square @ square).sum().backward()  # type: ignore[no-untyped-call]
-    logs = []
-    for kind, fields in json.load(sys.stdin):
-        forward, backward = {"Attention": Attention, "Norm": Norm}[kind](**fields).forward("cuda")
-        output, first = _traced(forward)
-        _, second = _traced(lambda: backward(output))  # noqa: B023
-        logs.append((first, second))
-    json.dump(logs, sys.stdout)
+    calls = [{"Attention": Attention, "Norm": Norm}[kind](**fields) for kind, fields in json.load(sys.stdin)]
+    json.dump(_logs(calls, "cuda", _traced), sys.stdout)
 
 
 if __name__ == "__main__":

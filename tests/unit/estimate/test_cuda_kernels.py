@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from adaptive_batch.estimate import CudaKernels, left_out
-from adaptive_batch.estimate.cuda_workspace import embedding_backward_bytes, library_workspace_bytes, workspace_bytes
+from adaptive_batch.estimate.cuda_workspace import library_workspace_bytes
 
 MIB = 1024**2
 DEVICES = {  # names of the stack: compute capability, multiprocessors
@@ -59,10 +59,10 @@ NORMS = [
     for kind, (dtype, weight), (rows, dim), is_contiguous in product(
         ("rms_norm", "layer_norm"),
         (*((dtype, dtype) for dtype in DTYPES), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "")),
-        ((16, 64), (1024, 2048), (8192, 4096), (65536, 128), (70000, 2048), (70000, 4096)),
+        ((16, 64), (1024, 2048), (8192, 4096), (65536, 128), (70000, 128), (70000, 2048), (70000, 4096)),
         (True, False),
     )
-    if not weight or dtype == weight or (kind == "rms_norm" and rows == 16)
+    if kind == "rms_norm" or weight in ("", dtype)
 ]
 
 
@@ -256,28 +256,6 @@ def test_dropout_keeps_a_byte_for_each_element():
         tensor = torch.empty(4, 8, requires_grad=True)
         assert functional.dropout(tensor, 0.5).grad_fn.saved_tensors[0].dtype == torch.bool
         assert functional.dropout(tensor, 0.5, training=False) is tensor
-
-
-def test_the_backward_of_an_embedding_takes_nothing_for_few_tokens_and_a_row_for_each_part_beyond():
-    assert embedding_backward_bytes(tokens=3072, vocabulary=128_256, dim=4096) == 0
-    rows = 819 + 8192
-    indices = 8 * (3 * 8192 + 2 * 8192 + rows)
-    assert embedding_backward_bytes(tokens=8192, vocabulary=128_256, dim=4096) == 4 * rows * 4096 + indices
-    rows = 10_000 + 256
-    indices = 8 * (3 * 100_000 + 2 * 256 + rows)
-    assert embedding_backward_bytes(tokens=100_000, vocabulary=256, dim=64) == 4 * rows * 64 + indices
-
-
-def test_an_operation_takes_its_workspace():
-    aten = torch.ops.aten
-    gradient = torch.empty(4096, 16, device="meta")
-    tokens = torch.empty(4096, dtype=torch.long, device="meta")
-    taken = embedding_backward_bytes(tokens=4096, vocabulary=10, dim=16)
-    assert workspace_bytes(aten.embedding_dense_backward.default, (gradient, tokens, 10, -1, False)) == taken
-    assert (
-        workspace_bytes(aten._softmax_backward_data.default, (gradient, gradient, -1, gradient.dtype)) == 4 * 4096 * 16
-    )
-    assert workspace_bytes(aten.add.Tensor, (gradient, gradient)) == 0
 
 
 def test_cublas_keeps_two_workspaces_of_a_size_that_the_architecture_says():
