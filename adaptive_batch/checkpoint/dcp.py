@@ -132,7 +132,7 @@ class _Reader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         with (folder / METADATA).open("rb") as file:
-            self._metadata = _MetadataUnpickler(file).load()
+            self._metadata: Metadata = _MetadataUnpickler(file).load()
         if not isinstance(self._metadata, Metadata):
             raise RuntimeError(f"{METADATA} holds a {type(self._metadata).__qualname__}")
 
