@@ -105,7 +105,11 @@ class Sharding:
         """Bring FSDP's modules back to where they are between two steps, gradients that are kept unsharded dropped."""
         for root in self._roots():
             if hasattr(root, "_reset_iter_state"):  # since torch 2.12
+                groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
+                reduced = [(one.sharded_param, one.sharded_param.grad) for group in groups for one in group.fsdp_params]
                 root._reset_iter_state()
+                for parameter, gradient in reduced:  # torch 2.15 drops them too
+                    parameter.grad = gradient
             else:
                 _reset(root)
         for parameter in self._fsdp_parameters():
