@@ -4,7 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all check docs measure format
+# PyTorch's CUDA build on a CUDA without a device, of the version TORCH; see tests/support/cuda_stack/README.md
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
+STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
+STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
+
+.PHONY: demo test test-all check docs measure format cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,10 +23,30 @@ demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned mo
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(INSTALLED)  ## some of everything that needs no GPU, in about four minutes
-	$(PYTEST) -m "not slow and not gpu and not readme and not browser"
+	$(PYTEST) -m "not slow and not gpu and not cuda_stack and not readme and not browser"
 
 test-all: $(INSTALLED)  ## everything that needs no GPU, neither a browser nor the pages' commands
-	$(PYTEST) -m "not gpu and not readme and not browser"
+	$(PYTEST) -m "not gpu and not cuda_stack and not readme and not browser"
+
+$(STACK)/.installed: constraints.txt
+	test -x $(STACK)/bin/python || $(PYTHON) -m venv $(STACK)
+	grep -v '^torch==' constraints.txt > $(STACK)/others.txt
+	$(STACK)/bin/python -m pip install --quiet --no-deps "torch===$(TORCH)" --requirement $(STACK)/others.txt
+	$(STACK)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+$(STACK)/.built: $(STACK)/.installed $(STACK_SOURCES)
+	$(STACK)/bin/python tests/support/cuda_stack/build.py
+	touch $@
+
+cuda-stack: $(STACK)/.built  ## what PyTorch's CUDA build does, on a machine without a GPU; a minute or two of setting up, 2.3 GB
+	$(STACK)/bin/python -m pytest -m "cuda_stack and not slow"
+
+cuda-stack-all: $(STACK)/.built
+	$(STACK)/bin/python -m pytest -m cuda_stack
+
+test-versions: $(INSTALLED)  ## the core's tests on each version of torch and Python that is declared; a venv of 2 GB for each
+	$(BIN)/python tests/support/torch_versions.py
 
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .
@@ -36,5 +62,5 @@ format: $(INSTALLED)
 
 measure: $(INSTALLED)  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
 	$(BIN)/python examples/demo
-	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time resume noise_scale kills schedules dealing scale parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks step_time_on_ranks estimate; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time resume noise_scale kills schedules dealing scale parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks step_time_on_ranks estimate published; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/step_time.py --compare micro

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .errors import GrowthFunctionError as GrowthFunctionError
     from .errors import RankLostError as RankLostError
     from .errors import SettingError as SettingError
+    from .estimate import estimate_memory as estimate_memory
     from .memory import is_out_of_memory as is_out_of_memory
     from .probe import ProbeResult as ProbeResult
     from .report import audit as audit
@@ -55,6 +56,7 @@ _PACKAGE_OF = {
     "GrowthFunctionError": ".errors",
     "RankLostError": ".errors",
     "SettingError": ".errors",
+    "estimate_memory": ".estimate",
     "is_out_of_memory": ".memory",
     "ProbeResult": ".probe",
     "audit": ".report",

@@ -7,6 +7,7 @@
       RankLostError               (also a RuntimeError)  one rank failed where the others cannot learn of it; all must end
       NonfiniteLossError          (also a RuntimeError)  a step's loss or gradients are NaN or infinite, and are not to be stepped by
       CheckpointError             (also a RuntimeError)  a checkpoint file is missing, truncated, or belongs to another run
+      TorchVersionError           (also an ImportError)  this torch lacks a name that is needed; which ones have it
 
 A user's mistake is one of these. An assertion is ours.
 """
@@ -76,3 +77,7 @@ class NonfiniteLossError(AdaptiveBatchError, RuntimeError):
 
 class CheckpointError(AdaptiveBatchError, RuntimeError):
     """A checkpoint cannot be used. The message names the file and the suggested fix."""
+
+
+class TorchVersionError(AdaptiveBatchError, ImportError):
+    """The installed torch lacks a name that is needed. The message says which, and which versions have it."""

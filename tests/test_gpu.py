@@ -1,4 +1,8 @@
-"""The same facts where a device has the say: `pytest -m gpu` on a machine with CUDA."""
+"""The same facts where a device has the say: `pytest -m gpu` on a machine with CUDA.
+
+`make cuda-stack` runs those marked cuda_stack without one: what they say of memory, errors and states of generators holds there, while
+no kernel computes. The values of tensors are compared on a GPU alone.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,7 @@ def fraction() -> float:
     return torch.cuda.get_per_process_memory_fraction(CUDA)
 
 
+@pytest.mark.cuda_stack
 def test_the_device_says_what_it_has(memory):
     assert isinstance(memory, AcceleratorMemory)
     total = torch.cuda.get_device_properties(CUDA).total_memory
@@ -49,6 +54,7 @@ def test_the_device_says_what_it_has(memory):
     assert torch.cuda.get_device_name(CUDA) in memory.describe()
 
 
+@pytest.mark.cuda_stack
 def test_what_runs_inside_is_measured_above_what_was_there(memory):
     held = torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
     torch.empty(900 * MIB, dtype=torch.uint8, device=CUDA)  # before: no part of the peak
@@ -59,6 +65,7 @@ def test_what_runs_inside_is_measured_above_what_was_there(memory):
     assert not usage.retried
 
 
+@pytest.mark.cuda_stack
 def test_the_allocator_refuses_what_passes_the_budget_and_is_free_again_after(memory):
     before = fraction()
     inside = []
@@ -75,6 +82,7 @@ def test_the_allocator_refuses_what_passes_the_budget_and_is_free_again_after(me
     torch.empty(2 * GIB, dtype=torch.uint8, device=CUDA)
 
 
+@pytest.mark.cuda_stack
 def test_an_allocator_that_had_to_give_back_its_cache_is_told(memory):
     with memory.measure([], budget_bytes=GIB) as usage:
         torch.empty(600 * MIB, dtype=torch.uint8, device=CUDA)
@@ -82,6 +90,7 @@ def test_an_allocator_that_had_to_give_back_its_cache_is_told(memory):
     assert usage.retried
 
 
+@pytest.mark.cuda_stack
 def test_the_real_words_are_recognised():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**46, dtype=torch.uint8, device=CUDA)
@@ -89,6 +98,7 @@ def test_the_real_words_are_recognised():
     assert is_out_of_memory(RuntimeError(str(caught.value)))
 
 
+@pytest.mark.cuda_stack
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_the_bound_was_tried_and_the_next_rows_do_not_fit(memory, checkpointing):
     training = Training(Case("AdamW fused", checkpointing=checkpointing), device=CUDA, optimizers=CUDA_OPTIMIZERS)
@@ -117,6 +127,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cuda_stack
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_probe_leaves_no_trace_however_it_ends(case):
     """The generator of the device is part of what is compared."""
@@ -131,6 +142,7 @@ def test_a_probe_leaves_no_trace_with_bitsandbytes(in_backward, resumed):
     assert {outcome: differing for outcome, differing in traces(case, device=CUDA) if differing} == {}
 
 
+@pytest.mark.cuda_stack
 def test_the_generator_of_the_device_is_put_back():
     training = Training(Case("AdamW"), device=CUDA)
     before = training.everything()
@@ -143,6 +155,7 @@ def test_the_generator_of_the_device_is_put_back():
         assert "device" not in differences(before, training.everything())
 
 
+@pytest.mark.cuda_stack
 def test_statistics_of_peaks_start_afresh_after_a_probe():
     training = Training(Case("AdamW"), device=CUDA)
     with training.rehearsal() as trial:
@@ -150,8 +163,8 @@ def test_statistics_of_peaks_start_afresh_after_a_probe():
     assert torch.cuda.max_memory_reserved(CUDA) == torch.cuda.memory_reserved(CUDA)
 
 
-def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
-    """For real: what this process may take is lowered between two steps."""
+def run_out_of_memory_in_mid_run(memory):
+    """For real: what this process may take is lowered between two steps. Returns the result and the gradients of each."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(1000, 256), nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 1000)).to(CUDA)
     rows = [{"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 1000, (64, 256)).tolist()]
@@ -192,6 +205,16 @@ def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
     assert split.micro_batches > 1
     assert [change.out_of_memory for change in changes[:1]] == [True]
     assert runner.retry.limit().amount < 64
+    return whole, expected, split, found
+
+
+@pytest.mark.cuda_stack
+def test_an_out_of_memory_error_in_mid_run_is_survived(memory):
+    run_out_of_memory_in_mid_run(memory)
+
+
+def test_a_step_that_ran_out_of_memory_has_the_gradients_of_one_that_did_not(memory):
+    whole, expected, split, found = run_out_of_memory_in_mid_run(memory)
     assert split.loss == pytest.approx(whole.loss, rel=1e-4)
     for one, other in zip(expected, found, strict=True):
         assert torch.linalg.norm(one - other) <= 1e-2 * torch.linalg.norm(one)  # matrix products may be in TF32

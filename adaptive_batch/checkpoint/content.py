@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from adaptive_batch._torch import is_traceable_wrapper_subclass
 from adaptive_batch.errors import CheckpointError
 
 from .dcp import Ranks, read_tensors

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
+from adaptive_batch._torch import is_traceable_wrapper_subclass, private, tree_map_only
 from adaptive_batch.errors import CheckpointError
 
 # What activation checkpointing, torch.compile and FSDP1 put into the path of a module.
@@ -178,7 +176,8 @@ def _placed(value: Any, *, parameter: nn.Parameter, what: str) -> Any:
     if value.shape != parameter.shape:
         return distributed_from_local(value, parameter, [Replicate()] * mesh.ndim)
     part: Any = torch.empty_like(parameter.detach(), dtype=value.dtype)
-    sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, parameter.placements)
+    tensors = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
+    sizes, offsets = tensors.compute_local_shape_and_global_offset(value.shape, mesh, parameter.placements)
     own = value[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
     part.to_local().copy_(own)
     return part

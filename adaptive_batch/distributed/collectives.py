@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from adaptive_batch._torch import private
 from adaptive_batch.errors import RankLostError
 
 if dist.is_available():
@@ -122,9 +123,8 @@ def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterato
         yield
         return
     assert not _has_group(), "there is a process group already"
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    fake = private("torch.testing._internal.distributed.fake_pg", "FakeStore")
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=world_size)
     _ranks_of_a_model = ranks_of_a_model
     try:
         yield

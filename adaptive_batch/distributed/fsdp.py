@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from adaptive_batch._torch import disable_current_modes, private
 
 from . import collectives as distributed
 
@@ -45,6 +46,7 @@ class Sharding:
         self._is_running = False
         self._is_inside = False
         for group in self._param_groups() if self.is_sharded else ():
+            private(group, "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params")
             group._all_gather_comm = _Recorded(group._all_gather_comm, self)
             group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
 
@@ -107,7 +109,8 @@ class Sharding:
             else:
                 _reset(root)
         for parameter in self._fsdp_parameters():
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # before torch 2.15, where it is the gradient below
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
@@ -158,13 +161,12 @@ def shapes_worked_out_apart() -> Iterator[None]:
     if distributed.world_size() == 1:
         yield
         return
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    kind: Any = ShardingPropagator
+    kind = private("torch.distributed.tensor._sharding_prop", "ShardingPropagator").ShardingPropagator
+    private(kind, "_propagate_tensor_meta_non_cached")
     work_out = kind._propagate_tensor_meta_non_cached
 
     def apart(self: Any, *arguments: Any) -> Any:
-        with _disable_current_modes():
+        with disable_current_modes():
             return work_out(self, *arguments)
 
     kind._propagate_tensor_meta_non_cached = apart

@@ -1,11 +1,15 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
-from .cuda_workspace import fixed_overhead_bytes, left_out, workspace_bytes
-from .devices import EstimatedDevice, parse_devices
-from .fake_step import FakeDevice, FakeStep
+from .allocator import AllocatorSettings, CachingAllocator
+from .cuda_workspace import CudaKernels, left_out
+from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
+from .estimator import estimate_length
+from .fake_step import FEW, MORE, FakeDevice, FakeStep, needs_values
+from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
     CurveCheck,
+    Fit,
     LengthEstimate,
     MemoryBreakdown,
     MemoryEstimate,
@@ -16,20 +20,29 @@ from .result import (
 from .tracker import StepTrace
 
 __all__ = [
+    "CONTEXT_BYTES",
+    "FEW",
+    "MORE",
+    "AllocatorSettings",
+    "CachingAllocator",
     "Change",
+    "CudaKernels",
     "CurveCheck",
     "EstimatedDevice",
     "FakeDevice",
     "FakeStep",
+    "Fit",
     "LengthEstimate",
     "MemoryBreakdown",
     "MemoryEstimate",
     "StepTrace",
     "Target",
-    "fixed_overhead_bytes",
+    "estimate_length",
+    "estimate_memory",
+    "estimate_step",
     "left_out",
+    "needs_values",
     "parse_devices",
     "ranked",
     "read_estimate",
-    "workspace_bytes",
 ]

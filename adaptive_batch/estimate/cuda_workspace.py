@@ -1,200 +1,438 @@
-"""A model of CUDA's kernel workspaces: memory that a step takes there and that counting tensors on a CPU does not show.
+"""CUDA's kernels, for a device that is not here: which one a call takes, and what it allocates, in which order.
 
-A CPU has another kernel for attention, and no tensor shows what a CUDA kernel allocates while it runs. Everything here is modelled
-from the source of PyTorch 2.13 and not measured on a GPU; each formula names the file that it was read from, below aten/src/ATen.
+Fake tensors are of a CPU, which has other kernels for attention, norms and dropout. Inside :class:`CudaKernels` these calls allocate what
+CUDA's do: their results, what they save for backward, and what they need while they run. It is written after the source of PyTorch (each
+formula names the file, below aten/src/ATen), and held against PyTorch's CUDA build on a CUDA runtime without a device, where the order and
+the sizes of all allocations are equal (tests/unit/estimate/test_cuda_kernels.py). Nothing was measured on a GPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-Backend = Literal["flash", "efficient", "cudnn", "math"]
+from adaptive_batch._torch import FakeTensor
 
-# What a process takes on the device outside PyTorch's allocator: context, kernels, libraries. An out-of-memory message gives it:
-# the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
-# 0.49 (A100), 0.41 and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL). This is the most of
-# them, rounded up. github.com: Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
-# lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248, Soul-AILab/SoulX-FlashTalk/issues/5,
-# DINGYANB/MTVCrafter/issues/21, QwenLM/Qwen3-VL/issues/2097, Wan-Video/Wan2.1/issues/465, ali-vilab/VACE/issues/56.
-CONTEXT_BYTES = 7 * 1024**3 // 10
+Kernel = Literal["cudnn", "flash", "efficient", "math"]
+
+_CUDA: Any = torch.backends.cuda
+
+# The most multiprocessors that a device of a compute capability has.
+_MULTIPROCESSORS = {
+    (7, 0): 80,
+    (7, 5): 72,
+    (8, 0): 108,
+    (8, 6): 84,
+    (8, 9): 142,
+    (9, 0): 132,
+    (10, 0): 148,
+    (12, 0): 188,
+}
 
 
-def left_out(architectures: Collection[str], *, dtype: torch.dtype, world_size: int = 1) -> tuple[str, ...]:
-    """Return what no formula here counts, a sentence each; an architecture is empty where only a size is known."""
-    capabilities = [int(name.removeprefix("sm_")) for name in architectures if name.startswith("sm_")]
-    is_rocm = any(name.startswith("gfx") for name in architectures)
-    is_hopper_or_blackwell = any(90 <= number < 110 for number in capabilities)
-    lacks_bfloat16 = dtype == torch.bfloat16 and any(number < 80 for number in capabilities)
+def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[str, ...]:
+    """Return what is not counted, a sentence each; an architecture is empty where only a size is known."""
+    has_cudnn = any(name.startswith(("sm_90", "sm_10")) for name in architectures)
     sentences = {
         "CUDA's kernels are modelled from the source of PyTorch, not measured on a GPU": True,
-        "fragmentation: the allocator reserves more than is allocated, in blocks of 2 MiB and more; estimate.headroom has to cover it": True,
         "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
-        "cuDNN's own workspace for attention on Hopper and Blackwell is not known; flash attention's is counted": is_hopper_or_blackwell,
-        "bfloat16 before Ampere: CUDA keeps the weights of attention, a CPU does not, so the estimate is too low": lacks_bfloat16,
-        "float32 weights: CUDA has one kernel for rms_norm, which keeps one activation less for each norm, so the estimate is too high": (
-            dtype == torch.float32
-        ),
+        "what cuDNN takes by itself for attention on Hopper and Blackwell is not known": has_cudnn,
         "the buffers of NCCL": world_size > 1,
-        "ROCm: attention is modelled as on CUDA, but is done by another library": is_rocm,
+        "ROCm: attention is modelled as on CUDA, but is done by another library": any(
+            name.startswith("gfx") for name in architectures
+        ),
     }
     return tuple(sentence for sentence, is_so in sentences.items() if is_so)
 
 
-@dataclass(frozen=True)
-class Attention:
-    """One call of ``scaled_dot_product_attention`` without dropout.
+class CudaKernels(TorchFunctionMode):
+    """Inside, attention, norms and dropout of fake tensors allocate what they would on CUDA.
 
-    The query is ``[batch, heads, queries, head_dim]``, key and value are ``[batch, key_heads, keys, head_dim]``. `mask` is the
-    shape of a boolean mask, which both devices turn into one of `dtype`.
+    Args:
+        compute_capability: such as (9, 0); None is taken as (8, 0).
+        multiprocessors: how many the device has; None is taken as the most that one of its capability has.
     """
 
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    head_dim: int
-    dtype: torch.dtype
-    key_heads: int
-    mask: tuple[int, ...] | None = None
+    def __init__(self, compute_capability: tuple[int, int] | None = None, multiprocessors: int | None = None) -> None:
+        super().__init__()
+        self.capability = compute_capability or (8, 0)
+        self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(self.capability, 128)
+        self.has_little_shared_memory = self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] == 12
+        self._instead: dict[Any, Callable[..., Any]] = {
+            functional.scaled_dot_product_attention: self._attention,
+            functional.multi_head_attention_forward: self._multi_head_attention,
+            **dict.fromkeys((functional.rms_norm, torch.rms_norm), self._rms_norm),
+            **dict.fromkeys((functional.layer_norm, torch.layer_norm), self._layer_norm),
+            **dict.fromkeys((functional.dropout, torch.dropout), _dropout),
+        }
 
     @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> Attention:
-        """Return the call with these tensors, of which only shapes and dtype are read."""
-        batch, heads, queries, head_dim = query.shape
-        mask_shape = None if mask is None else tuple(mask.shape)
-        return cls(batch, heads, queries, key.shape[2], head_dim, query.dtype, key.shape[1], mask_shape)
+    def of_this_device(cls) -> CudaKernels:
+        """Return those of the device that PyTorch uses."""
+        properties = torch.cuda.get_device_properties()
+        return cls((properties.major, properties.minor), properties.multi_processor_count)
 
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        instead = self._instead.get(func) if args and type(args[0]) is FakeTensor else None
+        return (instead or func)(*args, **(kwargs or {}))
 
-    @property
-    def is_half(self) -> bool:
-        return self.dtype in (torch.float16, torch.bfloat16)
+    def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
+        """The mode does not see what a call that it has seen calls in its turn."""
+        module: Any = functional
+        real, module.scaled_dot_product_attention = module.scaled_dot_product_attention, self._attention
+        try:
+            return module.multi_head_attention_forward(*args, **kwargs)
+        finally:
+            module.scaled_dot_product_attention = real
 
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """native/transformers/attention.cpp: ``scaled_dot_product_attention``."""
+        call, head_dim, keys = (
+            (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa),
+            query.shape[-1],
+            key.shape[-2],
+        )
+        kernel = self.kernel(*call)
+        mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
+        if kernel == "math":
+            return _math_attention(query, key, value, mask, *call[4:])
+        if kernel == "flash" and head_dim % 8:
+            query, key, value = (functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value))
+        if kernel == "efficient" and mask is not None:
+            if keys % 8:
+                mask = functional.pad(mask, (0, -keys % 8))[..., :keys]
+            mask = mask.expand(*query.shape[:3], keys)
+        function = {"cudnn": _CudnnAttention, "flash": _FlashAttention, "efficient": _EfficientAttention}[kernel]
+        output = _run(function, query, key, value, mask, dropout_p, self)
+        return output if output.shape[-1] == head_dim else output[..., :head_dim]
 
-@dataclass(frozen=True)
-class AttentionDifference:
-    """Bytes that one call of attention takes on CUDA beyond what it takes on a CPU."""
-
-    saved_bytes: int = 0  # from the forward operation until the backward one
-    forward_bytes: int = 0  # while the forward operation runs
-    backward_bytes: int = 0  # while the backward operation runs, without those saved
-
-
-def attention_backend(call: Attention, compute_capability: tuple[int, int] | None = None) -> Backend:
-    """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: ``priority_order`` and the constraints of each).
-
-    Flash, then memory-efficient, then math; cuDNN before these on Hopper and the first Blackwells, where its version is 9.15.1
-    or later, as it is in wheels for CUDA 13. A `compute_capability` of None is taken as (8, 0).
-    """
-    capability = compute_capability or (8, 0)
-    if call.is_half and capability[0] in (9, 10) and call.head_dim <= 128 and call.head_dim % 8 == 0:
-        return "cudnn"
-    if call.is_half and capability[0] >= 8 and call.mask is None and call.head_dim <= 256:
-        little_shared_memory = (8, 6) <= capability <= (8, 9) or capability[0] == 12
-        if not (little_shared_memory and 192 < call.head_dim <= 224):
+    def kernel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+    ) -> Kernel:
+        """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: the order, and the constraints of each)."""
+        tensors, capability = (query, key, value), self.capability
+        strided = [*tensors, *([] if mask is None else [mask])]
+        if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors) or any(t.stride(-1) != 1 for t in strided):
+            return "math"
+        head_dim, value_dim, heads, key_heads = query.shape[-1], value.shape[-1], query.shape[1], key.shape[1]
+        is_half = (
+            query.dtype in (torch.float16, torch.bfloat16) if capability >= (8, 0) else query.dtype == torch.float16
+        )
+        same_heads, same_dims = heads == key_heads == value.shape[1], head_dim == key.shape[-1] == value_dim
+        heads_fit = same_heads or (enable_gqa and heads % key_heads == 0 and key_heads == value.shape[1])
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        limit = 256 if capability == (9, 0) else 128
+        dims_fit = max(head_dim, value_dim) <= limit and head_dim % 8 == value_dim % 8 == 0 and key.shape[2] > 1
+        dropout_fits = 16 * dropout % 1 == 0 and not (dropout and query.shape[2] == 1)
+        if (
+            is_half
+            and heads_fit
+            and dims_fit
+            and dropout_fits
+            and capability[0] in (9, 10)
+            and _CUDA.cudnn_sdp_enabled()
+        ):
+            return "cudnn"
+        no_backward = self.has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout > 0)
+        has_flash = is_half and capability >= (8, 0) and head_dim <= 256 and not (trains and no_backward)
+        is_even = not is_causal or query.shape[2] == key.shape[2]
+        if has_flash and is_even and mask is None and heads_fit and same_dims and _CUDA.flash_sdp_enabled():
             return "flash"
-    if call.dtype == torch.float64 or (call.dtype == torch.bfloat16 and capability[0] < 8):
-        return "math"
-    alignment = (8 if capability[0] >= 7 else 1) if call.is_half else (4 if capability[0] >= 8 else 1)
-    return "math" if call.head_dim % alignment else "efficient"
+        alignment = (
+            (8 if capability >= (7, 0) else 1) if query.dtype.itemsize == 2 else (4 if capability >= (8, 0) else 1)
+        )
+        has_efficient = (is_half or query.dtype == torch.float32) and head_dim % alignment == value_dim % alignment == 0
+        is_efficient = has_efficient and same_heads and head_dim == key.shape[-1] and _CUDA.mem_efficient_sdp_enabled()
+        return "efficient" if is_efficient else "math"
+
+    def _rms_norm(
+        self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if weight is not None and weight.dtype != input.dtype:  # native/layer_norm.cpp: then it is not fused
+            return torch.rms_norm(input, normalized_shape, weight, eps)
+        return _run(_Norm, self, len(normalized_shape), 1, input, weight)
+
+    def _layer_norm(
+        self, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, *_: Any, **__: Any
+    ) -> Tensor:
+        return _run(_Norm, self, len(normalized_shape), 2, input, weight, bias)
 
 
-def attention_difference_bytes(call: Attention, backend: Backend) -> AttentionDifference:
-    """Return what attention takes on CUDA beyond what it takes on a CPU.
+class _FlashAttention(torch.autograd.Function):
+    """native/transformers/cuda/flash_attn/flash_api.cpp: ``mha_fwd``, ``mha_bwd``."""
 
-    ``flash`` (native/transformers/cuda/flash_attn/flash_api.cpp: ``mha_fwd``, ``mha_bwd``) saves what a CPU saves: the output and
-    float32 sums ``[batch, heads, queries]``. Its backward takes, in float32, ``dq_accum`` ``[batch, queries, heads, head_dim]`` and
-    ``softmax_d`` ``[batch, heads, queries]``, queries rounded up to 128 and head_dim to 32 (to 64 beyond 128), and where there are
-    fewer key heads than heads, gradients of key and value for all heads.
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, _: None, dropout: float, device: CudaKernels
+    ) -> Tensor:
+        output, sums = torch.empty_like(query), _floats(*query.shape[:3])
+        splits = 1 if dropout else _num_splits(query, key, 2 * device.multiprocessors)
+        held = [_floats(splits, *query.shape[:3], dims) for dims in (1, _rounded(query.shape[3])) if splits > 1]
+        state, offset = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+        if dropout:
+            state = torch.empty_like(state)
+        while held:
+            del held[0]
+        ctx.save_for_backward(query, key, value, output, sums, state, offset)
+        return output
 
-    ``efficient`` (attention.cu, attention_backward.cu and mem_eff_attention/kernel_backward.h, all in native/transformers/cuda) rounds the
-    sums up to 32 queries. Its backward takes ``delta`` ``[batch, heads, queries]`` in float32 and a workspace in which the gradient
-    of the query is added up, in blocks of float32; for float32 also the product of output and gradient, before that. With halves
-    of more than 128 the forward adds up in float32. A mask whose last dimension is no multiple of 8 is copied into one that is
-    (native/transformers/attention.cpp: ``preprocess_mask``).
-
-    ``cudnn`` is taken as flash. ``math`` is made of operations that a CPU has as well: where CUDA takes it, a trial under
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` counts it.
-    """
-    if backend == "math":
-        return AttentionDifference()
-    if backend == "efficient":
-        return _efficient_difference(call)
-    rows = _up(call.queries, 128) * call.batch * call.heads
-    accumulated = 4 * rows * (_up(call.head_dim, 32 if call.head_dim <= 128 else 64) + 1)
-    expanded = 2 * call.batch * call.heads * call.keys * call.head_dim * call.itemsize
-    return AttentionDifference(backward_bytes=accumulated + (expanded if call.key_heads != call.heads else 0))
-
-
-def _efficient_difference(call: Attention) -> AttentionDifference:
-    rows = call.batch * call.heads * call.queries
-    padding = 4 * call.batch * call.heads * (_up(call.queries, 32) - call.queries)
-    copied = 0
-    if call.mask is not None and (beyond := call.mask[-1] % 8):
-        row_bytes = math.prod(call.mask[:-1]) * call.itemsize
-        padding += row_bytes * (8 - beyond)
-        copied = row_bytes * (call.mask[-1] + 8 - beyond)
-    accumulator = 4 * rows * call.head_dim if call.is_half and call.head_dim > 128 else 0
-    workspace = 4 * rows + _efficient_workspace_bytes(call)
-    if not call.is_half:
-        workspace = max(workspace, 4 * rows * (call.head_dim + 2))
-    return AttentionDifference(padding, max(accumulator, copied), workspace)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, output, *_ = ctx.saved_tensors
+        batch, heads, queries, head_dim = query.shape
+        held = [gradient.transpose(1, 2).contiguous(), output.transpose(1, 2).contiguous()]
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        held += [_floats(batch, heads, _up(queries, 128), dims) for dims in (1, _rounded(head_dim))]
+        if key.shape[1] != heads:
+            held += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
+        _free(held)
+        return (*gradients, None, None, None)
 
 
-def _efficient_workspace_bytes(call: Attention) -> int:
-    """``workspace_size()`` of mem_eff_attention/kernel_backward.h with the blocks that kernels/cutlassB.h names first from sm_80 on."""
-    if call.head_dim <= 64:
+class _EfficientAttention(torch.autograd.Function):
+    """native/transformers/cuda/attention.cu, attention_backward.cu."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, device: CudaKernels
+    ) -> Tensor:
+        batch, heads, queries, _ = query.shape
+        output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+        sums = _floats(batch, heads, _up(queries, 32) if any(ctx.needs_input_grad) else 0)
+        if query.dtype.itemsize == 2 and value.shape[3] > 128:
+            torch.empty_like(output, dtype=torch.float32)  # the output is added up there
+        ctx.save_for_backward(query, key, value, mask, output, sums)
+        ctx.workspace_bytes = _efficient_workspace_bytes(query, key, value, dropout, device)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, _, output, _ = ctx.saved_tensors
+        gradient = gradient.transpose(1, 2).contiguous()
+        gradients = [tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2) for tensor in (query, key, value)]
+        if query.dtype.itemsize == 2:
+            held = [_floats(*query.shape[:3])]
+        else:
+            held = [gradient * output.transpose(1, 2)]
+            held.append(held[0].sum(-1))
+            delta = held[1].transpose(1, 2).contiguous()
+            _free(held)
+            held = [delta]
+            del delta
+        held.append(torch.empty(ctx.workspace_bytes, dtype=torch.uint8))
+        while held:
+            del held[0]
+        return (*gradients, None, None, None)
+
+
+class _CudnnAttention(torch.autograd.Function):
+    """native/cudnn/MHA.cpp, with the sums that cuDNN's frontend adds up in; what cuDNN itself needs is not known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, device: CudaKernels
+    ) -> Tensor:
+        state = [torch.empty((), dtype=torch.int64) for _ in range(2)]
+        order = sorted(range(4), key=query.stride, reverse=True)
+        shape = (*query.shape[:3], value.shape[3])
+        output = query.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
+        sums = _floats(*query.shape[:3] if any(ctx.needs_input_grad) else (0,))
+        ctx.save_for_backward(query, key, value, mask, output, sums, *state)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        _floats(*query.shape[:3], query.shape[3] + 1)
+        return (*gradients, None, None, None)
+
+
+class _Norm(torch.autograd.Function):
+    """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda`` and their backwards."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, device: CudaKernels, dims: int, num_sums: int, tensor: Tensor, *weights: Tensor | None
+    ) -> Tensor:
+        contiguous = tensor.contiguous()
+        output = torch.empty_like(contiguous)
+        sums = [_floats(*tensor.shape[:-dims]) for _ in range(num_sums)]
+        ctx.save_for_backward(tensor, *weights, *sums)
+        ctx.device, ctx.dim, ctx.num_weights = device, math.prod(tensor.shape[-dims:]), len(weights)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        tensor, *rest = ctx.saved_tensors
+        held = [gradient.contiguous(), tensor.contiguous()]
+        asked = ctx.needs_input_grad[3:]
+        results = [torch.empty_like(t) if needed else None for t, needed in zip([held[1], *rest], asked, strict=False)]
+        rows, columns = tensor.numel() // ctx.dim, math.ceil(ctx.dim / 32)
+        if (
+            rows > 65536 and ctx.dim // 32 < ctx.device.multiprocessors // 2
+        ):  # the weights' gradients come from partial sums
+            parts = min(32768 // columns, math.ceil(rows / 32))
+            places = [place for place, result in enumerate(results) if place and result is not None]
+            held += [rest[place - 1].new_empty(parts, ctx.dim) for place in places]
+            for number, place in enumerate(places, 2):
+                results[place] = held[number].sum(0).view_as(rest[place - 1])
+        _free(held)
+        return None, None, None, *results
+
+
+class _Dropout(torch.autograd.Function):
+    """native/cuda/Dropout.cu: ``native_dropout``, whose mask is boolean."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        mask = torch.empty_like(tensor, dtype=torch.bool)
+        ctx.save_for_backward(mask)
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.empty_like(gradient)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return functional.dropout(input, p, training, inplace)
+    return _run(_Dropout, input)
+
+
+class _SafeSoftmax(torch.autograd.Function):
+    """native/transformers/attention.cpp: ``_safe_softmax``."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        weights, held = scores.softmax(-1), [scores.eq(-math.inf)]
+        held.append(held[0].all(-1, keepdim=True))
+        weights.masked_fill_(held[1], torch.zeros(()))
+        _free(held)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        result: Tensor = torch.ops.aten._softmax_backward_data(gradient, weights, -1, weights.dtype)
+        return result
+
+
+def _math_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, enable_gqa: bool
+) -> Tensor:
+    """native/transformers/attention.cpp: ``_scaled_dot_product_attention_math``."""
+    dtype = query.dtype
+    held: list[Any] = [query, key, value]
+    if dtype.itemsize == 2 and not _CUDA.fp16_bf16_reduction_math_sdp_allowed():
+        held = [query.float(), key.float(), value.float()]
+    scaled = held[0] * 1.0
+    if is_causal:
+        allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = _additive(allowed, scaled.dtype)
+        del allowed
+    held += [mask, scaled]
+    del mask, scaled
+    repeats = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+    held += [tensor.repeat_interleave(repeats, -3) if repeats > 1 else tensor for tensor in held[1:3]]
+    weights = held[4].matmul(held[5].transpose(-2, -1) * 1.0)
+    if held[3] is not None:
+        weights.add_(held[3])
+    weights = _run(_SafeSoftmax, weights)
+    weights = _dropout(weights, dropout)
+    unused = weights.to(dtype)
+    output = weights.matmul(held[6]).to(dtype)
+    _free(held)
+    del unused
+    return output
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    held = [torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype)]
+    result = torch.where(mask, held[0], held[1])
+    _free(held)
+    return result
+
+
+def _run(function: Any, *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
+
+
+def _free(held: list[Tensor]) -> None:
+    """Give up what is held, the last first, as C++ does at the end of a function."""
+    while held:
+        del held[-1]
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32)
+
+
+def _rounded(head_dim: int) -> int:
+    return _up(head_dim, 32 if head_dim <= 128 else 64)
+
+
+def _num_splits(query: Tensor, key: Tensor, slots: int) -> int:
+    """In how many parts flash attention takes the keys (``num_splits_heuristic``): the fewest that use nearly all `slots`."""
+    batch, heads, queries, head_dim = query.shape
+    blocks = batch * heads * math.ceil(queries / 64)
+    if blocks >= 0.8 * slots:
+        return 1
+    key_blocks = math.ceil(key.shape[2] / (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64))
+    used = {
+        splits: (waves := blocks * splits / slots) / math.ceil(waves)
+        for splits in range(1, min(128, slots, key_blocks) + 1)
+        if splits == 1 or math.ceil(key_blocks / splits) != math.ceil(key_blocks / (splits - 1))
+    }
+    return min(splits for splits, share in used.items() if share >= 0.85 * max(used.values()))
+
+
+def _efficient_workspace_bytes(query: Tensor, key: Tensor, value: Tensor, dropout: float, device: CudaKernels) -> int:
+    """``workspace_size()`` of mem_eff_attention/kernel_backward.h, for the first kernel of kernels/cutlassB.h that fits."""
+    batch, heads, queries, head_dim = query.shape
+    is_half, largest = query.dtype.itemsize == 2, max(head_dim, value.shape[3])
+    if largest <= 64:
         block_queries, block_keys = 64, 64
-    elif call.is_half and call.head_dim <= 128:
-        block_queries, block_keys = 128, 128
+    elif device.has_little_shared_memory and (largest <= 128 or not is_half):
+        has_96 = is_half and largest <= 96 and not dropout and device.capability in ((8, 6), (8, 9))
+        block_queries, block_keys = (128 if has_96 else 64), 64
     else:
-        block_queries, block_keys = 128, 64
-    blocks = math.ceil(call.queries / block_queries) * math.ceil(call.head_dim / block_keys)
+        block_queries, block_keys = 128, (128 if is_half and largest <= 128 else 64)
+    blocks = math.ceil(queries / block_queries) * math.ceil(head_dim / block_keys)
     elements = blocks * (4 + block_queries * block_keys)  # each block has a lock and a counter, 16 bytes in all
-    if call.is_half and call.head_dim > block_queries:  # gradients of key and value do not stay in registers
-        splits = max(1, min(math.ceil(call.keys / block_keys), 200 // (call.batch * call.heads)))
-        elements += 2 * splits * block_keys * _up(call.head_dim, block_queries)
-    return 4 * call.batch * call.heads * _up(elements, 4)
-
-
-def embedding_backward_bytes(*, tokens: int, vocabulary: int, dim: int) -> int:
-    """Return what the backward of an embedding takes on CUDA while it runs; a CPU takes nothing.
-
-    Up to 3072 tokens it takes nothing. Beyond that it sorts them, and adds up in float32 parts of at most 10 tokens: one row of
-    `dim` for each (native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu).
-    """
-    if tokens <= 3072:
-        return 0
-    distinct = min(tokens, vocabulary)
-    parts = tokens // 10 + distinct
-    return 4 * parts * dim + 8 * (3 * tokens + 2 * distinct + parts)
-
-
-def workspace_bytes(
-    operation: object,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    compute_capability: tuple[int, int] | None = None,
-) -> int:
-    """Return what CUDA allocates while it runs an operation that is counted on a CPU, without its result."""
-    if operation is torch.ops.aten.embedding_dense_backward.default:
-        gradient, tokens, vocabulary = args[:3]
-        return embedding_backward_bytes(tokens=tokens.numel(), vocabulary=vocabulary, dim=gradient.shape[-1])
-    is_forward = operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    if not is_forward and operation is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return 0
-    query, key = args[:2] if is_forward else args[1:3]
-    call = Attention.of(query, key, (kwargs or {}).get("attn_mask"))
-    difference = attention_difference_bytes(call, attention_backend(call, compute_capability))
-    return difference.forward_bytes if is_forward else difference.backward_bytes
+    if is_half and largest > block_queries:  # gradients of key and value do not stay in registers
+        splits = max(1, min(math.ceil(key.shape[2] / block_keys), 200 // (batch * heads)))
+        elements += splits * block_keys * (_up(head_dim, block_queries) + _up(value.shape[3], block_queries))
+    return 4 * batch * heads * _up(elements, 4)
 
 
 def library_workspace_bytes(architecture: str = "") -> int:
@@ -209,12 +447,6 @@ def library_workspace_bytes(architecture: str = "") -> int:
     if architecture in ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89"):
         return 2 * (2 * 4096 + 8 * 16) * 1024
     return 2 * 32 * 1024**2
-
-
-def fixed_overhead_bytes(architecture: str = "", *, context_bytes: int | None = None) -> int:
-    """Return what a process takes without its tensors: the workspaces of cuBLAS and the context, `CONTEXT_BYTES` by default."""
-    context = CONTEXT_BYTES if context_bytes is None else context_bytes
-    return context + library_workspace_bytes(architecture)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -18,6 +18,17 @@ from adaptive_batch._util import format_bytes, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import parse_size
 
+from .result import Target
+
+# What a process takes on the device outside PyTorch's allocator: the driver's context, kernels, libraries. An out-of-memory message gives
+# it: the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
+# 0.49 (A100), 0.41 and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL); three campaigns of
+# foundation-model-stack on A100 had 519, 525 and 1690 MiB. It depends on the driver and on the libraries that are loaded, so it is an
+# input. github.com: Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
+# lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248, Soul-AILab/SoulX-FlashTalk/issues/5,
+# DINGYANB/MTVCrafter/issues/21, QwenLM/Qwen3-VL/issues/2097, Wan-Video/Wan2.1/issues/465, ali-vilab/VACE/issues/56.
+CONTEXT_BYTES = 500 * 2**20
+
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|amd|instinct")
 _KEY = "estimate.devices"
 _REMEDY = 'give a size with its unit, such as "80GiB", or a device such as H100'
@@ -43,6 +54,16 @@ class EstimatedDevice:
     def describe(self) -> str:
         """The device and its capacity, such as ``H100 (79.11 GiB)``."""
         return f"{self.name} ({format_bytes(self.total_bytes)})" if self.source else self.name
+
+    def target(self, *, context_bytes: int, headroom: int | float | str = 0) -> Target:
+        """Return what an allocator may take of it: all but the driver's context and, of the rest, the headroom (a size or a share)."""
+        free = max(0, self.total_bytes - context_bytes)
+        kept = min(free, parse_size(headroom, total_bytes=free)) if headroom else 0
+        share = f" ({headroom:.0%})" if isinstance(headroom, float) else ""
+        taken = (("the CUDA context", context_bytes), (f"headroom{share}", kept))
+        return Target(
+            self.describe(), self.total_bytes, free - kept, tuple(one for one in taken if one[1]), self.source
+        )
 
 
 def _plain(name: str) -> str:

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from array import array
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
 
+from adaptive_batch._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    disable_current_modes,
+    num_torch_function_modes,
+    tree_map_only,
+)
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
 
+from .cuda_operators import CudaOperators
+from .cuda_workspace import CudaKernels
+from .step_log import Phase, joined
 from .tracker import AttributedTracker, ModuleNames, StepTrace
+
+_NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+def needs_values(error: Exception) -> str | None:
+    """Return what to tell a user whose code has read values of fake tensors, with the operation; None of another error."""
+    names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
+    if not isinstance(error, _NEEDS_VALUES) and not (names_it and isinstance(error, AssertionError | RuntimeError)):
+        return None
+    operation = getattr(error, "func", None) or str(error).partition("\n")[0]
+    why = f"{operation} ({type(error).__name__}) needs values, and there are none"
+    return f"it cannot run on fake tensors: {why}; probe it on a device"
+
+
+FEW, MORE = 2, 3  # rows of the steps that give a curve; one row alone often runs other operations
 
 
 @dataclass(frozen=True)
@@ -36,12 +74,28 @@ class Resident:
 
 
 class FakeDevice:
-    """A device whose tensors have no memory, so that any model fits on it; `workspace` as in :class:`AttributedTracker`."""
+    """A device whose tensors have no memory, so that any model fits on it.
 
-    def __init__(self, *, workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0) -> None:
+    Args:
+        kernels: of the device that is counted; None for a CPU.
+    """
+
+    def __init__(
+        self,
+        kernels: CudaKernels | None = None,
+    ) -> None:
         self.mode = FakeTensorMode()
-        self._workspace = workspace
+        self._kernels = kernels
         self._counter: AttributedTracker | None = None
+        self._on_host: WeakSet[torch.UntypedStorage] = WeakSet()
+        self.loaded: Phase | None = None
+
+    def build(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Return a model with fake parameters and buffers, made in the order of `build`, which makes it on the meta device."""
+        with self.counting() as counter, _OffMeta(), _FromTensors():  # type: ignore[no-untyped-call]
+            model = build()
+            self.loaded = counter.phase(_named(model=model))
+        return model
 
     def move(self, model: nn.Module) -> None:
         """Make the parameters and buffers of a model fake, in place; they are on the meta device, or real and then freed."""
@@ -77,7 +131,13 @@ class FakeDevice:
         self, *, explain: Collection[int] = (), names: ModuleNames | None = None
     ) -> Iterator[AttributedTracker]:
         """Context manager: new tensors are fake, and counted."""
-        self._counter = counter = AttributedTracker(workspace=self._workspace, explain=explain, names=names)
+        kernels = self._kernels
+        self._counter = counter = AttributedTracker(
+            operators=CudaOperators(kernels.capability, kernels.multiprocessors) if kernels else None,
+            on_host=self._on_host,
+            explain=explain,
+            names=names,
+        )
         try:
             # A compiled region fails under a dispatch mode, and would hide its tensors from it.
             with (
@@ -85,6 +145,7 @@ class FakeDevice:
                 shapes_worked_out_apart(),
                 self.mode,
                 counter,
+                _in_recomputing(kernels) if kernels else nullcontext(),
                 names.following() if names else nullcontext(),
             ):
                 yield counter
@@ -122,7 +183,7 @@ class FakeStep:
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._optimizers = (
             list(optimizer.optimizers.values()) if isinstance(optimizer, OptimizerInBackward) else [optimizer]
         )
@@ -131,18 +192,29 @@ class FakeStep:
         self._device = device
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = keep_gradients if accumulates else None
+        self._in_backward = isinstance(optimizer, OptimizerInBackward)
         model.train()
         self.optimizer_peak_bytes: int | None = None
-        in_backward = isinstance(optimizer, OptimizerInBackward)
-        if in_backward or self._sharding.is_sharded:  # states are made by the first step, FSDP sets itself up in it
-            with torch.compiler.set_stance("force_eager"), device.mode:
-                forward_backward(2)
-        if not in_backward:
-            self._give_gradients()
-            with device.counting() as counter:
-                counter.add(self._tensors())
-                step()
-            self.optimizer_peak_bytes = counter.peak_bytes
+        self._phases: dict[tuple[Callable[[int], object], bool], dict[int, Phase]] = {}
+        self._steps: list[Phase] = []  # the optimizer's: the first, and any later one
+        if self._in_backward and not self._sharding.is_sharded:  # it makes the states
+            self._first(forward_backward)
+        for _ in range(2):
+            if (
+                self._sharding.is_sharded
+            ):  # FSDP sets itself up in the first step, and gradients share what it has reduced
+                with torch.compiler.set_stance("force_eager"), device.mode:
+                    forward_backward(FEW)
+            elif not self._in_backward:
+                self._give_gradients()
+            if not self._in_backward:
+                with device.counting() as counter:
+                    counter.add_named(self._named())
+                    step()
+                    self.optimizer_peak_bytes = self.optimizer_peak_bytes or counter.peak_bytes
+                    for one in self._optimizers:
+                        one.zero_grad(set_to_none=True)
+                    self._steps.append(counter.phase(self._named()))
         self._prepare()
         self.resident = Resident(
             storage_bytes(model.parameters()),
@@ -161,26 +233,88 @@ class FakeStep:
             explain: operations at which all live bytes are attributed to modules.
         """
         self._prepare()
-        with self._device.counting(explain=explain, names=ModuleNames(self._model) if explain else None) as counter:
-            counter.add(self._tensors())
-            (forward_backward or self._forward_backward)(rows)
-            return counter.step_trace(self._model)
+        run = forward_backward or self._forward_backward
+        with self._device.counting(explain=explain, names=ModuleNames(self.model) if explain else None) as counter:
+            counter.add_named(self._named())
+            run(rows)
+            self._phases.setdefault((run, False), {})[rows] = counter.phase(self._named())
+            return counter.step_trace(self.model)
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
-        yield from self._gradients()
-        yield from optimizer_state_tensors(self._optimizers)
+    def log(
+        self,
+        rows: int,
+        *,
+        steps: int,
+        micro_batches: int = 1,
+        forward_backward: Callable[[int], object] | None = None,
+    ) -> array[int]:
+        """Return what the device is asked for in loading and so many steps, of so many micro-batches each (see :mod:`.step_log`).
+
+        It is exact at numbers of rows that were traced, and lies on a straight line between two of them elsewhere.
+        """
+        run = forward_backward or self._forward_backward
+        further = self._at(rows, run)
+        first = later = further
+        if self._accumulates or self._in_backward:
+            few, found = self._first(run), self._at(FEW, run)
+            sized = few.sized(found, further)
+            assert sized is not None, "the first micro-batch allocates what others allocate, and states"
+            first = sized
+            later = first if self._accumulates else further
+        loaded = self._device.loaded or self._resident_phase()
+        phases = [(loaded, True)]
+        for number in range(steps):
+            for place in range(micro_batches):
+                phase = further if place else later if number else first
+                phases.append((phase, number == place == 0))
+            phases += [(one, False) for one in self._steps[min(number, 1) : min(number, 1) + 1]]
+        return joined(phases)
+
+    def _first(self, run: Callable[[int], object]) -> Phase:
+        """The first micro-batch of training, which makes the gradients, or the states where the optimizer is in backward."""
+        known = self._phases.setdefault((run, True), {})
+        if FEW not in known:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            with self._device.counting() as counter:
+                counter.add_named(self._named())
+                run(FEW)
+                known[FEW] = counter.phase(self._named())
+        return known[FEW]
+
+    def _at(self, rows: int, run: Callable[[int], object]) -> Phase:
+        known = self._phases.setdefault((run, False), {})
+        if rows not in known:
+            few, more = sorted(known)[:2] if len(known) > 1 else (0, 0)
+            if few and known[few].is_like(known[more]):
+                return known[few].between(known[more], Fraction(rows - few, more - few))
+            self.trace(rows, forward_backward=run)
+        return known[rows]
+
+    def _resident_phase(self) -> Phase:
+        with self._device.counting() as counter:
+            counter.add(tensor for _, tensor in _named(model=self.model))
+            return counter.phase(_named(model=self.model))
+
+    def _named(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
+        yield from _named(model=self.model)
+        for number, parameter in enumerate(self.model.parameters()):
+            if parameter.grad is not None:
+                yield ("gradient", number), parameter.grad
+        for number, tensor in enumerate(self._sharding.kept_gradients()):
+            yield ("kept gradient", number), tensor
+        for number, tensor in enumerate(optimizer_state_tensors(self._optimizers)):
+            yield ("state", number), tensor
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self._sharding.kept_gradients()
 
     def _prepare(self) -> None:
         self._sharding.reset()
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
         if self._keep_gradients:
             with self._device.mode:
@@ -190,9 +324,62 @@ class FakeStep:
 
     def _give_gradients(self) -> None:
         with self._device.mode:
-            for parameter in self._model.parameters():
+            for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+def _named(*, model: nn.Module) -> Iterator[tuple[Hashable, torch.Tensor]]:
+    for number, tensor in enumerate((*model.parameters(), *model.buffers())):
+        yield ("model", number), tensor
+
+
+class _OffMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is made on the meta device is made on a fake one, where a value is 1 to who reads it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        kwargs = kwargs or {}
+        if getattr(kwargs.get("device"), "type", "") == "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+class _FromTensors(TorchFunctionMode):
+    """Tensors are also made of lists of fake ones."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor:
+            args = tree_map_only(torch.Tensor, torch.Tensor.item, args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
+    """Inside, a mode is on; also where backward runs a module again, for which PyTorch has switched it off."""
+    entered: list[nn.Module] = []
+
+    def enter(module: nn.Module, _: object) -> None:
+        if not num_torch_function_modes():
+            mode.__enter__()  # type: ignore[no-untyped-call]
+            entered.append(module)
+
+    def leave(module: nn.Module, *_: object) -> None:
+        if entered and entered[-1] is module:
+            entered.pop()
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        with mode:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -202,7 +389,7 @@ def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torc
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), disable_current_modes():
         local = tensor.to_local()
     return DTensor.from_local(
         convert(local),

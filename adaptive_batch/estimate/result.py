@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from fractions import Fraction
-from itertools import product
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,12 +18,34 @@ from .fake_step import Resident
 
 
 @dataclass(frozen=True)
+class Fit:
+    """How many rows of one length fit on one device.
+
+    Attributes:
+        max_batch_size: most rows with which no allocation has to be tried again.
+        max_batch_size_with_retries: most rows that fit at all, where the allocator gives back what it has cached and tries again.
+        allocated_bytes, reserved_bytes: peaks at `max_batch_size`, or with one row where none fits: of what tensors hold, and of what
+            the allocator takes from the device for them.
+        first_too_large: the first thing that does not fit, in the order in which a run would need it; None where a row fits.
+    """
+
+    sequence_length: int
+    max_batch_size: int
+    max_batch_size_with_retries: int
+    allocated_bytes: int
+    reserved_bytes: int
+    first_too_large: str | None = None
+
+
+@dataclass(frozen=True)
 class Target:
     """A device, and how much of it a training step may use.
 
     Attributes:
+        budget_bytes: what an allocator may take of it.
         taken: what the rest is for, each with its bytes: headroom, the CUDA context.
         source: where `total_bytes` is from; empty where it was given as a size.
+        lengths: what fits, for each length that was estimated.
     """
 
     name: str
@@ -32,6 +53,11 @@ class Target:
     budget_bytes: int
     taken: tuple[tuple[str, int], ...] = ()
     source: str = ""
+    lengths: tuple[Fit, ...] = ()
+
+    def counted(self, lengths: Iterable[LengthEstimate], *, maximum: int) -> Target:
+        """Return the device with what fits where each byte that is allocated is one that is taken, as on a CPU."""
+        return replace(self, lengths=tuple(one.counted_fit(self.budget_bytes, maximum=maximum) for one in lengths))
 
 
 @dataclass(frozen=True)
@@ -112,6 +138,13 @@ class LengthEstimate:
         rows = self.curve.max_rows(budget_bytes)
         return None if rows is None else max(1, rows)
 
+    def counted_fit(self, budget_bytes: int, *, maximum: int) -> Fit:
+        """What fits where each byte that is allocated is one that is taken."""
+        rows = self.max_rows(budget_bytes)
+        rows = maximum if rows is None else min(rows, maximum)
+        peak = self.peak_bytes(max(1, rows))
+        return Fit(self.sequence_length, rows, rows, peak, peak, self.first_too_large(budget_bytes))
+
     def peak_bytes(self, rows: int) -> int:
         """Most bytes that a step of that many rows holds, the optimizer's phase included."""
         of_rows = self.one_row_bytes if rows == 1 else self.curve.peak_bytes(rows)
@@ -190,21 +223,13 @@ class MemoryEstimate:
     seconds: float = 0.0
 
     def bound(self, length: LengthEstimate, device: Target) -> int:
-        """Most rows that fit on a device, none above `maximum`."""
-        rows = length.max_rows(device.budget_bytes)
-        return self.maximum if rows is None else min(rows, self.maximum)
+        """Most rows that fit on a device without allocator retries, none above `maximum`."""
+        return device.lengths[self.lengths.index(length)].max_batch_size
 
-    def fit(self, length: LengthEstimate, device: Target) -> dict[str, Any]:
-        """What fits on a device, as the file has it; peak and composition are of one row where none fits."""
-        rows = self.bound(length, device)
-        return {
-            "sequence_length": length.sequence_length,
-            "max_batch_size": rows,
-            "allocated_bytes": length.peak_bytes(max(1, rows)),
-            "bytes_per_row": float(length.curve.highest(max(2, rows)).bytes_per_row),
-            "first_too_large": length.first_too_large(device.budget_bytes),
-            "composition": {name: round(size) for name, size in length.composition(max(1, rows)).items()},
-        }
+    def fits(self, device: str, rows: int = 1) -> bool:
+        """Return whether that many rows, of each length, fit on a device, named as in :attr:`devices`, without allocator retries."""
+        (found,) = (one for one in self.devices if one.name == device or one.name.startswith(f"{device} ("))
+        return all(fit.max_batch_size >= rows for fit in found.lengths)
 
     def format_rows(self, rows: int | None) -> str:
         """Rows that fit, as text: with a plus where more may fit."""
@@ -212,23 +237,38 @@ class MemoryEstimate:
 
     def table(self) -> str:
         """Aligned text: a line for each device and length, what is resident, and what makes the peaks."""
-        cells = [["device", "length", "max_batch_size", "tokens", "peak", "a row", "free"]]
-        for device, length in product(self.devices, self.lengths):
-            rows = self.bound(length, device)
-            peak, line = length.peak_bytes(max(1, rows)), length.curve.highest(max(2, rows))
+        pairs = [(device, *pair) for device in self.devices for pair in zip(self.lengths, device.lengths, strict=True)]
+        reserves = any(fit.reserved_bytes != fit.allocated_bytes for _, _, fit in pairs)
+        header = [
+            "device",
+            "length",
+            "max_batch_size",
+            "with retries",
+            "tokens",
+            "allocated",
+            "reserved",
+            "a row",
+            "free",
+        ]
+        cells = [header if reserves else ["device", "length", "max_batch_size", "tokens", "peak", "a row", "free"]]
+        for device, length, fit in pairs:
+            rows, peak = fit.max_batch_size, format_bytes(fit.allocated_bytes)
             cells.append([
-                device.name, str(length.sequence_length), self.format_rows(rows), str(rows * length.sequence_length),
-                format_bytes(peak), format_bytes(float(line.bytes_per_row)),
-                format_bytes(device.budget_bytes - peak) if rows else "-",
+                device.name, str(length.sequence_length), self.format_rows(rows),
+                *([self.format_rows(fit.max_batch_size_with_retries)] if reserves else ()), str(rows * length.sequence_length), peak,
+                *([format_bytes(fit.reserved_bytes)] if reserves else ()), format_bytes(self._bytes_per_row(length, rows)),
+                format_bytes(device.budget_bytes - fit.reserved_bytes) if rows else "-",
             ])  # fmt: skip
         lines = _aligned(cells)
         for device in self.devices:
             budget, total = format_bytes(device.budget_bytes), format_bytes(device.total_bytes)
             taken = "".join(f", {format_bytes(size)} for {name}" for name, size in device.taken)
             lines.append(f"{device.name}: {budget} may be used of {total}{taken}")
-            for length in self.lengths:
-                if what := length.first_too_large(device.budget_bytes):
-                    lines.append(f"  {count(length.sequence_length, 'token')}: too large: {what}")
+            lines += [
+                f"  {count(fit.sequence_length, 'token')}: too large: {fit.first_too_large}"
+                for fit in device.lengths
+                if fit.first_too_large
+            ]
         resident, of_step = self.lengths[0].resident, self.lengths[0].optimizer_peak_bytes
         on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         gradients = f", gradients that stay {format_bytes(resident.gradients)}" if resident.gradients else ""
@@ -255,11 +295,19 @@ class MemoryEstimate:
         lines = [f"{line}{cost}" for line, cost in zip(_aligned(cells), costs, strict=True)]
         return "\n".join([f"what one change would bring, in rows of {count(length.sequence_length, 'token')}:", *lines])
 
+    def _bytes_per_row(self, length: LengthEstimate, rows: int) -> float:
+        return float(length.curve.highest(max(2, rows)).bytes_per_row)
+
     def as_json(self) -> dict[str, Any]:
-        """All of it as dicts and lists, each device with its answers; sizes in bytes."""
-        answers = [{"lengths": [self.fit(length, device) for length in self.lengths]} for device in self.devices]
+        """All of it as dicts and lists, with what each size is made of; sizes in bytes."""
         values = asdict(self)
-        return values | {"devices": [a | b for a, b in zip(values["devices"], answers, strict=True)]}
+        for device in values["devices"]:
+            for length, fit in zip(self.lengths, device["lengths"], strict=True):
+                rows = fit["max_batch_size"]
+                parts = length.composition(max(1, rows)).items()
+                fit["bytes_per_row"] = self._bytes_per_row(length, rows)
+                fit["composition"] = {name: round(size) for name, size in parts}
+        return values
 
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from adaptive_batch._torch import FakeTensor, current_autograd_node, current_graph_task_id
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
+
+from .cuda_operators import CudaOperators
+from .step_log import Phase
 
 _LABEL = "adaptive_batch.module"  # of an autograd node
 
@@ -76,24 +80,30 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     """Counts live bytes without a limit, and records what made them.
 
     Args:
-        workspace: returns the bytes that an operation (given with its arguments and keyword arguments) takes on the estimated
-            device in addition to its result.
+        operators: of the estimated device, where it is no CPU.
+        on_host: storages that are not on the device, those that are made here included.
         explain: numbers of operations at which all live bytes are attributed to modules, for which `names` is needed.
     """
 
     def __init__(
         self,
         *,
-        workspace: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
+        operators: CudaOperators | None = None,
+        on_host: WeakSet[torch.UntypedStorage] | None = None,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
     ) -> None:
+        self.log = array("q")
+        self._numbers: dict[int, int] = {}
+        self._num_allocations = 0
+        self._before: list[tuple[Hashable, int]] = []
         super().__init__(sys.maxsize)
-        self._workspace = workspace
+        self._operators = operators
+        self._instead = operators.instead if operators else {}
+        self._on_host = on_host if on_host is not None else WeakSet()
         self._explain = frozenset(explain)
         self._names = names
-        self._is_counting = True
-        self._kwargs: Mapping[str, Any] = {}
+        self._is_counting, self._is_lifted, self._is_inside = True, False, False
         self._in_forward: set[int] = set()
         self._forward_bytes = 0
         self._forward_bytes_after_each = array("q")
@@ -106,6 +116,13 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         super().add(tensors)
         self._in_forward.clear()
         self._forward_bytes = 0
+
+    def add_named(self, tensors: Iterable[tuple[Hashable, torch.Tensor]]) -> None:
+        """Count what is alive before anything runs, of which :meth:`phase` tells by name."""
+        for name, tensor in tensors:
+            count = self._num_allocations
+            self.add([tensor])
+            self._before += [(name, number) for number in range(self._num_allocations - count)]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -139,16 +156,57 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         is_new = key not in self._sizes
         super()._see(storage)
         size = self._sizes.get(key, 0)
+        if is_new and self._is_lifted:
+            self._on_host.add(storage)
+        if size != before and storage not in self._on_host:
+            self._replace(key, size)
         if is_new:
             self._made_after[key] = len(self._forward_bytes_after_each)
             if self._explain:
                 self._made_by[key] = self._last
-            if torch._C._current_graph_task_id() == -1:
+            if current_graph_task_id() == -1:
                 self._in_forward.add(key)
         if key in self._in_forward:
             self._forward_bytes += size - before
 
+    def _replace(self, key: int, size: int) -> None:
+        """Log that a storage has another block of memory now, or none."""
+        before = self._numbers.pop(key, None)
+        if size:
+            self._numbers[key] = self._num_allocations
+            self._num_allocations += 1
+            self.log.append(size)
+        if before is not None:
+            self.log.append(~before)
+
+    def phase(self, after: Iterable[tuple[Hashable, torch.Tensor]]) -> Phase:
+        """Return what was logged since :meth:`add_named`, and by name what is left for other phases."""
+        given = len(self._before)
+        kept = self._operators.workspaces.values() if self._operators else ()
+        once = {number for tensor in kept for number in self._numbers_of(tensor)}
+        numbers, log, positions = list(range(given)), array("q"), []
+        for entry in self.log[given:]:
+            if entry <= 0:
+                log.append(~numbers[~entry])
+                continue
+            if len(numbers) in once:
+                positions.append((len(log), entry))
+            else:
+                log.append(entry)
+            numbers.append(len(numbers) - len(positions))
+        named: dict[Hashable, int] = {
+            (name, place): numbers[number]
+            for name, tensor in after
+            for place, number in enumerate(self._numbers_of(tensor))
+        }
+        return Phase(log, tuple(self._before), named, tuple(positions))
+
+    def _numbers_of(self, tensor: torch.Tensor) -> list[int]:
+        keys = (plain.untyped_storage()._cdata for plain in plain_tensors(tensor))
+        return [self._numbers[key] for key in keys if key in self._numbers]
+
     def _forget(self, key: int) -> None:
+        self._replace(key, 0)
         if key in self._in_forward:
             self._in_forward.discard(key)
             self._forward_bytes -= self._sizes[key]
@@ -163,18 +221,15 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         super()._record(func, args)
         if len(self._live_bytes_after_each) == number:
             return
-        workspace = self._workspace(func, args, self._kwargs)
-        self._live_bytes_after_each[-1] += workspace
         self._forward_bytes_after_each.append(self._forward_bytes)
         if number in self._explain:
-            self._explained[number] = LiveMemory(self._last, self._by_site(workspace))
+            self._explained[number] = LiveMemory(self._last, self._by_site())
 
-    def _by_site(self, workspace: int) -> tuple[tuple[OpSite, int], ...]:
+    def _by_site(self) -> tuple[tuple[OpSite, int], ...]:
         held: Counter[OpSite] = Counter()
         for key, size in self._sizes.items():
             if key not in self._resident:
                 held[self._made_by[key]] += size
-        held[self._last] += workspace
         return tuple((where, size) for where, size in held.most_common() if size)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
@@ -184,10 +239,16 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors, and no operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self._names is not None:
-            backward = torch._C._current_graph_task_id() != -1
+            backward = current_graph_task_id() != -1
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
             self._last = OpSite(self._names.current(), name, backward)
-        self._kwargs = kwargs or {}
+        if func in self._instead and not self._is_inside:
+            self._is_inside = True
+            with self:
+                result = self._instead[func](*args, **(kwargs or {}))
+            self._is_inside = False
+            return result
+        self._is_lifted = func is torch.ops.aten.lift_fresh.default  # a number of Python's
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -242,9 +303,9 @@ class ModuleNames(TorchFunctionMode):
         """Return the name of the innermost module; empty outside of all."""
         if self._stack:  # forward, or recomputing
             return self._stack[-1]
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             return ""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is not None:
             self._last = cast(dict[str, Any], node.metadata).get(_LABEL, self._last)
         return self._last

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes, tree_leaves
 from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError
@@ -33,11 +32,11 @@ class TensorSnapshot:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [plain.detach() for tensor in tensors for plain in plain_tensors(tensor)]
-        with _disable_current_modes():  # the copies are the host's, not the device's that is being measured
+        with disable_current_modes():  # the copies are the host's, not the device's that is being measured
             self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors]
 
     def restore(self) -> None:
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             for tensor, saved in zip(self._tensors, self._copies, strict=True):
                 tensor.copy_(saved)
 
@@ -174,7 +173,7 @@ def _emptied(state: dict[str, Any]) -> bool:
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     if not any(getattr(tensor, "is_paged", False) for tensor in tensors.values()):
         return False
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         for key, tensor in tensors.items():
             if not key.startswith("qmap"):  # the quantization maps are constants
                 tensor.zero_()

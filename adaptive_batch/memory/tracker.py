@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from adaptive_batch._torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_graph_task_id,
+    disable_current_modes,
+    storage_use_count,
+)
 from adaptive_batch._util import format_bytes
 
 from .curve import Trace
@@ -49,11 +56,12 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.budget_bytes = budget_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._references = _references_of_autograd()
         self._program = 0
         self._live_bytes_after_each = array("q")
         self._resident: set[int] = set()
         self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resizable: set[int] = set()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -89,7 +97,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
-            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._storages[key] = weakref.ref(storage, lambda _: self._forget(key))
             known = 0
         if size != known or not known:  # new, or resized in place
             self._sizes[key] = size
@@ -97,7 +105,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key)
-        del self._references[key]
+        del self._storages[key]
         self._resizable.discard(key)
 
     def _see_resized(self, kwargs: dict[str, Any] | None) -> None:
@@ -107,7 +115,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(storage)
             self._resizable.add(storage._cdata)
         for key in tuple(self._resizable):
-            if (storage := self._references[key]()) is not None:
+            if (storage := self._storages[key]()) is not None:
                 self._see(storage)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
@@ -122,15 +130,55 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for item in result:
                 self._see_all(item)
 
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; where autograd adds up gradients of one tensor, do it in place, as it does without a mode.
+
+        It does so in the first to arrive, if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
+        """
+        sums = func is torch.ops.aten.add.Tensor and current_graph_task_id() != -1
+        if sums and not torch.is_grad_enabled() and _references(args[0]) == self._references:
+            return args[0].add_(args[1])
+        return func(*args, **kwargs)
+
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
-        result = func(*args, **(kwargs or {}))
+        result = self._run(func, args, kwargs or {})
         self._see_all(result)
         if getattr(func, "namespace", "") == "fsdp":
             self._see_resized(kwargs if func is torch.ops.fsdp.split_with_sizes_copy.default else None)
         self._record(func, args)
         self.check()
         return result
+
+
+class _FirstSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the references to a gradient that autograd adds another to."""
+
+    references: tuple[int, ...] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and current_graph_task_id() != -1:
+            self.references = _references(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Count who refers to the storage, the tensor and its Python object; None where it has not all of a storage."""
+    storage = tensor.untyped_storage()
+    if tensor.numel() * tensor.element_size() != storage.nbytes():
+        return None
+    holder: Any = tensor  # torch does not declare the method
+    return storage_use_count(storage._cdata), holder._use_count(), sys.getrefcount(tensor)
+
+
+@cache
+def _references_of_autograd() -> tuple[int, ...] | None:
+    """Return the references to a gradient that autograd alone holds, as an operation on it sees them."""
+    with disable_current_modes(), torch.enable_grad(), _FirstSum() as mode:  # type: ignore[no-untyped-call]
+        leaf = torch.ones(2, device="cpu", requires_grad=True)
+        (leaf.exp() + leaf.sin()).sum().backward()  # type: ignore[no-untyped-call]
+    references: tuple[int, ...] | None = mode.references
+    return references

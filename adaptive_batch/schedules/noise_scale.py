@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from adaptive_batch._torch import foreach_norm
+
 
 @dataclass(frozen=True)
 class NoiseSample:
@@ -126,5 +128,5 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_type.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
-    norms = [norm for dtype, those in by_type.items() for norm in torch._foreach_norm(those, 2, dtype=dtype)]
+    norms = [norm for dtype, those in by_type.items() for norm in foreach_norm(those, 2, dtype=dtype)]
     return torch.stack([norm.to(gradients[0].device) for norm in norms]).square().sum()

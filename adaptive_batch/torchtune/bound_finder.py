@@ -45,6 +45,7 @@ _MEMORY_KEYS = [
     "clip_grad_norm",
     "optimizer_in_bwd",
     "pad_to_multiple_of",
+    "fused_rms_norm",
     "enable_activation_checkpointing",
     "enable_activation_offloading",
     "ac_mode",

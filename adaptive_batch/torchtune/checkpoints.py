@@ -14,11 +14,10 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torchtune import training
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
 from adaptive_batch._util import atomic_write
 from adaptive_batch.checkpoint import (
     Checkpoint,

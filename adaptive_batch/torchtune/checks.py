@@ -369,12 +369,15 @@ def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks
     else:
         unused |= {"device_memory": "estimate.devices gives it", "sequence_lengths": "it is for adaptive_probe"}
         unused |= {"sequence_length": "estimate.sequence_lengths gives them"} if estimate.sequence_lengths else {}
-        unused |= {"headroom": "estimate.headroom gives it"} if estimate.headroom is not None else {}
+        unused |= {"headroom": "estimate.headroom gives it"}
         tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
         unused |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
     default = type(probe)()
     changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
-    return [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
+    found = [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
+    if recipe == "adaptive_estimate" and cfg.get("device") == "cpu" and estimate.context != type(estimate)().context:
+        found.append(NoEffect("estimate.context", "device is cpu, which has none"))
+    return found
 
 
 def _unread(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> list[NoEffect]:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from safetensors import safe_open
-from torch.utils._pytree import tree_leaves
 from torchtune import training
 
+from adaptive_batch._torch import tree_leaves
 from adaptive_batch._util import atomic_write, move_into_place, sync_folder
 from adaptive_batch.checkpoint import (
     SavedFile,

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torchtune import modules
+
+from adaptive_batch.estimate import AllocatorSettings
+
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+_FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")  # those that can be
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change to estimate: what is typed, what it costs, and the length and the ranks if they change."""
+    """A change to estimate: what is typed, what it costs, and the length, the ranks and the allocator's settings if they change."""
 
     overrides: tuple[str, ...]
     cost: str
     sequence_length: int | None = None
     world_size: int | None = None
+    allocator: AllocatorSettings | None = None
 
 
-def candidates(cfg: DictConfig, *, tokens: int, world_size: int, recomputed: float) -> Iterator[Candidate]:
-    """Yield the changes that apply to a configuration with rows of so many tokens.
-
-    `recomputed` is the share of the compute that activation checkpointing adds.
-    """
+def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_size: int) -> Iterator[Candidate]:
+    """Yield the changes that apply to a configuration with rows of so many tokens; the model may be without memory."""
     optimizer, loss = str(cfg.optimizer._component_), str(cfg.loss._component_)
+    allocator = AllocatorSettings.from_environment()
+    if str(cfg.device) != "cpu" and not allocator.expandable_segments:
+        cost = "an environment variable; PyTorch's allocator then leaves less of what it has taken unused"
+        yield Candidate((_EXPANDABLE,), cost, allocator=replace(allocator, expandable_segments=True))
+    recomputed = _share_of_layers(model) / 3  # of the compute
     if not cfg.get("enable_activation_checkpointing", False) and cfg.get("ac_mode", None) is None:
         cost = f"each layer's forward runs again in backward: about {recomputed:.0%} more compute"
         yield Candidate(("enable_activation_checkpointing=True",), cost)
@@ -43,6 +52,11 @@ def candidates(cfg: DictConfig, *, tokens: int, world_size: int, recomputed: flo
         overrides = [f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit"]
         overrides += [f"~optimizer.{key}" for key in ("fused", "foreach") if cfg.optimizer.get(key, None) is not None]
         yield Candidate(tuple(overrides), "the optimizer's states are rounded to 8 bits")
+    if optimizer in _FUSED and not any(cfg.optimizer.get(key, None) for key in ("fused", "foreach")):
+        yield Candidate(("optimizer.fused=True",), "the optimizer's step is one kernel: results differ by rounding")
+    is_half = str(cfg.dtype) in ("bf16", "bfloat16", "fp16", "float16")
+    if is_half and any(type(module) is modules.RMSNorm for module in model.modules()):
+        yield Candidate(("fused_rms_norm=True",), "norms are one operation each: results differ by rounding")
     if loss in ("torch.nn.CrossEntropyLoss", "torchtune.modules.loss.CrossEntropyLoss"):
         yield Candidate(("loss=torchtune.modules.loss.CEWithChunkedOutputLoss",), "the same loss, summed in 8 parts")
     elif loss.endswith("CEWithChunkedOutputLoss"):
@@ -71,13 +85,13 @@ def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if key.startswith("~"):
             block, _, key = key[1:].rpartition(".")
             OmegaConf.select(changed, block).pop(key)
-        elif not key.startswith("--"):
+        elif not key.startswith(("--", "PYTORCH")):
             key += "._component_" if key in ("optimizer", "loss") else ""
             OmegaConf.update(changed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True)
     return changed
 
 
-def share_of_layers(model: torch.nn.Module) -> float:
+def _share_of_layers(model: torch.nn.Module) -> float:
     """Return the share of a forward's multiplications that is in the layers, by parameters; a backward has twice as many."""
     sizes = {"layers": 0, "others": 0}
     for name, parameter in model.named_parameters():

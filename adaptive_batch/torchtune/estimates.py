@@ -6,7 +6,6 @@ tune run adaptive_estimate --config NAME estimate.devices=80GiB [estimate.sequen
 from __future__ import annotations
 
 import inspect
-import re
 import time
 import traceback
 import warnings
@@ -17,52 +16,34 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
+    AllocatorSettings,
     Change,
-    CurveCheck,
+    CudaKernels,
     EstimatedDevice,
     FakeDevice,
+    Fit,
     LengthEstimate,
-    MemoryBreakdown,
     MemoryEstimate,
-    StepTrace,
     Target,
-    fixed_overhead_bytes,
+    estimate_length,
     left_out,
+    needs_values,
     parse_devices,
     ranked,
-    workspace_bytes,
 )
-from adaptive_batch.memory import MemoryCurve
 
 from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
-from .estimate_changes import candidates, share_of_layers, with_overrides
-from .fake_run import FEW, MORE, FakeRun, Rows, made_up_row
+from .estimate_changes import candidates, with_overrides
+from .fake_run import FakeRun, Rows, made_up_row
 from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
-
-_LEAST_CHECKED = 5  # rows of the step that the curve is checked by, at least
-_COLLATED_BYTES = 2**29  # of its batch, roughly: tokens are collated for real, which takes time and memory
-_PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))  # rows of the two steps that give the curve
-
-_NEEDS_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 def estimate_devices(
@@ -93,10 +74,10 @@ def estimate_devices(
     for keys in without_effect_on("adaptive_estimate", settings, cfg):
         show(str(keys))
     estimator = Estimator(cfg, settings, parse_devices(asked.devices), builder)
-    lengths, not_counted = estimator.lengths()
+    lengths, devices, not_counted = estimator.lengths()
     estimate = MemoryEstimate(
-        devices=estimator.targets,
-        lengths=tuple(lengths),
+        devices=devices,
+        lengths=lengths,
         maximum=settings.probe.maximum,
         world_size=asked.world_size,
         left_out=tuple(not_counted),
@@ -124,7 +105,7 @@ def estimate_devices(
 
 
 class Estimator:
-    """Estimates one configuration and its variants for devices; `targets` are these with their budgets."""
+    """Estimates one configuration and its variants for devices."""
 
     def __init__(
         self,
@@ -137,51 +118,59 @@ class Estimator:
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
+        estimate = settings.estimate
+        context = estimate.context if self._on_accelerator else 0
         self._devices = devices
+        self._targets = [one.target(context_bytes=context, headroom=estimate.headroom) for one in devices]
+        # Devices of one capability run the same kernels.
+        capabilities = [one.compute_capability if self._on_accelerator else None for one in devices]
+        self._alike = {one: [n for n, other in enumerate(capabilities) if other == one] for one in capabilities}
         self._first_length: int | str = "longest"
-        self._recomputed = 0.0
-        self.targets = tuple(self._target(device) for device in devices)
+        self._skeleton: torch.nn.Module | None = None
 
-    def _target(self, device: EstimatedDevice) -> Target:
-        estimate = self._settings.estimate
-        headroom = self._settings.probe.headroom if estimate.headroom is None else estimate.headroom
-        taken, outside = [], estimate.context or 0
-        if self._on_accelerator:
-            outside = fixed_overhead_bytes(device.architecture, context_bytes=estimate.context)
-        if outside:
-            taken.append(("the CUDA context" + " and cuBLAS" * self._on_accelerator, outside))
-        free = max(0, device.total_bytes - outside)
-        budget = int(free * (1 - headroom))
-        if headroom:
-            taken.append((f"headroom ({headroom:.0%})", free - budget))
-        return Target(device.describe(), device.total_bytes, budget, tuple(taken), device.source)
-
-    def _workspace(self, operation: Any, args: Sequence[Any], kwargs: Any) -> int:
-        capabilities = {device.compute_capability for device in self._devices if self._on_accelerator}
-        return max(
-            (workspace_bytes(operation, args, kwargs, compute_capability=one) for one in capabilities), default=0
-        )
-
-    def lengths(self) -> tuple[list[LengthEstimate], list[str]]:
-        """Estimate each length, and list what is not counted."""
+    def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], list[str]]:
+        """Estimate each length; return what it holds, the devices with what fits there, and what is not counted."""
         asked = self._settings.estimate
         wanted = [self._resolved(length) for length in asked.lengths_of(self._settings.probe)[1]]
         self._first_length = wanted[0]
-        with self._step(self._cfg, wanted, asked.world_size) as step:
-            lengths = [
-                step.estimate(one, self.targets, checks=place == len(wanted)) for place, one in enumerate(wanted, 1)
-            ]
-            self._recomputed = share_of_layers(step.run.job.skeleton) / 3
-            not_counted = list(step.run.left_out)
+        lengths, fits, run = self._estimate(self._cfg, wanted, asked.world_size, checks=True)
+        self._skeleton = run.job.skeleton
+        not_counted = list(run.left_out)
         if self._settings.fits_itself:
             not_counted.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
         if self._on_accelerator:
-            names = [device.architecture for device in self._devices]
-            not_counted += left_out(names, dtype=step.run.job.dtype, world_size=asked.world_size)
+            not_counted += left_out([one.architecture for one in self._devices], world_size=asked.world_size)
         else:
             not_counted.append("what is no tensor: Python, libraries, the dataset")
             not_counted.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
-        return lengths, not_counted
+        devices = (replace(target, lengths=tuple(some)) for target, some in zip(self._targets, fits, strict=True))
+        return lengths, tuple(devices), not_counted
+
+    def _estimate(
+        self,
+        cfg: DictConfig,
+        wanted: Sequence[int | str],
+        world_size: int,
+        *,
+        checks: bool = False,
+        allocator: AllocatorSettings | None = None,
+    ) -> tuple[tuple[LengthEstimate, ...], list[list[Fit]], FakeRun]:
+        """Return what each length holds (on the first device), what fits on each device, and the last run."""
+        lengths: list[LengthEstimate] = []
+        fits: list[list[Fit]] = [[] for _ in self._targets]
+        if self._on_accelerator:
+            allocator = allocator or AllocatorSettings.from_environment()
+        for capability, members in self._alike.items():
+            targets = [self._targets[number] for number in members]
+            kernels = CudaKernels(capability) if self._on_accelerator else None
+            with self._step(cfg, wanted, world_size, kernels) as step:
+                for one in wanted:
+                    is_last = one == wanted[-1] and len(lengths) < len(wanted)
+                    length, found = step.estimate(one, targets, checks=checks and is_last, allocator=allocator)
+                    lengths.append(length)
+                    for number, fit in zip(members, found, strict=True):
+                        fits[number].append(fit)
+        return tuple(lengths[: len(wanted)]), fits, step.run
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -205,35 +194,36 @@ class Estimator:
         """Estimate each single change at a length."""
         world_size = self._settings.estimate.world_size
         asked = {"tokens": length.sequence_length, "world_size": world_size}
-        for one in candidates(self._cfg, **asked, recomputed=self._recomputed):
+        maximum = self._settings.probe.maximum
+        assert self._skeleton is not None
+        for one in candidates(self._cfg, self._skeleton, **asked):
             tokens = one.sequence_length or self._first_length
             try:
                 cfg = with_overrides(self._cfg, one.overrides)
-                with self._step(cfg, [tokens], one.world_size or world_size) as step:
-                    estimate = step.estimate(tokens, self.targets, checks=False)
+                _, fits, _ = self._estimate(cfg, [tokens], one.world_size or world_size, allocator=one.allocator)
             except Exception as error:  # components refuse each other in many ways
                 why = "" if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: "
                 yield Change(one.overrides, one.cost, refused=why + str(error).partition("\n")[0])
             else:
-                yield Change(one.overrides, one.cost, tuple(estimate.max_rows(t.budget_bytes) for t in self.targets))
+                bounds = (some[0].max_batch_size for some in fits)
+                yield Change(one.overrides, one.cost, tuple(None if rows == maximum else rows for rows in bounds))
 
     @contextmanager
-    def _step(self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int) -> Iterator[_Step]:
+    def _step(
+        self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int, kernels: CudaKernels | None
+    ) -> Iterator[_Step]:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
             settings = Settings.from_config(cfg)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
-            device = FakeDevice(workspace=self._workspace)
+            device = FakeDevice(kernels)
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
                     yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data, builder=self._builder), lengths)
             except Exception as error:
-                names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
-                if not isinstance(error, _NEEDS_VALUES) and not (
-                    names_it and isinstance(error, AssertionError | RuntimeError)
-                ):
+                if (remedy := needs_values(error)) is None:
                     raise
-                raise _needs_values(cfg, error) from error
+                raise _named(cfg, error, remedy) from error
 
 
 class _Step:
@@ -276,54 +266,24 @@ class _Step:
             raise SettingError(key, length, f"the model takes {longest} tokens at most")
         return rows, tokens
 
-    def _alike(
-        self, run: Callable[[int], object], length: int | str
-    ) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
-        """Trace two sizes that run the same operations."""
-        for few, many in _PAIRS:
-            low, high = (self._step.trace(size, forward_backward=run) for size in (few, many))
-            if low.trace.program == high.trace.program:
-                return (few, low), (many, high)
-        remedy = f"each number of rows of {length} tokens runs other operations, so no peak follows from another; probe it on a device"
-        raise SettingError("model", str(self.run.job.cfg.model._component_), remedy)
-
-    def estimate(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthEstimate:
-        """Estimate one length; `checks` it by one more size, whose tensors are attributed to modules."""
+    def estimate(
+        self, length: int | str, targets: Sequence[Target], *, checks: bool, allocator: AllocatorSettings | None
+    ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
+        """Estimate one length and what fits of it; see :func:`adaptive_batch.estimate.estimate_length`."""
         rows, tokens = self._rows[length]
-        run = self.run.forward_backward(rows)
-        (fewer, few), (larger, more) = self._alike(run, length)
-        curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
-        fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
-        check, sites = None, {}
-        if checks:
-            most = _COLLATED_BYTES // (128 * tokens)
-            size = max(_LEAST_CHECKED, min(max(fitting), self.run.job.settings.probe.maximum, most))
-            third = self._step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
-            check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
-            sites = {operation: live.describe() for operation, live in third.explained.items()}
-        one_row = curve.peak_bytes(1)
-        if min(fitting) < FEW:
-            one_row = max(self._step.trace(1, forward_backward=run).trace.live_bytes)
-        breakdowns = []
-        for line in curve.lines:
-            below, above = few.forward_bytes[line.operation], more.forward_bytes[line.operation]
-            each = (above - below) / (larger - fewer)
-            activations = below - fewer * each, each
-            gradients = more.gradient_bytes(line.operation)
-            site = sites.get(line.operation, "")
-            breakdowns.append(MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients, site))
-        return LengthEstimate(
-            sequence_length=tokens,
-            resident=self._step.resident,
-            breakdowns=tuple(breakdowns),
-            one_row_bytes=one_row,
-            optimizer_peak_bytes=self._step.optimizer_peak_bytes,
-            check=check,
+        return estimate_length(
+            self._step,
+            tokens,
+            targets,
+            maximum=self.run.job.settings.probe.maximum,
+            forward_backward=self.run.forward_backward(rows),
+            checks=checks,
+            allocator=allocator,
         )
 
 
-def _needs_values(cfg: DictConfig, error: Exception) -> SettingError:
-    """Build the error that names the component whose code reads values of fake tensors, and the operation."""
+def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
+    """Build the error that names the component whose code reads values of fake tensors."""
     key = "model"
     loss = str(cfg.loss._component_).rpartition(".")[2]
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -332,9 +292,4 @@ def _needs_values(cfg: DictConfig, error: Exception) -> SettingError:
             key = "optimizer"
         elif isinstance(owner, torch.nn.Module) and type(owner).__name__ == loss:
             key = "loss"
-    operation = getattr(error, "func", None) or str(error).partition("\n")[0]
-    remedy = (
-        f"it cannot run on fake tensors: {operation} ({type(error).__name__}) needs values, and there are none; "
-        "probe it on a device"
-    )
     return SettingError(key, str(cfg[key]._component_), remedy)

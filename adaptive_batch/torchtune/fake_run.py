@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torch.utils._python_dispatch import _disable_current_modes
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import FakeDevice, FakeStep, workspace_bytes
+from adaptive_batch.estimate import FEW, MORE, CudaKernels, FakeDevice, FakeStep
 from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN
@@ -25,8 +24,6 @@ from .settings import Settings
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
-
-FEW, MORE = 2, 3  # rows of the trials that tell the curve; one row alone often runs other operations
 
 _COMPILED_OPTIMIZERS = "torchao."
 _BITSANDBYTES = "bitsandbytes."
@@ -68,7 +65,7 @@ class FakeRun:
         real = self.data.collate
 
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return self._collate_packed(rows) if self.data.packed else real(rows)
 
         self.data.collate = collate
@@ -152,20 +149,16 @@ class FakeRun:
         job = self.job
         if distributed.world_size() > 1:
             model = build_sharded(job.cfg, dtype=job.dtype, device=job.device)
+            compute_rotary_buffers(model, dtype=job.dtype, device=job.device)  # some look at their values
+            self._device.move(model)
         else:
-            model = job.builder.skeleton(job.cfg, dtype=job.dtype)
+            model = self._device.build(lambda: job.builder.skeleton(job.cfg, dtype=job.dtype))
             apply_checkpointing(model, job.cfg)
         job.builder.freeze(model)
-        compute_rotary_buffers(model, dtype=job.dtype, device=job.device)  # some look at their values
-        self._device.move(model)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             self._leave_out(
                 "recurrent layers: their fused kernels keep what fake tensors do not show, so a step needs more"
             )
-        if self._on_accelerator:  # its kernels keep no weights of attention for dropout, and a CPU's would
-            for module in model.modules():
-                if isinstance(getattr(module, "attn_dropout", None), float):
-                    cast(Any, module).attn_dropout = 0.0
         return model
 
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -214,8 +207,7 @@ def expected_curve(
     cfg: DictConfig, settings: Settings, rows: Rows, *, accumulates: bool, builder: ModelBuilder | None = None
 ) -> MemoryCurve:
     """Return what trials of these rows should peak at on the configured device."""
-    capability = torch.cuda.get_device_capability() if str(cfg.device).startswith("cuda") else None
-    device = FakeDevice(workspace=partial(workspace_bytes, compute_capability=capability))
+    device = FakeDevice(CudaKernels.of_this_device() if str(cfg.device).startswith("cuda") else None)
     run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
     if run.data.packed and _SUPPORTS_FLEX_ATTENTION:
         raise SettingError(

@@ -77,6 +77,7 @@ class FullModel:
         """Return the model without memory, on the meta device."""
         with torch.device("meta"), training.set_default_dtype(dtype):
             model: torch.nn.Module = instantiate("model", cfg.model)
+        _fuse_norms(model, cfg)
         return model
 
     def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
@@ -89,6 +90,7 @@ class FullModel:
             with training.set_default_dtype(dtype), device:
                 model = config.instantiate(cfg.model)
             self.check(model, cfg)
+            _fuse_norms(model, cfg)
             if cfg.compile:
                 training.compile_model(model)
             apply_checkpointing(model, cfg)
@@ -133,6 +135,24 @@ def _refusing_other_weights(model: torch.nn.Module, weights: Mapping[str, Any], 
         raise SettingError("model", str(cfg.model._component_), f"{why}; {remedy}") from error
 
 
+class FusedRMSNorm(modules.RMSNorm):  # type: ignore[misc]
+    """The norm as one operation, which keeps its input for backward; torchtune's keeps a float32 copy of input and output too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, self.scale, self.eps)
+
+
+def _fuse_norms(model: torch.nn.Module, cfg: DictConfig) -> None:
+    if not cfg.get("fused_rms_norm", False):
+        return
+    norms = [module for module in model.modules() if type(module) is modules.RMSNorm]
+    if not norms:
+        remedy = f"{cfg.model._component_} has no RMSNorm of torchtune's; leave it out"
+        raise SettingError("fused_rms_norm", True, remedy)
+    for norm in norms:
+        norm.__class__ = FusedRMSNorm
+
+
 def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Recompute activations as configured: those of each layer, or with `ac_mode` of the layers that `ac_option` chooses."""
     all_layers, mode = bool(cfg.get("enable_activation_checkpointing", False)), cfg.get("ac_mode", None)
@@ -153,6 +173,7 @@ def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) 
     """
     with training.set_default_dtype(dtype), torch.device("meta"):
         model: torch.nn.Module = config.instantiate(cfg.model)
+    _fuse_norms(model, cfg)
     if cfg.compile:
         training.compile_model(model, verbose=distributed.is_rank_zero())
     ranks, dim = distributed.data_parallel_size(), distributed.world_size() // distributed.data_parallel_size()

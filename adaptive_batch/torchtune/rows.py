@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import Dataset
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import cache_directory, count, described_with_files, fingerprint
 from adaptive_batch.data import Measured, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
@@ -63,7 +63,7 @@ class Rows(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
-        with _disable_current_modes():  # rows are real where an estimate reads them, too
+        with disable_current_modes():  # rows are real where an estimate reads them, too
             return self._read(number)
 
     @property

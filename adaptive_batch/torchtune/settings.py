@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import parse_devices
+from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
 from adaptive_batch.memory import check_device_memory, parse_size
 from adaptive_batch.schedules import (
     RULES,
@@ -68,13 +68,22 @@ def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
     return tuple(_length(name, length) for length in value)
 
 
-def _context(name: str, value: Any) -> int:
+def _size(name: str, value: Any) -> int:
     try:
         if value == 0 and not isinstance(value, bool):
             return 0
         return parse_size("" if isinstance(value, float) else value, total_bytes=0)  # a share would be of nothing
     except ValueError:
         raise SettingError(name, value, 'give a size such as "600MiB", or a whole number of bytes') from None
+
+
+def _headroom(name: str, value: Any) -> int | float | str:
+    if isinstance(value, float):
+        check_share(name, value)
+    else:
+        _size(name, value)
+    size: int | float | str = value
+    return size
 
 
 def _reference(name: str, value: Any) -> Reference:
@@ -180,14 +189,17 @@ class EstimateSettings:
     )
     world_size: int = key(partial(check_whole, most=10**5), "ranks that share the model", default=1)
     changes: bool = key(check_bool, "also estimate what single changes of the configuration would bring", default=True)
-    headroom: float | None = key(
-        checked(check_share), "share of the memory that is left free; null: `probe.headroom`", default=None
+    headroom: int | float | str = key(
+        _headroom,
+        "what is left free beside that: a size such as `2GiB`, a number of bytes, or a share such as `0.05`",
+        default=0,
     )
-    context: int | None = key(
-        _context,
-        "memory of the CUDA context, outside the allocator, in bytes or as a size such as `600MiB`; null: 0.70 GiB, and nothing if "
-        "`device` is `cpu`",
-        default=None,
+    context: int = key(
+        _size,
+        "what the driver's context and its libraries take outside of the allocator, in bytes or as a size such as `600MiB`; of no "
+        "effect if `device` is `cpu`. See [estimate.md](estimate.md#the-context)",
+        default=CONTEXT_BYTES,
+        shown="500MiB",
     )
 
     def lengths_of(self, probe: ProbeSettings) -> tuple[str, tuple[int | str, ...]]:
@@ -328,6 +340,13 @@ class Settings:
         "padded lengths are rounded up, never beyond what the model takes, so that there are fewer shapes to compile",
         default=1,
         shown="null",
+        resume="report",
+    )
+    fused_rms_norm: bool = key(
+        check_bool,
+        "torchtune's `RMSNorm` as one operation in the model's `dtype`, which keeps its input and no float32 copies of it; results "
+        "differ by rounding",
+        default=False,
         resume="report",
     )
     on_out_of_memory: str = key(

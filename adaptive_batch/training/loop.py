@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import (
     LONG_ROWS,
@@ -40,6 +41,7 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.distributed import Sharding, reshard
 from adaptive_batch.errors import NonfiniteLossError, SettingError
+from adaptive_batch.estimate import CONTEXT_BYTES, FakeDevice, MemoryEstimate, estimate_step
 from adaptive_batch.memory import DeviceMemory, RandomState, check_device_memory, device_memory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
@@ -384,6 +386,43 @@ class AdaptiveLoop:
     def _rows_in_order(self) -> Callable[[int, int], list[Any]]:
         order = self._steps.epochs.order(self.progress.at_epoch_start()).tolist()
         return lambda begin, number: [self._rows[order[i % len(order)]] for i in range(begin, begin + number)]
+
+    def estimate(
+        self, devices: Any, *, maximum: int = 4096, context: int = CONTEXT_BYTES, headroom: int | float | str = 0
+    ) -> MemoryEstimate:
+        """Estimate how many of the longest rows a step of this loop can hold on CUDA devices that are not here.
+
+        The rows are collated as in training, on the host; `to_device` is not called. For arguments and errors see
+        :func:`adaptive_batch.estimate_memory`.
+        """
+        rows, runner, real = self._rows, self._runner, self._runner.loss
+        (longest,) = rows.longest(1)
+
+        def collate(some: Sequence[Any], length: int) -> dict[str, Any]:
+            with disable_current_modes():
+                return real.collate(some, length)
+
+        def forward_backward(device: FakeDevice, size: int) -> None:
+            made = rows.longest(min(size, len(rows)))
+            runner.loss = replace(real, collate=collate, to_device=device.batch)
+            runner.try_rows([made[number % len(made)] for number in range(size)])
+
+        try:
+            return estimate_step(
+                self._model,
+                self._optimizer,
+                forward_backward,
+                runner.clip,
+                devices,
+                sequence_length=rows.length(longest),
+                accumulates=self._limits.splits,
+                maximum=check_whole("maximum", maximum),
+                context=context,
+                headroom=headroom,
+            )
+        finally:
+            runner.loss = real
+            rows.forget()
 
     # --- training ---------------------------------------------------------------------------------------------------
 

@@ -271,21 +271,22 @@ class MicroBatchRunner:
 
     def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums, *, is_last: bool) -> None:
         """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is None or has no label."""
-        together, is_labelled = distributed.world_size() > 1, False
+        together, labels = distributed.world_size() > 1, None
         with self.sharding.micro_batch(is_last=is_last):
             if piece is not None:
                 batch = self.loss.collate([rows[i] for i in piece.rows], piece.length)
                 sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
-                is_labelled = bool(self.loss.count_labels(batch))
-            if not is_labelled:  # its mean would be 0/0, and 0 times that is no zero
+                labels = self.loss.count_labels(batch)
+            if not labels:  # its mean would be 0/0, and 0 times that is no zero
                 if not together:
                     return
+                labels = None
                 row = self._dummy_row()
                 batch = self.loss.collate([row], self.layout.padded(self.loss.row_length(row)))
             mean, count = self._loss_and_labels(batch)
-            token_loss = mean * (count if is_labelled else 0)
-            if is_labelled:
-                sums.add(token_loss.detach(), count)
+            token_loss = mean * (0 if labels is None else count)
+            if labels is not None:
+                sums.add(token_loss.detach(), labels if together else count)
             if not self._scale_gradients and not together:
                 token_loss = mean
             elif not self._scale_gradients:  # each parameter is stepped as soon as its gradient is there
@@ -395,10 +396,9 @@ class _Sums:
 
     def __init__(self, *, rows: int, tokens: int, device: torch.device) -> None:
         self.rows, self.tokens, self.padded, self.failed, self.micro_batches = rows, tokens, 0, 0, 0
-        if distributed.world_size() == 1:
-            device = torch.device("cpu")  # adds to a loss wherever that lies
-        self.loss = torch.zeros((), device=device)
-        self.label_tokens = torch.zeros((), dtype=torch.int64, device=device)
+        # On one rank they add to what lies on the device; several count on the host, where the other counts are.
+        self.loss = torch.zeros((), device=device if distributed.world_size() > 1 else None)
+        self.label_tokens = torch.zeros((), dtype=torch.int64)
 
     def add(self, token_loss: torch.Tensor, label_tokens: torch.Tensor) -> None:
         """Add a micro-batch that has labels."""
@@ -412,7 +412,7 @@ class _Sums:
         if distributed.world_size() == 1:
             return
         others = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
-        counts = torch.cat([self.label_tokens[None], others])
+        counts = torch.cat([self.label_tokens[None], others]).to(self.loss.device)
         distributed.all_reduce_sum(counts, self.loss)
         self.label_tokens = counts[0]
         self.rows, self.tokens, self.padded, self.failed = counts[1:].tolist()

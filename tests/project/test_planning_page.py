@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from support.pages import ROOT, blocks, is_read_only
 
@@ -16,6 +17,7 @@ from adaptive_batch.estimate.devices import DEVICES
 from adaptive_batch.memory import GIB
 from adaptive_batch.torchtune import config_path
 from adaptive_batch.torchtune.estimate_changes import candidates
+from adaptive_batch.torchtune.model import FullModel
 
 PAGE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in blocks() if block.page == "docs/estimate.md"]
@@ -52,7 +54,8 @@ def test_the_table_of_devices_is_that_of_the_code():
 )
 def test_each_change_that_is_estimated_is_in_the_table_of_changes(changed, world_size, number):
     cfg = OmegaConf.merge(OmegaConf.load(config_path("demo_cpu")), OmegaConf.from_dotlist(changed))
-    typed = {one.overrides[0] for one in candidates(cfg, tokens=512, world_size=world_size, recomputed=0.3)}
+    model = FullModel().skeleton(cfg, dtype=torch.float32)
+    typed = {one.overrides[0] for one in candidates(cfg, model, tokens=512, world_size=world_size)}
     assert len(typed) >= number
     rows = re.findall(r"^\| `(.*?)\|", PAGE.split("## What one change would bring")[1], re.MULTILINE)
     named = {re.split(r"[= `]", row)[0] for row in rows}

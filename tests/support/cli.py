@@ -171,7 +171,9 @@ class SmallSetup:
     folder: Path
     config: Path
 
-    def run(self, recipe: str, *overrides: str, config: str | None = None, expect: int = 0) -> Finished:
+    def run(
+        self, recipe: str, *overrides: str, config: str | None = None, expect: int = 0, ranks: int | None = None
+    ) -> Finished:
         """Run ``tune run RECIPE --config CONFIG key=value ...`` as a person would.
 
         Args:
@@ -179,9 +181,11 @@ class SmallSetup:
             overrides: key=value; a run without ``output_dir`` gets a fresh one.
             config: in place of the setup's own.
             expect: the exit status; another one fails with what was printed.
+            ranks: processes that torchrun starts; None for one process without it.
         """
         arguments, output_dir = self._arguments(recipe, overrides, config)
-        command = [str(TUNE), *arguments]
+        launched = [] if ranks is None else ["--nproc_per_node", str(ranks)]
+        command = [str(TUNE), arguments[0], *launched, *arguments[1:]]
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         done = subprocess.run(
             command, env=subprocess_environment(**self._environment()), text=True, check=False, **both
@@ -232,26 +236,32 @@ class SmallSetup:
         }
 
 
-def make_setup(folder: Path) -> SmallSetup:
-    """Make dataset, tokenizer, base checkpoint and configuration in a folder; the same bytes each time."""
+def make_setup(folder: Path, **dimensions: int) -> SmallSetup:
+    """Make dataset, tokenizer, base checkpoint and configuration in a folder; the same bytes each time.
+
+    Args:
+        folder: that exists, and is empty.
+        dimensions: of the model, in place of those of :data:`MODEL`.
+    """
+    arguments = {**MODEL, **dimensions}
     rows = docstrings()
     for name, part in (("train", rows), ("first", rows[: NUM_ROWS // 2]), ("second", rows[NUM_ROWS // 2 :])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     base = folder / "base"
     base.mkdir()
     demo.write_tokenizer(base, [text for row in rows for text in row.values()])
-    dimensions = {
-        "num_attention_heads": MODEL["num_heads"],
-        "num_key_value_heads": MODEL["num_kv_heads"],
-        "hidden_size": MODEL["embed_dim"],
+    written = {
+        "num_attention_heads": arguments["num_heads"],
+        "num_key_value_heads": arguments["num_kv_heads"],
+        "hidden_size": arguments["embed_dim"],
         "tie_word_embeddings": False,
     }
-    (base / "config.json").write_text(json.dumps(dimensions))
-    model = qwen2(**MODEL)
+    (base / "config.json").write_text(json.dumps(written))
+    model = qwen2(**arguments)
     fill(model)
     save_file(qwen2_tune_to_hf(model.state_dict()), base / "model.safetensors", metadata={"format": "pt"})
     config = folder / "small.yaml"
-    OmegaConf.save(OmegaConf.merge(OmegaConf.create(_CONFIG), {"data_dir": str(folder), "model": MODEL}), config)
+    OmegaConf.save(OmegaConf.merge(OmegaConf.create(_CONFIG), {"data_dir": str(folder), "model": arguments}), config)
     return SmallSetup(folder, config)
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
-from adaptive_batch.estimate import FakeDevice
 from adaptive_batch.estimate.tracker import AttributedTracker, ModuleNames, OpSite
 from adaptive_batch.memory import MemoryTracker
 
@@ -197,13 +196,3 @@ def test_hooks_are_gone_afterwards():
 def test_a_place_reads_as_a_sentence():
     assert str(OpSite("layers.1.mlp", "mm", True)) == "backward of layers.1.mlp (mm)"
     assert str(OpSite("", "nll_loss_forward", False)) == "forward of the loss (nll_loss_forward)"
-
-
-def test_what_a_device_takes_is_attributed_to_the_operation_that_runs():
-    def workspace(operation, args, kwargs):
-        return 50_000_000 if operation is torch.ops.aten.embedding_dense_backward.default else 0
-
-    _, trace, operation, held = explained(device=FakeDevice(workspace=workspace))
-    assert held.site == OpSite("embed", "embedding_dense_backward", True)
-    assert dict(held.by_site)[held.site] >= 50_000_000
-    assert trace.trace.live_bytes[operation] > 50_000_000

@@ -127,7 +127,7 @@ def test_a_list_that_is_empty_or_names_a_device_twice_is_refused(value, remedy):
 
 
 @pytest.mark.parametrize(
-    ("given", "num_bytes"), [(None, None), (0, 0), (10**9, 10**9), ("600MiB", 600 * 2**20), ("0.5 GiB", 2**29)]
+    ("given", "num_bytes"), [(None, 500 * 2**20), (0, 0), (10**9, 10**9), ("600MiB", 600 * 2**20), ("0.5 GiB", 2**29)]
 )
 def test_the_context_is_a_number_of_bytes_or_a_size(given, num_bytes):
     assert block(EstimateSettings)("estimate", {"context": given}).context == num_bytes

@@ -49,9 +49,13 @@ SMALL = Target("small", 12 * GIB, 11 * GIB)
 
 
 def plan(*targets, **options):
-    return MemoryEstimate(
-        targets or (BIG, SMALL), options.pop("lengths", (LENGTH,)), options.pop("maximum", 4096), **options
-    )
+    lengths, maximum = options.pop("lengths", (LENGTH,)), options.pop("maximum", 4096)
+    devices = tuple(target.counted(lengths, maximum=maximum) for target in targets or (BIG, SMALL))
+    return MemoryEstimate(devices, lengths, maximum, **options)
+
+
+def bounds(estimate):
+    return [estimate.bound(estimate.lengths[0], device) for device in estimate.devices]
 
 
 def test_what_a_small_device_has_is_shown_in_mib():
@@ -61,11 +65,11 @@ def test_what_a_small_device_has_is_shown_in_mib():
 
 
 def test_the_bound_is_what_the_curve_allows_below_the_maximum():
-    assert [plan().bound(LENGTH, target) for target in (BIG, SMALL)] == [68, 4]
-    assert plan(maximum=16).bound(LENGTH, BIG) == 16
+    assert bounds(plan()) == [68, 4]
+    assert bounds(plan(maximum=16)) == [16, 4]
     flat = replace(LENGTH, breakdowns=(MemoryBreakdown(Fraction(GIB), Fraction(0), (0.0, 0.0), 0),))
     assert flat.max_rows(75 * GIB) is None
-    assert plan().bound(flat, BIG) == 4096
+    assert bounds(plan(BIG, lengths=(flat,))) == [4096]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_one_row_that_fits_is_a_bound_of_one_even_where_the_curve_says_less():
 def test_the_first_thing_that_does_not_fit_is_named(gib, what):
     assert LENGTH.first_too_large(int(gib * GIB)) == what
     target = Target("it", 100 * GIB, int(gib * GIB))
-    assert (plan(target).bound(LENGTH, target) == 0) == (what is not None)
+    assert (bounds(plan(target)) == [0]) == (what is not None)
     lines = plan(target).table().splitlines()
     assert (f"  512 tokens: too large: {what}" in lines) == (what is not None)
     assert plan(target).as_json()["devices"][0]["lengths"][0]["first_too_large"] == what

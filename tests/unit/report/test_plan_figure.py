@@ -55,7 +55,8 @@ def length_of(*lines, tokens=512, one_row=None, optimizer=3.0, resident=(1.0, 0.
 
 def plan_with(*lengths, targets=(("80 GiB", 75.0), ("L4 (21.96 GiB)", 20.0)), **values):
     lengths = lengths or (length_of((4.0, 0.5), (3.2, 1.0)),)
-    return MemoryEstimate(tuple(target(*one) for one in targets), lengths, **{"maximum": 4096, **values})
+    maximum = values.setdefault("maximum", 4096)
+    return MemoryEstimate(tuple(target(*one).counted(lengths, maximum=maximum) for one in targets), lengths, **values)
 
 
 def drawn(figure):

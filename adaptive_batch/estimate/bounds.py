@@ -1,0 +1,89 @@
+"""How many rows fit where a caching allocator hands out the memory: what training allocates and frees is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from adaptive_batch._util import format_bytes
+
+from .allocator import AllocatorSettings, CachingAllocator
+from .result import Fit, LengthEstimate
+
+
+class ReplayedBounds:
+    """The bounds of rows of one length, on any device whose log this is.
+
+    Args:
+        length: what tensors hold, whose bound no other can exceed.
+        log: returns what training with that many rows allocates and frees, from loading on (:mod:`.allocator`).
+        settings: of the allocator.
+        maximum: more rows are of no interest.
+    """
+
+    def __init__(
+        self,
+        length: LengthEstimate,
+        log: Callable[[int], Sequence[int]],
+        settings: AllocatorSettings,
+        *,
+        maximum: int,
+    ) -> None:
+        self._length, self._settings, self._maximum = length, settings, maximum
+        self._log = lru_cache(maxsize=4)(log)
+        self._peaks: dict[int, tuple[int, int]] = {}
+
+    def fit(self, budget_bytes: int) -> Fit:
+        """Return what fits in what the driver gives."""
+        counted = self._length.counted_fit(budget_bytes, maximum=self._maximum)
+        most = counted.max_batch_size
+
+        def fits_without_retries(rows: int) -> bool:
+            return self.peaks(rows)[1] <= budget_bytes
+
+        guess = most
+        if most and not fits_without_retries(most):
+            guess = int(most * budget_bytes / self.peaks(most)[1])
+        rows = _largest(fits_without_retries, most=most, guess=guess)
+        with_retries = rows
+        if rows < most:
+            with_retries = _largest(lambda rows: self.fits_with_retries(rows, budget_bytes), most=most, least=rows)
+        allocated, reserved = self.peaks(max(1, rows))
+        reason = counted.first_too_large
+        if rows == 0 and reason is None:
+            reason = f"what the allocator reserves for one row ({format_bytes(reserved)} at the peak)"
+        return Fit(self._length.sequence_length, rows, with_retries, allocated, reserved, reason)
+
+    def peaks(self, rows: int) -> tuple[int, int]:
+        """Return the most bytes allocated and reserved where the device has no end, which are those where it is large enough."""
+        if rows not in self._peaks:
+            allocator = CachingAllocator(2**50, self._settings)
+            allocator.replay(self._log(rows))
+            self._peaks[rows] = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+        return self._peaks[rows]
+
+    def fits_with_retries(self, rows: int, budget_bytes: int) -> bool:
+        """Return whether training with that many rows fits at all."""
+        try:
+            CachingAllocator(budget_bytes, self._settings).replay(self._log(rows))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+
+def _largest(fits: Callable[[int], bool], *, most: int, least: int = 0, guess: int | None = None) -> int:
+    """Return the most rows that fit, of which `least` do: by bisection, around a guess first in growing steps."""
+    low, high, step = least, most + 1, 1
+    rows = most if guess is None else guess
+    while high - low > 1:
+        rows = min(max(rows, low + 1), high - 1)
+        if fits(rows):
+            low, rows = rows, rows + step
+        else:
+            high, rows = rows, rows - step
+        step *= 2
+        if least < low and high <= most:  # between a size that fits and one that does not
+            rows = (low + high) // 2
+    return low

@@ -1,0 +1,179 @@
+"""The estimate of any PyTorch model: its training step on fake tensors, which take the place of its own while it runs."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batch import distributed
+from adaptive_batch._torch import tree_leaves, tree_map_only
+from adaptive_batch._util import check_whole
+from adaptive_batch.errors import SettingError
+
+from .allocator import AllocatorSettings
+from .cuda_workspace import CudaKernels, left_out
+from .devices import CONTEXT_BYTES, parse_devices
+from .estimator import estimate_length
+from .fake_step import FakeDevice, FakeStep, needs_values
+from .result import MemoryEstimate
+
+
+def estimate_memory(
+    model: nn.Module,
+    batch: Any,
+    optimizer: Optimizer,
+    devices: Any,
+    *,
+    mean_loss: Callable[[Any], torch.Tensor] | None = None,
+    max_grad_norm: float | None = None,
+    accumulates: bool = False,
+    maximum: int = 4096,
+    context: int = CONTEXT_BYTES,
+    headroom: int | float | str = 0,
+) -> MemoryEstimate:
+    """Estimate how many rows of a batch a training step of a model can hold on CUDA devices that are not here.
+
+    Nothing is computed, and the model may be on the meta device: its parameters give way to tensors without memory, and are put
+    back. Memory that forward takes without an operation of PyTorch's (kernels of one's own) is not seen.
+
+    Args:
+        model: in training mode or not; it is estimated in training mode.
+        batch: a sample: tensors in any nesting of mappings and sequences; those with its number of rows first grow with it.
+        optimizer: of the model's parameters; its state is made anew.
+        devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
+        mean_loss: returns the loss of such a batch, by `model`; None for the ``loss`` of what ``model(**batch)`` returns.
+        max_grad_norm: gradients are clipped to it before the optimizer's step.
+        accumulates: gradients of earlier micro-batches are there when a forward begins.
+        maximum: more rows are of no interest.
+        context: bytes that the driver's context takes of each device.
+        headroom: what is left free beside that: bytes, a size or a share.
+
+    Raises:
+        SettingError: an argument cannot be used, or the model needs values, which fake tensors do not have.
+    """
+    num_rows = _num_rows(batch)
+    shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+
+    def forward_backward(device: FakeDevice, rows: int) -> None:
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            grows = tensor.dim() and tensor.shape[0] == num_rows
+            return torch.empty((rows, *tensor.shape[1:]) if grows else tensor.shape, dtype=tensor.dtype)
+
+        made = {"batch": tree_map_only(torch.Tensor, resized, batch)}
+        device.batch(made)
+        loss = mean_loss(made["batch"]) if mean_loss else _loss_of(model, made["batch"])
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    return estimate_step(
+        model,
+        optimizer,
+        forward_backward,
+        lambda: max_grad_norm and nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm),
+        devices,
+        sequence_length=shapes[0][1] if shapes else 1,
+        accumulates=accumulates,
+        maximum=check_whole("maximum", maximum),
+        context=context,
+        headroom=headroom,
+    )
+
+
+def estimate_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    forward_backward: Callable[[FakeDevice, int], object],
+    clip: Callable[[], object],
+    devices: Any,
+    *,
+    sequence_length: int,
+    accumulates: bool,
+    maximum: int,
+    context: int = CONTEXT_BYTES,
+    headroom: int | float | str = 0,
+) -> MemoryEstimate:
+    """Estimate a step that runs `forward_backward` of a number of rows; the rest as in :func:`estimate_memory`.
+
+    Args:
+        clip: clips the gradients, where that is asked for.
+        sequence_length: tokens of a row.
+    """
+    if distributed.world_size() > 1:
+        raise SettingError(
+            "devices", devices, "estimate in one process; ranks are estimated by tune run adaptive_estimate"
+        )
+    start = time.perf_counter()
+    found = parse_devices(devices)
+    targets = [device.target(context_bytes=context, headroom=headroom) for device in found]
+    fake = FakeDevice(CudaKernels(found[0].compute_capability))
+    try:
+        with _fake_in_place(fake, model, optimizer) as twin:
+            step = FakeStep(
+                model=model,
+                optimizer=twin,
+                forward_backward=partial(forward_backward, fake),
+                step=lambda: (clip(), twin.step()),
+                accumulates=accumulates,
+                device=fake,
+            )
+            settings = AllocatorSettings.from_environment()
+            length, fits = estimate_length(step, sequence_length, targets, maximum=maximum, allocator=settings)
+    except Exception as error:
+        if (remedy := needs_values(error)) is None:
+            raise
+        raise SettingError("model", type(model).__name__, remedy) from error
+    return MemoryEstimate(
+        devices=tuple(replace(target, lengths=(fit,)) for target, fit in zip(targets, fits, strict=True)),
+        lengths=(length,),
+        maximum=maximum,
+        left_out=left_out([one.architecture for one in found]),
+        seconds=round(time.perf_counter() - start, 2),
+    )
+
+
+@contextmanager
+def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Inside, the model's parameters and buffers are fake; yields an optimizer of these that is like the given one, without state."""
+    modules = [(one, one.training, dict(one._parameters), dict(one._buffers)) for one in model.modules()]
+    real = dict(model.named_parameters(remove_duplicate=False))
+    try:
+        device.move(model)
+        fakes = dict(model.named_parameters(remove_duplicate=False))
+        memo: dict[int, Any] = {id(real[name]): fakes[name] for name in real}
+        memo[id(optimizer.state)] = type(optimizer.state)(dict)
+        twin = copy.deepcopy(optimizer, memo)
+        for group in twin.param_groups:  # what torch takes on CUDA
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
+        yield twin
+    finally:
+        for module, training, parameters, buffers in modules:
+            module.training = training
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _num_rows(batch: Any) -> int:
+    """Return the first dimension of the first tensor that has one."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise SettingError("batch", type(batch).__name__, "give a sample with tensors whose first dimension is the rows")
+
+
+def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(**batch) if isinstance(batch, dict) else model(batch)
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        raise SettingError(
+            "mean_loss", None, "the model returns no loss; give a function that returns the loss of a batch"
+        )
+    return loss

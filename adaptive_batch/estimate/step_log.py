@@ -1,0 +1,92 @@
+"""The order in which training allocates and frees: what the caching allocator of a device is asked for, in bytes.
+
+A log is an array. A positive entry allocates so many bytes, and allocations are numbered from 0 on; a negative entry n frees the one
+that is numbered ``~n``.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The log of a part of training. Allocations that were there before have the first numbers.
+
+    Attributes:
+        log: without what was there before.
+        before: what was there before, by the name under which another phase left it.
+        after: what is left for other phases, and its number.
+        once: positions in the log, and bytes, of what is allocated there when training does it first, and kept.
+    """
+
+    log: array[int]
+    before: tuple[Hashable, ...]
+    after: Mapping[Hashable, int]
+    once: tuple[tuple[int, int], ...] = ()
+
+    def is_like(self, other: Phase) -> bool:
+        """Whether another differs in sizes alone."""
+        pairs = zip(self.log, other.log, strict=True)
+        return len(self.log) == len(other.log) and all(a == b or (a > 0 and b > 0) for a, b in pairs)
+
+    def between(self, more: Phase, share: Fraction) -> Phase:
+        """Return this one with the sizes that lie at a share of the way to another's, or beyond."""
+        sizes = (a if a == b else math.ceil(a + (b - a) * share) for a, b in zip(self.log, more.log, strict=True))
+        return replace(self, log=array("q", sizes))
+
+    def sized(self, like: Phase, wanted: Phase) -> Phase | None:
+        """Return this one, whose allocations are those of `like` and some more, with the sizes of `wanted`; None where they are not."""
+        pairs = iter(zip(_sizes(like), _sizes(wanted), strict=True))
+        known, log = next(pairs, None), array("q")
+        for entry in self.log:
+            if entry > 0 and known is not None and entry == known[0]:
+                log.append(known[1])
+                known = next(pairs, None)
+            else:
+                log.append(entry)
+        return None if known is not None else replace(self, log=log)
+
+
+def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
+    """Return the log of phases that follow each other, each with whether training does it for the first time."""
+    log, count = array("q"), 0
+    alive: dict[Hashable, int] = {}
+    for phase, is_first in phases:
+        numbers = [alive.get(name, -1) for name in phase.before]
+        once = dict(phase.once) if is_first else {}
+        for position, entry in enumerate(phase.log):
+            if position in once:
+                log.append(once[position])
+                count += 1
+            if entry > 0:
+                numbers.append(count)
+                log.append(entry)
+                count += 1
+            else:
+                log.append(~numbers[~entry])
+        for name in phase.before:
+            alive.pop(name, None)
+        alive.update({name: numbers[number] for name, number in phase.after.items()})
+    return log
+
+
+def peak_bytes(log: Sequence[int]) -> int:
+    """Return the most bytes that are alive at once."""
+    sizes, alive, peak = array("q"), 0, 0
+    for entry in log:
+        if entry > 0:
+            sizes.append(entry)
+            alive += entry
+            peak = max(peak, alive)
+        else:
+            alive -= sizes[~entry]
+    return peak
+
+
+def _sizes(phase: Phase) -> list[int]:
+    return [entry for entry in phase.log if entry > 0]

@@ -1,0 +1,22 @@
+"""Tests on PyTorch's CUDA build, on a CUDA without a device: see tests/support/cuda_stack/README.md."""
+
+import gc
+
+import pytest
+import torch
+from support.cuda_stack.squeezing import library
+
+MIB = 2**20
+
+
+def pytest_runtest_setup(item):
+    if library() is None:
+        pytest.skip("needs the CUDA without a device: make cuda-stack")
+
+
+@pytest.fixture(autouse=True)
+def _the_device_is_whole_again():
+    yield
+    library().cudastub_set_reserved(500 * MIB)
+    gc.collect()
+    torch.cuda.empty_cache()

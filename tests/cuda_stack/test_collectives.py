@@ -1,0 +1,36 @@
+"""NCCL between processes: PyTorch's own process group, on a library that carries small messages through shared memory.
+
+Proves that ranks call the same collectives, with the same sizes, in the same order, and what the small ones give; nothing of a network.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import TESTS, subprocess_environment
+
+pytestmark = pytest.mark.cuda_stack
+
+
+def run(what: str, *, ranks: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    script = TESTS / "support/cuda_stack/collectives.py"
+    variables = subprocess_environment(STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1")
+    return subprocess.run([*command, str(script), what], env=variables, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_small_messages_arrive_and_large_ones_keep_nobody_waiting(ranks):
+    done = run("right", ranks=ranks)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert not list(Path("/dev/shm").glob("cudastub-*"))
+
+
+def test_ranks_that_call_different_things_are_told_so():
+    done = run("different", ranks=2)
+    assert done.returncode != 0
+    assert "rank 0 of 2 calls AllReduce of 32 bytes" in done.stderr
+    assert "rank 1 AllReduce of 16" in done.stderr

@@ -1,0 +1,76 @@
+"""What the CUDA without a device accounts for, as PyTorch's caching allocator asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.cuda_stack.squeezing import leave
+from support.paths import subprocess_environment
+
+pytestmark = pytest.mark.cuda_stack
+
+MIB = 2**20
+
+
+def on_the_stack(program: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch\n{program}"],
+        env=subprocess_environment(**variables),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_what_is_free_falls_by_what_is_reserved_and_comes_back():
+    free, total = torch.cuda.mem_get_info()
+    assert total - free == 500 * MIB + torch.cuda.memory_reserved()
+    held = torch.empty(300 * MIB, dtype=torch.uint8, device="cuda")
+    assert free - torch.cuda.mem_get_info()[0] == 300 * MIB
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free
+
+
+def test_memory_that_others_took_is_refused_by_name_and_given_once_it_is_back():
+    leave(torch.cuda.memory_reserved() + 100 * MIB)
+    torch.cuda.reset_peak_memory_stats()
+    torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Tried to allocate 102\.00 MiB.* of which 1\d\d\.\d\d MiB is free"
+    ):
+        torch.empty(102 * MIB, dtype=torch.uint8, device="cuda")
+    leave(torch.cuda.memory_reserved() + 200 * MIB)
+    torch.empty(102 * MIB, dtype=torch.uint8, device="cuda")
+
+
+def test_expandable_segments_are_accounted_for():
+    program = (
+        "import ctypes\n"
+        "held = [torch.empty(30 * 2**20, dtype=torch.uint8, device='cuda') for _ in range(3)]\n"
+        "print(torch.cuda.memory_reserved() // 2**20, len(torch.cuda.memory_snapshot()))\n"
+        "free, total = torch.cuda.mem_get_info()\n"
+        "assert total - free == 500 * 2**20 + torch.cuda.memory_reserved()\n"
+        "try: torch.empty(total, dtype=torch.uint8, device='cuda')\n"
+        "except torch.OutOfMemoryError: print('refused')\n"
+        "del held; torch.cuda.empty_cache(); print(torch.cuda.mem_get_info()[0] - total)"
+    )
+    said = on_the_stack(program, PYTORCH_ALLOC_CONF="expandable_segments:True").splitlines()
+    assert said == ["100 1", "refused", str(-500 * MIB)]
+
+
+def test_the_device_is_the_one_that_was_asked_for():
+    program = "print(torch.cuda.get_device_name(1), torch.cuda.get_device_capability(1), torch.cuda.mem_get_info(1))"
+    said = on_the_stack(program, STUB_CUDA_DEVICE="l4", STUB_CUDA_COUNT="2", STUB_CUDA_RESERVED="1000")
+    assert said == "NVIDIA L4 (8, 9) (23679007768, 23679008768)"
+
+
+def test_small_copies_carry_their_values_where_they_are_kept():
+    program = "print(torch.tensor([1, 2]).cuda().tolist(), torch.arange(9).cuda().tolist())"
+    assert on_the_stack(program) == "[0, 0] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
+    assert on_the_stack(program, STUB_CUDA_KEEP="16") == "[1, 2] [0, 0, 0, 0, 0, 0, 0, 0, 0]"

@@ -1,0 +1,98 @@
+"""The recipes, from probe to resumption, where PyTorch's own allocator says what fits.
+
+Proves what is run, in which order, in how many micro-batches, and what follows when the allocator refuses; losses and weights
+mean nothing here, so that the same runs are compared by their values on a CPU (tests/recipes) and on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support.cli import NUM_ROWS, OURS, SmallSetup, make_setup
+from support.cuda_stack.squeezing import leave
+
+from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.report import audit, read_records
+
+pytestmark = pytest.mark.cuda_stack
+
+MIB = 2**20
+ROOM = 280 * MIB  # for about half of the rows
+ON_CUDA = ("device=cuda", "probe.round_to_power_of_two=False")
+MAXIMUM = "use_maximum_batch_size=True"
+SQUEEZED = (
+    "metric_logger._component_=support.cuda_stack.squeezing.Squeezing",
+    "metric_logger.after_step=1",
+    "metric_logger.share=0.7",
+)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory) -> SmallSetup:
+    return make_setup(tmp_path_factory.mktemp("mid"), num_layers=4, embed_dim=256, intermediate_dim=1024)
+
+
+def records(folder, kind):
+    return [record for record in read_records(folder / "adaptive_batch" / "run.jsonl") if record["kind"] == kind]
+
+
+def bound(folder) -> int:
+    return json.loads((folder / "adaptive_batch" / "probe.json").read_text())["max_batch_size"]
+
+
+def test_the_bound_is_trained_with_and_twice_of_it_does_not_fit(setup):
+    leave(ROOM)
+    folder = setup.run_in_process(OURS, *ON_CUDA, MAXIMUM, "epochs=1").output_dir
+    found = bound(folder)
+    assert 2 < found < NUM_ROWS
+    assert records(folder, "step")[0]["batch_size"] == found
+    assert not any(change["out_of_memory"] for change in records(folder, "limit"))
+    assert audit(folder).problems == ()
+    torch.cuda.empty_cache()
+    with pytest.raises((DoesNotFitError, torch.OutOfMemoryError)):
+        setup.run_in_process(OURS, *ON_CUDA, f"batch_size={2 * found}", "on_out_of_memory=raise", "epochs=1")
+
+
+def test_memory_that_is_taken_away_in_mid_run_costs_no_row(setup):
+    leave(ROOM)
+    folder = setup.run_in_process(OURS, *ON_CUDA, MAXIMUM, *SQUEEZED).output_dir
+    change, *_ = records(folder, "limit")
+    assert change["out_of_memory"]
+    assert "GPU 0 has a total capacity of" in change["error"]
+    assert change["after"] < change["before"] == bound(folder)
+    first, *others = records(folder, "step")
+    assert first["micro_batches"] == 1 < others[0]["micro_batches"]
+    assert sum(step["batch_size"] for step in [first, *others]) == 2 * NUM_ROWS
+    assert audit(folder).problems == ()
+
+
+@pytest.mark.parametrize("saves", ["enable_async_checkpointing=False", "enable_async_checkpointing=True"])
+def test_a_run_that_was_asked_to_end_goes_on_in_mid_epoch(setup, saves):
+    folder = setup.fresh_folder()
+    ends = ("metric_logger._component_=support.stops.AskingToEnd", "metric_logger.at_step=3", "save_every_n_steps=1")
+    with pytest.raises(AssertionError, match="exit status"):
+        setup.run_in_process(OURS, *ON_CUDA, saves, *ends, f"output_dir={folder}")
+    again = ("save_every_n_steps=1", "resume_from_checkpoint=True", f"output_dir={folder}")
+    setup.run_in_process(OURS, *ON_CUDA, saves, *again)
+    assert [start["progress"]["epoch_steps"] for start in records(folder, "start")] == [0, 3]
+    assert [step["step"] for step in records(folder, "step")] == list(range(1, 2 * NUM_ROWS // 4 + 1))
+    assert audit(folder).problems == ()
+
+
+def test_two_ranks_probe_survive_an_error_of_one_and_go_on(setup, monkeypatch):
+    for name, value in {"COUNT": 2, "KEEP": 65536, "CAPACITY": 500 * MIB + ROOM - 40 * MIB}.items():
+        monkeypatch.setenv(f"STUB_CUDA_{name}", str(value))
+    folder = setup.run(OURS, *ON_CUDA, MAXIMUM, *SQUEEZED, "save_every_n_steps=1", "epochs=1", ranks=2).output_dir
+    assert 1 < bound(folder) < NUM_ROWS // 2
+    change, *_ = records(folder, "limit")
+    assert change["out_of_memory"]
+    assert change["message"].startswith("out of memory on rank 0 with")
+    first, second = (step["micro_batches"] for step in records(folder, "step"))
+    assert first == 1 < second
+    goes_on = ("save_every_n_steps=1", "epochs=2", "resume_from_checkpoint=True", f"output_dir={folder}")
+    setup.run(OURS, *ON_CUDA, MAXIMUM, *goes_on, ranks=2)
+    assert [start["resumed"] for start in records(folder, "start")] == [False, True]
+    assert sum(step["batch_size"] for step in records(folder, "step")) == 2 * NUM_ROWS
+    assert audit(folder).problems == ()

@@ -1,0 +1,164 @@
+"""The real caching allocator beside the simulated one, in a process of its own on PyTorch's CUDA stack without a device.
+
+    python tests/support/allocator_on_stack.py random SEED...
+    python tests/support/allocator_on_stack.py training TOKENS...
+
+`PYTORCH_CUDA_ALLOC_CONF` and STUB_CUDA_CAPACITY are the caller's. Prints a line of JSON for each case: what was counted, and what
+differs. `random` makes the same calls of both. `training` trains Llama 3.2 1B, a step for each number of tokens; what its trace
+says was allocated and freed is replayed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from adaptive_batch.estimate.allocator import AllocatorSettings, CachingAllocator
+
+SEGMENT = ("total_size", "allocated_size", "active_size", "requested_size", "stream", "segment_type", "is_expandable")
+
+
+def simulated() -> CachingAllocator:
+    """Return an allocator with what the device has left now."""
+    free, total = torch.cuda.mem_get_info()
+    return CachingAllocator(free, AllocatorSettings.from_environment(), total_bytes=total)
+
+
+def described(segments: Iterable[dict[str, Any]]) -> list[Any]:
+    """List segments with their blocks; addresses by the distance from the highest segment's."""
+    ordered = sorted(segments, key=lambda segment: segment["address"], reverse=True)
+    return [
+        [
+            segment["address"] - ordered[0]["address"],
+            *(segment[key] for key in SEGMENT),
+            [
+                [block["size"], block["state"], block["requested_size"] * (block["state"] == "active_allocated")]
+                for block in segment["blocks"]
+            ],
+        ]
+        for segment in ordered
+    ]
+
+
+def difference(allocator: CachingAllocator) -> dict[str, Any]:
+    """Return what differs, by name: the real one's value first; of segments the first that differ."""
+    stats = torch.cuda.memory_stats()
+    pairs: dict[str, tuple[Any, Any]] = {
+        "retries": (stats["num_alloc_retries"], allocator.num_retries),
+        "ooms": (stats["num_ooms"], allocator.num_ooms),
+    }
+    for name in ("allocated", "requested", "reserved"):
+        of_name = f"{name}_bytes.all"
+        pairs[name] = (stats[f"{of_name}.current"], getattr(allocator, f"{name}_bytes"))
+        pairs[f"peak_{name}"] = (stats[f"{of_name}.peak"], getattr(allocator, f"peak_{name}_bytes"))
+    here, there = described(torch.cuda.memory_snapshot()), described(allocator.segments())
+    pairs["segments"] = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), (None, None))
+    return {name: (real, simulation) for name, (real, simulation) in pairs.items() if real != simulation}
+
+
+def counted(allocator: CachingAllocator) -> dict[str, int]:
+    return {
+        "retries": allocator.num_retries,
+        "ooms": allocator.num_ooms,
+        "peak_reserved": allocator.peak_reserved_bytes,
+        "segments": len(allocator.segments()),
+    }
+
+
+def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
+    """Allocate and free at random until something differs; the mix of sizes is the seed's."""
+    draw = random.Random(seed)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
+    allocator = simulated()
+    held: list[tuple[torch.Tensor, Any]] = []
+    largest = draw.choice([18, 21, 23, 25, 27, 29, 30])
+    few = [int(2 ** draw.uniform(0, largest)) for _ in range(draw.choice([3, 8, 30]))]
+    full = draw.uniform(0.3, 1.1) * allocator.capacity_bytes  # from where on more is freed than allocated
+    found: dict[str, Any] = {}
+    for number in range(1, num_operations + 1):
+        if draw.random() < 0.002:
+            torch.cuda.empty_cache()
+            allocator.empty_cache()
+        if held and draw.random() < (0.35 if allocator.allocated_bytes < full else 0.7):
+            tensor, block = held.pop(draw.randrange(len(held)))
+            del tensor
+            allocator.free(block)
+        else:
+            size = draw.choice(few) if draw.random() < 0.7 else int(2 ** draw.uniform(0, largest))
+            tensor = block = None
+            with suppress(torch.OutOfMemoryError):
+                tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+            with suppress(torch.OutOfMemoryError):
+                block = allocator.malloc(size)
+            if (tensor is None) != (block is None):
+                found = {"out of memory": (tensor is None, block is None), "size": size}
+            elif tensor is not None:
+                held.append((tensor, block))
+            del tensor
+        if number % 250 == 0 or number == num_operations:  # PyTorch 2.13 loses references with each snapshot
+            found = found or difference(allocator)
+        if found:
+            break
+    return {"case": f"seed {seed}", "operations": number, **counted(allocator), "difference": found}
+
+
+def training(lengths: list[int]) -> Iterator[dict[str, Any]]:
+    """Train, a step for each length; one that is out of memory is given up."""
+    from torchtune.models.llama3_2 import llama3_2_1b
+
+    allocator = simulated()
+    torch.cuda.memory._record_memory_history(context=None, max_entries=10**6)
+    blocks: dict[int, Any] = {}
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = llama3_2_1b()
+        torch.set_default_dtype(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    num_seen = 0
+    for length in lengths:
+        out_of_memory = False
+        tokens = logits = loss = None
+        try:
+            tokens = torch.zeros(2, length, dtype=torch.int64, device="cuda")
+            logits = model(tokens)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+        except torch.OutOfMemoryError:
+            out_of_memory = True
+        del tokens, logits, loss
+        optimizer.zero_grad()
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        for event in events[num_seen:]:
+            if event["action"] == "alloc":
+                blocks[event["addr"]] = allocator.malloc(event["size"])
+            elif event["action"] == "free_completed":
+                allocator.free(blocks.pop(event["addr"]))
+            elif event["action"] == "oom":
+                with suppress(torch.OutOfMemoryError):
+                    allocator.malloc(event["size"])
+                    raise AssertionError(f"{event['size']} bytes could be had")
+        result = {"case": f"{length} tokens", "events": len(events) - num_seen, "out_of_memory": out_of_memory}
+        num_seen = len(events)
+        yield {**result, **counted(allocator), "difference": difference(allocator)}
+
+
+def main() -> None:
+    kind, numbers = sys.argv[1], [int(argument) for argument in sys.argv[2:]]
+    for result in map(random_sequence, numbers) if kind == "random" else training(numbers):
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+/* The device's properties; streams, events and kernels, which do nothing and are done at once; CUDA's driver. */
+#define _GNU_SOURCE
+#include "stack.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static __thread int last_error;
+
+int failed(int error) { return last_error = error; }
+
+EXPORT int cudaGetLastError(void) {
+  int error = last_error;
+  last_error = SUCCESS;
+  return error;
+}
+EXPORT int cudaPeekAtLastError(void) { return last_error; }
+EXPORT const char *cudaGetErrorString(int error) {
+  switch (error) {
+    case SUCCESS: return "no error";
+    case INVALID_VALUE: return "invalid argument";
+    case OUT_OF_MEMORY: return "out of memory";
+    case NO_DEVICE: return "no CUDA-capable device is detected";
+    case INVALID_DEVICE: return "invalid device ordinal";
+    default: return "unknown error";
+  }
+}
+EXPORT const char *cudaGetErrorName(int error) {
+  switch (error) {
+    case SUCCESS: return "cudaSuccess";
+    case INVALID_VALUE: return "cudaErrorInvalidValue";
+    case OUT_OF_MEMORY: return "cudaErrorMemoryAllocation";
+    case NO_DEVICE: return "cudaErrorNoDevice";
+    case INVALID_DEVICE: return "cudaErrorInvalidDevice";
+    default: return "cudaErrorUnknown";
+  }
+}
+EXPORT int cuGetErrorString(int error, const char **text) { *text = cudaGetErrorString(error); return SUCCESS; }
+
+/* ---- devices */
+
+static int set(int *to, int value) { *to = value; return SUCCESS; }
+
+EXPORT int cudaGetDeviceCount(int *count) { return set(count, device_count), device_count ? SUCCESS : failed(NO_DEVICE); }
+EXPORT int cudaGetDevice(int *device) { return set(device, current_device); }
+EXPORT int cudaSetDevice(int device) {
+  if (device < 0 || device >= device_count) return failed(INVALID_DEVICE);
+  return set(&current_device, device);
+}
+EXPORT int cudaDriverGetVersion(int *version) { return set(version, CUDA_VERSION); }
+EXPORT int cudaRuntimeGetVersion(int *version) { return set(version, CUDA_VERSION); }
+EXPORT int cudaDeviceCanAccessPeer(int *can, int device, int peer) { return set(can, device != peer); }
+EXPORT int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return set(least, 0), set(greatest, -5); }
+EXPORT int cudaDeviceGetDefaultMemPool(void **pool, int device) { *pool = (void *)(uintptr_t)(0x4000 + device); return SUCCESS; }
+EXPORT int cudaDeviceGetPCIBusId(char *text, int size, int device) {
+  snprintf(text, (size_t)size, "0000:%02x:00.0", device + 1);
+  return SUCCESS;
+}
+
+EXPORT int cudaGetDeviceProperties(device_properties *of, int device) {
+  memset(of, 0, sizeof *of);
+  snprintf(of->name, sizeof of->name, "%s", model.name);
+  memset(of->uuid, device + 1, sizeof of->uuid);
+  of->totalGlobalMem = capacity;
+  of->major = model.major;
+  of->minor = model.minor;
+  of->multiProcessorCount = model.multiprocessors;
+  of->l2CacheSize = model.l2_cache;
+  of->sharedMemPerBlock = 49152;
+  of->sharedMemPerBlockOptin = (size_t)model.shared_per_block;
+  of->sharedMemPerMultiprocessor = (size_t)model.shared_per_multiprocessor;
+  of->reservedSharedMemPerBlock = 1024;
+  of->regsPerBlock = of->regsPerMultiprocessor = 65536;
+  of->warpSize = 32;
+  of->maxThreadsPerBlock = of->maxThreadsDim[0] = of->maxThreadsDim[1] = 1024;
+  of->maxThreadsDim[2] = 64;
+  of->maxGridSize[0] = 2147483647;
+  of->maxGridSize[1] = of->maxGridSize[2] = 65535;
+  of->maxThreadsPerMultiProcessor = model.minor == 9 ? 1536 : 2048;
+  of->maxBlocksPerMultiProcessor = 32;
+  of->memPitch = 2147483647;
+  of->totalConstMem = 65536;
+  of->textureAlignment = 512;
+  of->texturePitchAlignment = 32;
+  of->memoryBusWidth = 5120;
+  of->asyncEngineCount = 3;
+  of->pciBusID = device + 1;
+  of->canMapHostMemory = of->concurrentKernels = of->ECCEnabled = of->unifiedAddressing = of->streamPrioritiesSupported = 1;
+  of->globalL1CacheSupported = of->localL1CacheSupported = of->managedMemory = of->cooperativeLaunch = 1;
+  of->hostRegisterSupported = of->memoryPoolsSupported = of->unifiedFunctionPointers = 1;
+  of->clusterLaunch = model.major >= 9;
+  return SUCCESS;
+}
+EXPORT int cudaGetDeviceProperties_v2(device_properties *of, int device) { return cudaGetDeviceProperties(of, device); }
+
+EXPORT int cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  device_properties of;
+  cudaGetDeviceProperties(&of, device);
+  switch (attribute) { /* cudaDeviceAttr and CUdevice_attribute have the same numbers */
+    case 1: return set(value, of.maxThreadsPerBlock);
+    case 2: case 3: case 4: return set(value, of.maxThreadsDim[attribute - 2]);
+    case 5: case 6: case 7: return set(value, of.maxGridSize[attribute - 5]);
+    case 8: return set(value, (int)of.sharedMemPerBlock);
+    case 10: return set(value, of.warpSize);
+    case 12: return set(value, of.regsPerBlock);
+    case 13: return set(value, 1980000); /* clock, kHz */
+    case 16: return set(value, of.multiProcessorCount);
+    case 19: return set(value, of.canMapHostMemory);
+    case 31: return set(value, of.concurrentKernels);
+    case 36: return set(value, 2619000); /* clock of its memory, kHz */
+    case 37: return set(value, of.memoryBusWidth);
+    case 38: return set(value, of.l2CacheSize);
+    case 39: return set(value, of.maxThreadsPerMultiProcessor);
+    case 41: return set(value, of.unifiedAddressing);
+    case 75: return set(value, of.major);
+    case 76: return set(value, of.minor);
+    case 78: return set(value, of.streamPrioritiesSupported);
+    case 81: return set(value, (int)of.sharedMemPerMultiprocessor);
+    case 82: return set(value, of.regsPerMultiprocessor);
+    case 83: return set(value, of.managedMemory);
+    case 95: return set(value, of.cooperativeLaunch);
+    case 97: return set(value, (int)of.sharedMemPerBlockOptin);
+    case 106: return set(value, of.maxBlocksPerMultiProcessor);
+    case 111: return set(value, (int)of.reservedSharedMemPerBlock);
+    case 115: return set(value, of.memoryPoolsSupported);
+    case 120: return set(value, of.clusterLaunch);
+    default: return set(value, 0);
+  }
+}
+
+/* ---- streams, events, graphs: numbers */
+
+void *new_handle(void) {
+  static uintptr_t newest = 0x10000;
+  return (void *)__atomic_add_fetch(&newest, 16, __ATOMIC_RELAXED);
+}
+static int give_handle(void **to) { *to = new_handle(); return SUCCESS; }
+
+EXPORT int cudaStreamCreate(void **stream) { return give_handle(stream); }
+EXPORT int cudaStreamCreateWithFlags(void **stream) { return give_handle(stream); }
+EXPORT int cudaStreamCreateWithPriority(void **stream) { return give_handle(stream); }
+EXPORT int cudaStreamGetPriority(void *stream, int *priority) { (void)stream; return set(priority, 0); }
+EXPORT int cudaStreamIsCapturing(void *stream, int *status) { (void)stream; return set(status, 0); }
+EXPORT int cudaStreamGetCaptureInfo(void *stream, int *status, unsigned long long *capture) {
+  (void)stream;
+  if (capture) *capture = 0;
+  return set(status, 0);
+}
+EXPORT int cudaStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *capture) {
+  return cudaStreamGetCaptureInfo(stream, status, capture);
+}
+EXPORT int cudaStreamGetCaptureInfo_v3(void *stream, int *status, unsigned long long *capture) {
+  return cudaStreamGetCaptureInfo(stream, status, capture);
+}
+EXPORT int cudaEventCreate(void **event) { return give_handle(event); }
+EXPORT int cudaEventCreateWithFlags(void **event) { return give_handle(event); }
+EXPORT int cudaEventElapsedTime(float *milliseconds) { *milliseconds = 0; return SUCCESS; }
+EXPORT int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data) { (void)stream; function(data); return SUCCESS; }
+EXPORT int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *), void *data) {
+  function(stream, SUCCESS, data);
+  return SUCCESS;
+}
+
+/* ---- kernels: counted; after so many of them another process takes or gives back memory (STUB_CUDA_SQUEEZE) */
+
+static unsigned long long launched_kernels;
+static struct { unsigned long long after; long long bytes; } squeezes[16];
+static int squeeze_count, squeezes_done;
+static pthread_mutex_t squeezing = PTHREAD_MUTEX_INITIALIZER;
+
+__attribute__((constructor)) static void read_squeezes(void) {
+  for (const char *at = getenv("STUB_CUDA_SQUEEZE"); at && *at && squeeze_count < 16; squeeze_count++) {
+    char *end;
+    squeezes[squeeze_count].after = strtoull(at, &end, 0);
+    squeezes[squeeze_count].bytes = *end == ':' ? strtoll(end + 1, &end, 0) : 0;
+    at = *end == ',' ? end + 1 : end + strlen(end);
+  }
+}
+
+unsigned long long launches(void) { return __atomic_load_n(&launched_kernels, __ATOMIC_RELAXED); }
+EXPORT unsigned long long cudastub_launches(void) { return launches(); }
+
+static int launch(void) {
+  unsigned long long count = __atomic_add_fetch(&launched_kernels, 1, __ATOMIC_RELAXED);
+  if (squeezes_done == squeeze_count) return SUCCESS;
+  pthread_mutex_lock(&squeezing);
+  while (squeezes_done < squeeze_count && count >= squeezes[squeezes_done].after) {
+    long long bytes = squeezes[squeezes_done++].bytes;
+    set_context_bytes_by(bytes);
+    fprintf(stderr, "[cuda_stack] launch %llu: %+.1f MiB are taken from outside\n", count, bytes / (double)MIB);
+  }
+  pthread_mutex_unlock(&squeezing);
+  return SUCCESS;
+}
+
+/* Two kernels compute, on tensors of 64-bit integers, where values are kept: the comparison and the sum of all. torch.distributed sends
+ * pickled objects over NCCL in tensors, and needs both for their lengths. */
+typedef struct { unsigned x, y, z; } dimensions;
+typedef void computation(void **arguments);
+static struct { const void *function; computation *compute; } computed[32];
+static int computed_count;
+
+static void compare(void **arguments) {
+  enum { GREATER_OR_EQUAL, GREATER, LESS_OR_EQUAL, LESS };
+  int count = *(int *)arguments[0], which = *(int *)arguments[1];
+  void **data = arguments[2]; /* the result and the two operands */
+  const int64_t *a = data[1], *b = data[2];
+  for (int i = 0; i < count; i++)
+    ((char *)data[0])[i] = which == GREATER_OR_EQUAL ? a[i] >= b[i] : which == GREATER ? a[i] > b[i] : which == LESS_OR_EQUAL ? a[i] <= b[i] : a[i] < b[i];
+}
+
+static void sum(void **arguments) {
+  const union { /* at::native::ReduceOp */
+    FIELD(20, int inputs);
+    FIELD(24, int outputs);
+    FIELD(992, const int64_t *from);
+    FIELD(1000, int64_t *to);
+  } *reduction = arguments[0];
+  if (reduction->outputs != 1 || !on_device(reduction->from) || !on_device(reduction->to)) return;
+  int64_t total = 0;
+  for (int i = 0; i < reduction->inputs; i++) total += reduction->from[i];
+  *reduction->to = total;
+}
+
+EXPORT int __cudaRegisterFunction(void **module, const void *function, const char *unused, const char *name) {
+  (void)module, (void)unused;
+  computation *compute = NULL;
+  if (!kept_bytes || computed_count == 32) return SUCCESS;
+  int of_three_places = strstr(name, "arrayIPcLm3EE") || strstr(name, "ArrayIPcLi3EE");
+  if (strstr(name, "elementwise_kernelI") && strstr(name, "14CompareFunctorIlEE") && of_three_places) compute = compare;
+  if (strstr(name, "13reduce_kernelILi512ELi1E") && strstr(name, "11sum_functorIlll")) compute = sum;
+  if (compute) computed[computed_count].function = function, computed[computed_count++].compute = compute;
+  return SUCCESS;
+}
+
+static int launch_kernel(const void *function, void **arguments) {
+  for (int i = 0; i < computed_count; i++)
+    if (computed[i].function == function) computed[i].compute(arguments);
+  return launch();
+}
+
+EXPORT void **__cudaRegisterFatBinary(void) { static void *handle; return &handle; }
+EXPORT int __cudaGetKernel(const void **kernel, const void *function) { *kernel = function; return SUCCESS; }
+EXPORT int __cudaLaunchKernel(const void *function, dimensions grid, dimensions block, void **arguments) {
+  (void)grid, (void)block;
+  return launch_kernel(function, arguments);
+}
+EXPORT int cudaLaunchKernel(const void *function, dimensions grid, dimensions block, void **arguments) {
+  return __cudaLaunchKernel(function, grid, block, arguments);
+}
+EXPORT int cudaLaunchCooperativeKernel(void) { return launch(); }
+EXPORT int cudaLaunchKernelExC(void) { return launch(); }
+EXPORT int cuLaunchKernel(void) { return launch(); }
+EXPORT int cuLaunchKernelEx(void) { return launch(); }
+
+EXPORT int cudaFuncGetAttributes(function_attributes *of) {
+  /* CUB chooses by what was compiled for the device: the newest of the wheel's architectures that it can run. */
+  static const int compiled[] = {120, 100, 90, 86, 80};
+  int architecture = model.major * 10 + model.minor;
+  for (size_t i = 0; i < sizeof compiled / sizeof *compiled; i++)
+    if (compiled[i] <= architecture && compiled[i] / 10 == model.major) { architecture = compiled[i]; break; }
+  memset(of, 0, sizeof *of);
+  of->maxThreadsPerBlock = 1024;
+  of->numRegs = 64;
+  of->ptxVersion = of->binaryVersion = architecture;
+  of->maxDynamicSharedSizeBytes = 49152;
+  return SUCCESS;
+}
+EXPORT int cuFuncGetAttribute(int *value, int attribute) {
+  enum { CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = 0, CU_FUNC_ATTRIBUTE_NUM_REGS = 4 };
+  return set(value, attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 64 : 0);
+}
+static int blocks_of(int threads) { return threads > 512 ? 1 : 2; }
+EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads) {
+  (void)function;
+  return set(blocks, blocks_of(threads));
+}
+EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads) {
+  (void)function;
+  return set(blocks, blocks_of(threads));
+}
+EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads) {
+  (void)function;
+  return set(blocks, blocks_of(threads));
+}
+EXPORT int cuOccupancyMaxActiveClusters(int *clusters) { return set(clusters, 1); }
+EXPORT int cudaGetSymbolAddress(void **address) { *address = new_address(1); return SUCCESS; }
+EXPORT int cudaLibraryLoadData(void **library) { return give_handle(library); }
+EXPORT int cudaLibraryGetKernel(void **kernel) { return give_handle(kernel); }
+
+/* ---- the driver: what PyTorch looks up by name */
+
+static void *function_of_driver(const char *name) {
+  static void *self;
+  if (!self) {
+    Dl_info here;
+    dladdr((void *)&launches, &here);
+    self = dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  }
+  return dlsym(self, name);
+}
+static int entry_point(const char *name, void **function, int *result) {
+  *function = function_of_driver(name);
+  if (result) *result = *function ? 0 : 1; /* cudaDriverEntryPointSuccess, ...SymbolNotFound */
+  return SUCCESS;
+}
+EXPORT int cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags, int *result) {
+  (void)flags;
+  return entry_point(name, function, result);
+}
+EXPORT int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags, int *result) {
+  (void)version, (void)flags;
+  return entry_point(name, function, result);
+}
+
+EXPORT int cuDriverGetVersion(int *version) { return set(version, CUDA_VERSION); }
+EXPORT int cuDeviceGetCount(int *count) { return set(count, device_count); }
+EXPORT int cuDeviceGet(int *device, int number) { return set(device, number); }
+EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) { return cudaDeviceGetAttribute(value, attribute, device); }
+static int context_of(void **context, int device) { *context = (void *)(uintptr_t)(0x5000 + device); return SUCCESS; }
+EXPORT int cuCtxGetCurrent(void **context) { return context_of(context, current_device); }
+EXPORT int cuDevicePrimaryCtxRetain(void **context, int device) { return context_of(context, device); }
+EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { (void)device; *flags = 0; return set(active, 1); }
+EXPORT int cuModuleLoad(void **module) { return give_handle(module); }
+EXPORT int cuModuleLoadData(void **module) { return give_handle(module); }
+EXPORT int cuModuleLoadDataEx(void **module) { return give_handle(module); }
+EXPORT int cuModuleGetFunction(void **function) { return give_handle(function); }

@@ -1,0 +1,100 @@
+"""Runs the core's tests on each pair of torch and Python below, and prints a table: torch_versions.py [TORCH ...]
+
+Each pair has a venv in .venv-versions, made once: 2 GB and a minute. What pip brings of torch is a CUDA build; it is installed without the
+libraries of NVIDIA, with the CUDA of tests/support/cuda_stack in their place, which has no device here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# Each Python and each torch that is declared at least once. `make test` runs the version that constraints.txt pins.
+PAIRS = [
+    ("2.11.0", "3.11"),
+    ("2.13.0", "3.12"),
+    ("2.14.1", "3.10"),
+    ("2.15.0", "3.13"),
+]
+NEEDED = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "accelerate"]
+EXTRAS = "recipes,report"  # tests of the core use torchao's optimizers and the estimate's settings
+TESTS = ["tests/unit", "tests/distributed", "tests/test_architecture.py", "--ignore=tests/unit/torchtune"]
+MARKS = "not slow and not gpu and not cuda_stack and not browser and not readme"
+
+ROOT = Path(__file__).parents[2]
+VENVS = ROOT / ".venv-versions"
+
+
+def main() -> int:
+    pairs = [pair for pair in PAIRS if len(sys.argv) == 1 or pair[0] in sys.argv[1:]]
+    rows = []
+    for torch, python in pairs:
+        print(f"torch {torch}, Python {python} ...", flush=True)
+        try:
+            rows.append((torch, python, *outcome(venv_of(torch, python))))
+        except (subprocess.CalledProcessError, LookupError) as error:
+            rows.append((torch, python, False, f"no environment: {error}"))
+    for torch, python, is_well, said in rows:
+        print(f"torch {torch:8} Python {python:6} {'ok    ' if is_well else 'FAILED'} {said}")
+    return int(not all(is_well for *_, is_well, _ in rows))
+
+
+def outcome(venv: Path) -> tuple[bool, str]:
+    """Return whether the core's tests pass there, and the last line that pytest wrote."""
+    command = [
+        venv / "bin/python",
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        MARKS,
+    ]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "recipes")))
+    environment = os.environ | {"PYTHONPATH": paths, "STUB_CUDA_COUNT": "0"}
+    log = venv.with_suffix(f"{venv.suffix}.log")
+    with log.open("w") as file:
+        done = subprocess.run([*command, *TESTS], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    last = log.read_text().splitlines()[-1].strip("= ")
+    return done.returncode == 0, last if done.returncode == 0 else f"{last}; see {log}"
+
+
+def venv_of(torch: str, python: str) -> Path:
+    """Return the venv of a pair, which is made where it is not there."""
+    venv = VENVS / f"torch-{torch}-python-{python}"
+    if (venv / "made").exists():
+        return venv
+    shutil.rmtree(venv, ignore_errors=True)
+    subprocess.run([interpreter(python), "-m", "venv", venv], check=True)
+    own = venv / "bin/python"
+    pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", f"torch=={torch}"], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    if "cuda: Optional[str] = None" not in (site / "torch/version.py").read_text():
+        subprocess.run([own, ROOT / "tests/support/cuda_stack/build.py"], check=True)
+        (metadata,) = site.glob("torch-*.dist-info/METADATA")
+        metadata.write_text(re.sub(r"(?m)^Requires-Dist: (nvidia|cuda|triton).*\n", "", metadata.read_text()))
+    subprocess.run([*pip, *NEEDED, f"{ROOT}[{EXTRAS}]"], check=True)
+    (venv / "made").touch()
+    return venv
+
+
+def interpreter(python: str) -> str:
+    """Return that Python: pyenv's, or the one on PATH."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    found = [*map(str, pyenv.glob(f"{python}.*/bin/python")), shutil.which(f"python{python}")]
+    if found[0] is None:
+        raise LookupError(f"there is no python{python}, neither on PATH nor of pyenv")
+    return found[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Two bounds follow from what training allocates and frees: with allocator retries and without."""
+
+from __future__ import annotations
+
+from array import array
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batch.estimate import AllocatorSettings, LengthEstimate, MemoryBreakdown
+from adaptive_batch.estimate.bounds import ReplayedBounds
+from adaptive_batch.estimate.fake_step import Resident
+
+MIB = 2**20
+RESIDENT = Resident(parameters=64 * MIB, buffers=0, optimizer=0, gradients=0)
+
+
+def length_of(per_row, fixed=64 * MIB):
+    line = MemoryBreakdown(Fraction(fixed), Fraction(per_row), (0.0, float(per_row)), 0)
+    return LengthEstimate(512, RESIDENT, (line,), fixed + per_row, None)
+
+
+def step_log(rows, each, *, steps=3):
+    """Weights, then in each step two buffers that grow with the rows, of which the second does not fit into the first's place."""
+    log, number = array("q", [64 * MIB]), 1
+    for _ in range(steps):
+        log.extend([rows * each, ~number, rows * each + 3 * MIB, ~(number + 1)])
+        number += 2
+    return log
+
+
+def bounds(each=32 * MIB, **settings):
+    length = length_of(each, fixed=67 * MIB)
+    made = ReplayedBounds(length, lambda rows: step_log(rows, each), AllocatorSettings(**settings), maximum=4096)
+    return length, made
+
+
+def test_fewer_rows_run_without_retries_than_fit_at_all():
+    length, made = bounds()
+    fit = made.fit(1000 * MIB)
+    assert 0 < fit.max_batch_size < fit.max_batch_size_with_retries <= length.max_rows(1000 * MIB)
+    assert fit.allocated_bytes < fit.reserved_bytes <= 1000 * MIB
+    assert made.peaks(fit.max_batch_size + 1)[1] > 1000 * MIB
+    assert made.fits_with_retries(fit.max_batch_size_with_retries, 1000 * MIB)
+    assert not made.fits_with_retries(fit.max_batch_size_with_retries + 1, 1000 * MIB)
+
+
+def test_expandable_segments_let_more_run_without_retries():
+    plain, expandable = bounds()[1].fit(1000 * MIB), bounds(expandable_segments=True)[1].fit(1000 * MIB)
+    assert plain.max_batch_size < expandable.max_batch_size <= expandable.max_batch_size_with_retries
+
+
+@given(mib=st.integers(0, 2000), each=st.integers(1, 300))
+def test_the_bound_is_the_largest_that_fits(mib, each):
+    length, made = bounds(each * MIB)
+    fit = made.fit(mib * MIB)
+    most = length.counted_fit(mib * MIB, maximum=4096).max_batch_size
+    assert fit.max_batch_size <= fit.max_batch_size_with_retries <= most
+    if fit.max_batch_size:
+        assert made.peaks(fit.max_batch_size)[1] <= mib * MIB
+    else:
+        assert fit.first_too_large is not None
+    if fit.max_batch_size < most:
+        assert made.peaks(fit.max_batch_size + 1)[1] > mib * MIB
+
+
+def test_where_one_row_is_reserved_beyond_what_there_is_that_is_said():
+    length, made = bounds(300 * MIB)
+    assert length.max_rows(380 * MIB) == 1
+    fit = made.fit(380 * MIB)
+    assert fit.max_batch_size == 0
+    assert fit.first_too_large.startswith("what the allocator reserves for one row (")
+
+
+def test_no_more_than_the_maximum_is_asked_about():
+    length, _ = bounds()
+    tried = []
+
+    def log(rows):
+        tried.append(rows)
+        return step_log(rows, 32 * MIB)
+
+    fit = ReplayedBounds(length, log, AllocatorSettings(), maximum=8).fit(100_000 * MIB)
+    assert (fit.max_batch_size, fit.max_batch_size_with_retries, tried) == (8, 8, [8])
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_peaks_are_those_of_a_device_without_end(rows):
+    _, made = bounds()
+    allocated, reserved = made.peaks(rows)
+    tensors = 67 * MIB + rows * 32 * MIB
+    assert tensors <= allocated <= tensors + MIB  # a block may be larger than what is asked for
+    assert reserved >= allocated

@@ -1,0 +1,131 @@
+"""Any PyTorch model can be estimated, with torch alone, and is left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from adaptive_batch import AdaptiveLoop, SettingError, StepOptions, estimate_memory
+
+
+class Tied(nn.Module):
+    """Predicts words from words; the embedding is the output layer."""
+
+    def __init__(self, dim=64, words=500):
+        super().__init__()
+        self.words = nn.Embedding(words, dim)
+        self.layers = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(4)))
+        self.output = nn.Linear(dim, words, bias=False)
+        self.output.weight = self.words.weight
+        self.register_buffer("scale", torch.ones(dim))
+
+    def forward(self, tokens):
+        return self.output(torch.relu(self.layers(self.words(tokens) * self.scale)))
+
+
+def mean_loss(model):
+    return lambda batch: nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def sample(rows=2, length=32):
+    return {
+        "tokens": torch.zeros(rows, length, dtype=torch.int64),
+        "labels": torch.zeros(rows, length, dtype=torch.int64),
+    }
+
+
+def test_a_model_without_memory_is_estimated_for_devices_and_stays_so():
+    with torch.device("meta"):
+        model = Tied(dim=1024, words=50_000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    estimate = estimate_memory(model, sample(), optimizer, ["H100", "8GiB"], mean_loss=mean_loss(model))
+    assert estimate.lengths[0].sequence_length == 32
+    assert estimate.lengths[0].resident.optimizer == pytest.approx(
+        2 * estimate.lengths[0].resident.parameters, rel=1e-4
+    )
+    large, small = (device.lengths[0].max_batch_size for device in estimate.devices)
+    assert large > small > 0
+    assert estimate.fits("H100", large)
+    assert not estimate.fits("8.00 GiB", small + 1)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.output.weight is model.words.weight
+    assert not optimizer.state
+
+
+def test_a_real_model_and_its_optimizer_are_left_as_they_were():
+    model = Tied().eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    mean_loss(model)(sample()).backward()
+    optimizer.step()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradient, state = model.words.weight.grad, optimizer.state[model.words.weight]
+    estimate_memory(model, sample(), optimizer, "80GiB", mean_loss=mean_loss(model), max_grad_norm=1.0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert model.words.weight.grad is gradient
+    assert optimizer.state[model.words.weight] is state
+    assert not model.training
+    assert optimizer.param_groups[0]["foreach"] is None
+
+
+def test_an_error_on_the_way_puts_the_model_back():
+    model = Tied()
+    weight = model.words.weight
+
+    def reads_a_value(batch):
+        loss = mean_loss(model)(batch)
+        assert loss.item() < 100
+        return loss
+
+    with pytest.raises(SettingError, match=r"^model='Tied': it cannot run on fake tensors: .*_local_scalar_dense"):
+        estimate_memory(model, sample(), torch.optim.SGD(model.parameters()), "H100", mean_loss=reads_a_value)
+    assert model.words.weight is weight
+    assert model.output.weight is weight
+
+
+def test_a_loop_estimates_what_its_search_finds():
+    model = Tied()
+    rows = [{"tokens": list(range(length))} for length in range(8, 40)]
+
+    def collate(some):
+        longest = max(len(row["tokens"]) for row in some)
+        padded = torch.tensor([row["tokens"] + [0] * (longest - len(row["tokens"])) for row in some])
+        return {"tokens": padded, "labels": padded}
+
+    loop = AdaptiveLoop(
+        model,
+        torch.optim.SGD(model.parameters(), momentum=0.9, foreach=True),
+        rows * 200,
+        collate=collate,
+        mean_loss=mean_loss(model),
+        batch_size=2,
+        options=StepOptions(max_grad_norm=1.0),
+    )
+    weight, order = model.words.weight, [len(row["tokens"]) for row in rows]
+    estimate = loop.estimate("68.125MiB", context=0)
+    found = loop.find_bound(device_memory="60MiB", headroom=0.0)
+    assert estimate.lengths[0].sequence_length == max(order)
+    slope = float(estimate.lengths[0].curve.highest(found.max_batch_size).bytes_per_row)
+    assert slope == pytest.approx(found.bytes_per_row(), rel=0.02)
+    assert (
+        0 < estimate.devices[0].lengths[0].max_batch_size < found.max_batch_size
+    )  # CUDA's allocator and cuBLAS take some
+    assert model.words.weight is weight
+    (result,) = [loop.run(step) for step, _ in zip(loop, range(1), strict=False)]
+    assert result.loss > 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "says"),
+    [
+        ({"none": 1}, {}, "batch='dict': give a sample with tensors whose first dimension is the rows"),
+        (torch.zeros(2, 8, dtype=torch.int64), {}, "mean_loss=None: the model returns no loss"),
+        (sample(), {"maximum": 0}, "maximum=0: "),
+        (sample(), {"devices": "H10"}, "estimate.devices='H10': "),
+    ],
+)
+def test_what_cannot_be_used_is_refused(batch, options, says):
+    model = Tied()
+    with pytest.raises(SettingError) as raised:
+        estimate_memory(model, batch, torch.optim.SGD(model.parameters()), **{"devices": "H100", **options})
+    assert str(raised.value).startswith(says)

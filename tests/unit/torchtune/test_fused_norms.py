@@ -1,0 +1,48 @@
+"""`fused_rms_norm`: the same norm as one operation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torchtune.modules import RMSNorm
+
+from adaptive_batch import SettingError
+from adaptive_batch.torchtune.model import FullModel, FusedRMSNorm
+
+LLAMA = {
+    "_component_": "torchtune.models.llama3.llama3",
+    "vocab_size": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "embed_dim": 16,
+    "max_seq_len": 32,
+}
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 0.0), (torch.bfloat16, 2**-7), (torch.float64, 1e-5)])
+def test_the_norm_is_torchtunes_to_rounding(dtype, within):
+    torch.manual_seed(0)
+    plain, fused = RMSNorm(64).to(dtype), FusedRMSNorm(64).to(dtype)
+    nn.init.normal_(plain.scale)
+    fused.load_state_dict(plain.state_dict())
+    rows = torch.randn(4, 8, 64, dtype=dtype)
+    torch.testing.assert_close(fused(rows), plain(rows), rtol=within, atol=within)
+
+
+def test_all_norms_of_a_model_are_replaced_and_keep_their_weights():
+    cfg = OmegaConf.create({"model": LLAMA, "fused_rms_norm": True})
+    fused = FullModel().skeleton(cfg, dtype=torch.bfloat16)
+    plain = FullModel().skeleton(OmegaConf.create({"model": LLAMA}), dtype=torch.bfloat16)
+    norms = [type(module) for module in fused.modules() if isinstance(module, RMSNorm)]
+    assert norms == [FusedRMSNorm] * 5
+    assert list(fused.state_dict()) == list(plain.state_dict())
+
+
+def test_a_model_without_such_norms_is_refused_before_weights_load():
+    cfg = OmegaConf.create({"model": {"_component_": "torch.nn.Linear", "in_features": 4, "out_features": 4}})
+    cfg.fused_rms_norm = True
+    with pytest.raises(SettingError, match=r"^fused_rms_norm=True: torch\.nn\.Linear has no RMSNorm of torchtune's"):
+        FullModel().skeleton(cfg, dtype=torch.float32)
