@@ -9,15 +9,13 @@ import ctypes
 
 import pytest
 import torch
+from support.cuda_stack.squeezing import library
 from torch import nn
 from torch.nn import functional as F
 
 from adaptive_batch import AdaptiveLoop
 
-pytestmark = [
-    pytest.mark.cuda_stack,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs PyTorch's CUDA build"),
-]
+pytestmark = pytest.mark.cuda_stack
 
 CUDA, VOCABULARY, WIDTH, CONTEXT = torch.device("cuda", 0), 32000, 1024, 500 * 2**20
 
@@ -98,7 +96,7 @@ def test_rows_at_once_come_back_with_the_memory_that_was_taken_away(share):
     run = Run(grow_beyond_maximum=True)
     bound = run.loop.find_bound(headroom=0.0).max_batch_size
     run.loop.batch_size = 2 * bound
-    stub, total = ctypes.CDLL("libcudastub.so"), torch.cuda.mem_get_info(CUDA)[1]
+    stub, total = library(), torch.cuda.mem_get_info(CUDA)[1]
     run.steps(5)
     torch.cuda.empty_cache()
     stub.cudastub_set_reserved(ctypes.c_ulonglong(CONTEXT + int(share * total)))
