@@ -17,7 +17,7 @@ from .search import Search, Trial
 
 log = logging.getLogger("adaptive_batch")
 
-_FORMAT = 2
+_FORMAT = 3
 _KEPT = 31  # results of other lengths, devices or settings that a file keeps
 
 
@@ -35,6 +35,8 @@ class ProbeResult:
         from_cache: the bound was known, and was tried once more.
         budgets_of_ranks: what each of several ranks was allowed, in bytes.
         maximum: the most rows that would have been tried; 0 where it is not known.
+        max_batch_size_with_retries: the largest size that was tried and ran, be it that the allocator gave back its cache and
+            asked again; None where no trial of a larger size than `max_batch_size` did.
     """
 
     max_batch_size: int
@@ -47,6 +49,7 @@ class ProbeResult:
     from_cache: bool = False
     budgets_of_ranks: tuple[int, ...] = ()
     maximum: int = 0
+    max_batch_size_with_retries: int | None = None
 
     @property
     def bound(self) -> str:
@@ -55,8 +58,8 @@ class ProbeResult:
 
     @property
     def num_out_of_memory(self) -> int:
-        """Trials that did not fit."""
-        return sum(not trial.fits for trial in self.trials)
+        """Trials that ran out of memory."""
+        return sum(not (trial.fits or trial.retried) for trial in self.trials)
 
     def peak_bytes(self) -> int | None:
         """Peak of the bound's own trial, the optimizer's phase included."""
@@ -103,6 +106,10 @@ class ProbeResult:
         cached = ", known from before and tried again" if self.from_cache else ""
         is_rounded = self.batch_size != self.max_batch_size
         rounded = f"; rounded down to a power of two: {self.batch_size}" if is_rounded else ""
+        if (with_retries := self.max_batch_size_with_retries) is not None:
+            lines.append(
+                f"max_batch_size_with_retries: {with_retries} (the allocator gives back its cache and asks again, which is slow)"
+            )
         return "\n".join([*lines, f"max_batch_size: {self.bound}{cached}{rounded}"])
 
 
@@ -135,7 +142,8 @@ def run_search(
         trials.append(trial)
         peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
         went = rows_fit(size) if trial.fits else f"{count(size, 'row')} did not fit"
-        log.info("trial %d: %s%s", len(trials), went, peak)
+        again = " without the allocator asking again" if trial.retried else ""
+        log.info("trial %d: %s%s%s", len(trials), went, again, peak)
         return trial
 
     while (size := search.candidate) is not None:
@@ -147,8 +155,18 @@ def run_search(
         while power and power not in fitting and not run(power).fits:
             power //= 2
         batch_size = power or bound
-    found = tuple(trials), tuple(seconds)
-    return ProbeResult(bound, batch_size, *found, sequence_length, resident_bytes, budget_bytes, maximum=search.maximum)
+    retried = max((trial.batch_size for trial in trials if trial.retried), default=0)
+    return ProbeResult(
+        bound,
+        batch_size,
+        tuple(trials),
+        tuple(seconds),
+        sequence_length,
+        resident_bytes,
+        budget_bytes,
+        maximum=search.maximum,
+        max_batch_size_with_retries=retried if retried > bound else None,
+    )
 
 
 def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:
@@ -220,7 +238,7 @@ def _agree(trial: Trial) -> Trial:
     if distributed.world_size() == 1:
         return trial
     mine = (-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))
-    fails, *most = distributed.all_reduce_max([not trial.fits, *mine])
+    fails, fails_again, *most = distributed.all_reduce_max([not trial.fits, not (trial.fits or trial.retried), *mine])
     peak, optimizer_peak = (None if one < 0 else one for one in most)
     trace = distributed.from_rank_zero(lambda: trial.trace) if not fails else None
-    return Trial(trial.batch_size, not fails, peak, optimizer_peak, trace)
+    return Trial(trial.batch_size, not fails, peak, optimizer_peak, trace, retried=bool(fails and not fails_again))

@@ -33,10 +33,11 @@ class Trial:
     """How one trial went.
 
     Attributes:
-        fits: whether the whole training step fitted in memory.
+        fits: whether the whole training step fitted in memory, without the allocator giving back its cache and asking again.
         peak_bytes: most bytes held in forward and backward, what was resident included; None where not known or not fitting.
         optimizer_peak_bytes: the same for the optimizer's step, which does not grow with the batch.
         trace: bytes alive after each operation of forward and backward, where the device counts them.
+        retried: it ran to its end, and does not fit because the allocator gave back its cache and asked again.
     """
 
     batch_size: int
@@ -44,6 +45,7 @@ class Trial:
     peak_bytes: int | None = None
     optimizer_peak_bytes: int | None = None
     trace: Trace | None = field(default=None, repr=False, compare=False)
+    retried: bool = False
 
 
 def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -47,6 +48,8 @@ class DryRun:
         row: how an error calls a single row, its length included.
         sharding: of the model; needed where there are several ranks.
         keep_gradients: runs a micro-batch of one row that leaves its gradients unsharded, as in the middle of a step.
+        steps: of a caching allocator, which varying lengths fragment: the micro-batches of steps of training whose largest has so
+            many rows. A trial is all of these then, from a fresh cache, and on leaving the cache stays as the last one left it.
         remedies: the end of the error that one row does not fit.
 
     Attributes:
@@ -71,6 +74,7 @@ class DryRun:
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
+        steps: Callable[[int], Iterator[list[Callable[[], object]]]] | None = None,
         remedies: str = MEMORY_REMEDIES,
     ) -> None:
         self.budget_bytes = budget_bytes
@@ -87,15 +91,20 @@ class DryRun:
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = keep_gradients if accumulates else None
         self._remedies = remedies
+        self._steps = steps
+        self._retried = False
         self._exit = ExitStack()
 
     def __enter__(self) -> DryRun:
         with ExitStack() as stack:
-            stack.callback(self._memory.release)
+            if self._steps is None:
+                stack.callback(self._memory.release)
             snapshot = TrainingSnapshot(
                 self._model, self._optimizers, device=self._memory.device, parameters_change=self._in_backward is None
             )
             stack.callback(snapshot.restore)
+            if self._steps is not None:
+                stack.callback(self._keep_place_of_state)
             stack.callback(self._drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.dry_run())
@@ -119,14 +128,32 @@ class DryRun:
         """
         what = f"a trial of {count(batch_size, 'row')}"
         try:
-            usage = self._measure(lambda: self._forward_backward(batch_size), what, self.budget_bytes)
+            if self._steps is None:
+                usage = self._measure(lambda: self._forward_backward(batch_size), what, self.budget_bytes)
+            else:
+                self._drop_gradients()
+                run = partial(self._run_steps, self._steps(batch_size))
+                usage = self._measure(run, what, self.budget_bytes, prepare=False)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
-        found = (
-            (usage.peak_bytes, self.optimizer_peak_bytes, usage.trace) if usage else (None, self.optimizer_peak_bytes)
-        )
-        return Trial(batch_size, usage is not None, *found)
+        peak, trace = (usage.peak_bytes, usage.trace) if usage else (None, None)
+        retried = usage is None and self._retried
+        return Trial(batch_size, usage is not None, peak, self.optimizer_peak_bytes, trace, retried)
+
+    def _run_steps(self, steps: Iterator[list[Callable[[], object]]]) -> None:
+        for micro_batches in steps:
+            for forward_backward in micro_batches:
+                forward_backward()
+            if not self._in_backward:
+                self._step()
+            self._drop_gradients()
+
+    def _keep_place_of_state(self) -> None:
+        """Until a new optimizer makes its state in its first step, keep the memory that it had in trials from being used otherwise."""
+        for optimizer in self._optimizers:
+            place = list(optimizer_state_tensors([optimizer]))
+            optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())
 
     def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
         """Try to evaluate `batch_size` rows: in evaluation mode, with what training has between two of its steps resident."""
@@ -188,7 +215,7 @@ class DryRun:
         self, run: Callable[[], object], what: str, budget_bytes: int, *, prepare: bool = True
     ) -> Usage | None:
         """Run, and return what it used; None where it does not fit. Memory is released after the except block has been left."""
-        fits = has_run = False
+        fits = has_run = self._retried = False
         is_prepared = distributed.world_size() == 1
         message = ""
         try:
@@ -198,6 +225,7 @@ class DryRun:
             with self._memory.measure(self._resident(), budget_bytes=budget_bytes) as usage:
                 run()
                 has_run = True
+            self._retried = usage.retried
             fits = not usage.retried
         except AdaptiveBatchError:
             raise

@@ -16,11 +16,12 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, fingerprint, format_bytes
-from adaptive_batch.data import longest_rows
+from adaptive_batch.data import StepPlanner, longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
+from adaptive_batch.schedules import Progress
 from adaptive_batch.training import MaxBatchSearch, WorstRows
 
 from .config_errors import as_dict
@@ -392,7 +393,16 @@ class BoundFinder:
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:count]
 
-        return WorstRows(rows, target, f"one row of {count(target, 'token')}")
+        epochs = StepPlanner(self._data.dataset, self._data.batching(), layout=self._data.shapes).epochs
+        numbers: list[int] = []
+
+        def in_order(begin: int, number: int) -> list[dict[str, Any]]:
+            if not numbers:
+                numbers.extend(i for i in epochs.order(Progress()).tolist() if int(lengths[i]) <= target)
+            taken = (numbers[i % len(numbers)] for i in range(begin, begin + number))
+            return [self._data.dataset[i] for i in taken] if numbers else rows(number)
+
+        return WorstRows(rows, target, f"one row of {count(target, 'token')}", in_order)
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:

@@ -363,7 +363,7 @@ class AdaptiveLoop:
         random_state.restore()
         find = partial(
             search.find,
-            WorstRows(rows.longest, rows.length(longest), rows.describe(longest)),
+            WorstRows(rows.longest, rows.length(longest), rows.describe(longest), self._rows_in_order()),
             maximum=min(maximum, max(1, len(rows) // ranks)),
             round_to_power_of_two=round_to_power_of_two,
         )
@@ -382,6 +382,10 @@ class AdaptiveLoop:
         self._limits.learn_cost(found)
         self._bound_accumulates = splits
         return found
+
+    def _rows_in_order(self) -> Callable[[int, int], list[Any]]:
+        order = self._steps.epochs.order(self.progress.at_epoch_start()).tolist()
+        return lambda begin, number: [self._rows[order[i % len(order)]] for i in range(begin, begin + number)]
 
     def estimate(
         self, devices: Any, *, maximum: int = 4096, context: int = CONTEXT_BYTES, headroom: int | float | str = 0

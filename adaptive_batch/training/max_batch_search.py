@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, format_bytes
+from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.errors import DoesNotFitError, RankLostError
 from adaptive_batch.memory import (
     MemoryCurve,
@@ -39,6 +41,8 @@ from .model_checks import is_compiled
 
 log = logging.getLogger("adaptive_batch")
 
+_DRAWN_STEPS = 12  # of training's own lengths in a trial
+
 
 @dataclass(frozen=True)
 class WorstRows:
@@ -48,11 +52,13 @@ class WorstRows:
         first: returns that many of them, longest first.
         length: tokens of the longest.
         name: what an error calls a single one.
+        in_order: rows in the order in which training takes them: any number from any position on; None where it has no order.
     """
 
     first: Callable[[int], list[Any]]
     length: int
     name: str
+    in_order: Callable[[int, int], list[Any]] | None = None
 
 
 class MaxBatchSearch:
@@ -152,6 +158,7 @@ class MaxBatchSearch:
             sharding=runner.sharding,
             keep_gradients=(lambda: runner.keep_gradients(stepped.first(1))) if self._keeps_gradients else None,
             remedies=runner.retry.remedies,
+            steps=partial(self._steps, rows, accumulates=accumulates) if self._fragments(rows) else None,
         )
         what, where = "evaluating rows" if evaluate else "rows", memory.describe()
         log.info(
@@ -196,6 +203,8 @@ class MaxBatchSearch:
                         round_to_power_of_two=round_to_power_of_two,
                         sequence_length=rows.length,
                     )
+                    if self._fragments(rows) and result.max_batch_size != result.trials[-1].batch_size:
+                        run_trial(result.max_batch_size)  # whose cache training goes on with
         finally:
             random_state.restore()
             if is_compiled(runner.model):
@@ -208,6 +217,24 @@ class MaxBatchSearch:
             budget_bytes=min(budgets),
             budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
         )
+
+    def _fragments(self, rows: WorstRows) -> bool:
+        """Whether trials are whole steps of varying lengths: the device's allocator has a cache, which these fragment."""
+        return rows.in_order is not None and self._memory.granularity_bytes > 1 and distributed.world_size() == 1
+
+    def _steps(self, rows: WorstRows, size: int, *, accumulates: bool) -> Iterator[list[Callable[[], object]]]:
+        """Yield the micro-batches of steps: the longest, what comes first in training, and the longest again."""
+        runner, layout, in_order = self._runner, self._runner.layout, rows.in_order
+        assert in_order is not None
+        longest, several = rows.first(size), 2 if accumulates else 1
+        yield [partial(runner.try_rows, longest)] * several
+        unit = runner.retry.limit().unit
+        limit = MicroBatchLimit(layout.padded_tokens([rows.length] * size) if unit == "tokens" else size, unit)
+        for step in range(_DRAWN_STEPS):
+            drawn = in_order(step * several * size, several * size)
+            pieces = micro_batches([min(rows.length, runner.loss.row_length(row)) for row in drawn], limit, layout)
+            yield [partial(runner.try_rows, [drawn[i] for i in piece.rows]) for piece in pieces]
+        yield [partial(runner.try_rows, longest)] * several
 
     def _binary(self, *, maximum: int, **facts: Any) -> Search:
         return BinarySearch(maximum=maximum)

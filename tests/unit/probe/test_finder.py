@@ -279,3 +279,18 @@ def test_the_largest_peak_of_any_rank_counts(ranks):
         assert result.max_batch_size == 9
         assert tried[-1] in (9, 10)
         assert all(t.peak_bytes == t.batch_size for t in result.trials if t.fits)
+
+
+def test_the_largest_size_that_ran_with_retries_is_told_beside_the_bound(tmp_path):
+    def run_trial(rows):
+        return Trial(rows, rows <= 9, 100 * rows if rows <= 9 else None, retried=9 < rows <= 12)
+
+    result = run_search(run_trial, search=BinarySearch(maximum=20))
+    assert (result.max_batch_size, result.max_batch_size_with_retries) == (9, 10)  # of those that were tried
+    assert result.num_out_of_memory == sum(trial.batch_size > 12 for trial in result.trials)
+    assert "max_batch_size_with_retries: 10 (the allocator" in result.table()
+    save_result(result, tmp_path / "probe.json", fingerprint="a")
+    assert load_result(tmp_path / "probe.json", fingerprint="a") == result
+    plain = run_search(lambda rows: Trial(rows, rows <= 9), search=BinarySearch(maximum=20))
+    assert plain.max_batch_size_with_retries is None
+    assert "with_retries" not in plain.table()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -434,3 +436,55 @@ def test_the_host_must_have_room_for_the_copies():
     ):
         pass
     assert model.weight.grad is gradient
+
+
+def test_where_an_allocator_has_a_cache_a_trial_is_whole_steps_of_varying_sizes_and_leaves_no_trace():
+    training, said = Training(Case("AdamW")), []
+
+    def steps(rows):
+        for size in (rows, 1, rows):
+            said.append(size)
+            yield [lambda size=size: training.forward_backward(size)] * 2
+            said.append(f"stepped {len(training.optimizer.state) > 0}, {training.model.embed.weight.grad}")
+
+    before = training.everything()
+    rehearsal = training.rehearsal()
+    rehearsal._steps = steps
+    with rehearsal as trial:
+        assert trial(3).fits
+    assert said == [3, "stepped True, None", 1, "stepped True, None", 3, "stepped True, None"]
+    assert differences(before, training.everything()) == []
+
+
+def test_the_place_of_a_new_optimizers_state_is_kept_until_it_makes_its_own():
+    training = Training(Case("AdamW"))
+    rehearsal = training.rehearsal()
+    rehearsal._steps = lambda rows: iter([[lambda: training.forward_backward(rows)]])
+    with rehearsal as trial:
+        trial(2)
+        states = [weakref.ref(state) for state in optimizer_state_tensors([training.optimizer])]
+    gc.collect()
+    assert training.optimizer.state == {}
+    assert all(state() is not None for state in states)
+    training.forward_backward(2)
+    training.step()
+    gc.collect()
+    assert {state() for state in states} == {None}
+
+
+def test_a_trial_that_made_the_allocator_ask_again_ran_and_does_not_fit():
+    class AsksAgain(CountedMemory):
+        asks = False
+
+        @contextmanager
+        def measure(self, resident, *, budget_bytes):
+            with super().measure(resident, budget_bytes=budget_bytes) as usage:
+                yield usage
+                usage.retried = self.asks
+
+    training, memory = Training(Case("AdamW")), AsksAgain(CPU)
+    with training.rehearsal(memory=memory) as trial:
+        memory.asks = True
+        assert (trial(3).fits, trial(3).retried) == (False, True)
+        memory.asks = False
+        assert (trial(3).fits, trial(3).retried) == (True, False)
