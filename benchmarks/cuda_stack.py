@@ -34,7 +34,14 @@ from typing import Any
 import records
 import torch
 
-from adaptive_batch.estimate import CONTEXT_BYTES, AllocatorSettings, CachingAllocator, EstimatedDevice, parse_devices
+from adaptive_batch.estimate import (
+    CONTEXT_BYTES,
+    AllocatorSettings,
+    CachingAllocator,
+    CudaKernels,
+    EstimatedDevice,
+    parse_devices,
+)
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.torchtune import Settings, set_up_terminal
 from adaptive_batch.torchtune.estimates import Estimator
@@ -111,11 +118,11 @@ class Estimated:
     def opened(self) -> Iterator[Estimated]:
         """Inside, logs can be had."""
         settings = Settings.from_config(self._cfg)
-        with Estimator(self._cfg, settings, [self.device])._step(self._cfg, [self._length], 1) as step:
+        estimator = Estimator(self._cfg, settings, [self.device])
+        with estimator._step(self._cfg, [self._length], 1, CudaKernels(self.device.compute_capability)) as step:
             run = step.run.forward_backward(step._rows[self._length][0])
-            self._log: Callable[..., Sequence[int]] = lambda rows: step._step.log(
-                rows, steps=STEPS, forward_backward=run
-            )
+            self._step, self._targets = step, estimator._targets
+            self._log = partial(step._step.log, steps=STEPS, forward_backward=run)
             yield self
 
     def log(self, rows: int) -> Sequence[int]:
@@ -133,12 +140,11 @@ class Estimated:
         return allocator
 
     def bound(self, conf: str) -> int:
-        """Return the most rows that run without a retry."""
-
-        def is_clean(rows: int) -> bool:
-            return not self.replayed(rows, conf).num_retries
-
-        return largest(is_clean)
+        """Return the estimate's most rows that run without a retry."""
+        allocator = AllocatorSettings(expandable_segments=bool(conf))
+        _, (fit,) = self._step.estimate(self._length, self._targets, checks=False, allocator=allocator)
+        rows: int = fit.max_batch_size
+        return rows
 
 
 def largest(fits: Callable[[int], bool], *, start: int = 1) -> int:
