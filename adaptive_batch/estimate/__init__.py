@@ -3,7 +3,7 @@
 from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
-from .estimator import estimate_length
+from .estimator import Run, estimate_length
 from .fake_step import FEW, MORE, FakeDevice, FakeStep, needs_values
 from .of_model import estimate_memory, estimate_step
 from .result import (
@@ -35,6 +35,7 @@ __all__ = [
     "LengthEstimate",
     "MemoryBreakdown",
     "MemoryEstimate",
+    "Run",
     "StepTrace",
     "Target",
     "alike",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryCurve
@@ -14,6 +13,8 @@ from .bounds import ReplayedBounds
 from .fake_step import FEW, MORE, FakeStep
 from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
 from .tracker import StepTrace
+
+Run = Callable[[int], object]  # forward and backward of that many rows
 
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 _LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
@@ -27,7 +28,8 @@ def estimate_length(
     targets: Sequence[Target],
     *,
     maximum: int,
-    forward_backward: Callable[[int], object] | None = None,
+    forward_backward: Run | None = None,
+    of_steps: Callable[[int], Sequence[Run]] | None = None,
     checks: bool = True,
     allocator: AllocatorSettings | None = None,
 ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
@@ -38,6 +40,8 @@ def estimate_length(
         targets: the devices.
         maximum: more rows are of no interest.
         forward_backward: of that many rows; None for the step's own.
+        of_steps: returns forward and backward of some steps that training takes with that many rows, whose lengths vary; None for
+            rows of one length. It counts where there is an allocator, whose memory they fragment.
         checks: by one more size, whose tensors are attributed to modules.
         allocator: settings of the devices' caching allocator; None for a device without one, where each byte that is allocated
             is one that is taken.
@@ -45,12 +49,13 @@ def estimate_length(
     Raises:
         SettingError: no two sizes ran the same operations.
     """
-    (fewer, few), (larger, more) = _alike(step, forward_backward, tokens)
+    run = forward_backward or step.forward_backward
+    (fewer, few), (larger, more) = _alike(step, run, tokens)
     curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
     fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
     one_row = curve.peak_bytes(1)
     if min(fitting) < FEW:
-        one_row = max(step.trace(1, forward_backward=forward_backward).trace.live_bytes)
+        one_row = max(step.trace(1, forward_backward=run).trace.live_bytes)
     breakdowns = []
     for line in curve.lines:
         below, above = few.forward_bytes[line.operation], more.forward_bytes[line.operation]
@@ -60,31 +65,32 @@ def estimate_length(
         breakdowns.append(MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients))
     length = LengthEstimate(tokens, step.resident, tuple(breakdowns), one_row, step.optimizer_peak_bytes)
 
-    def fits() -> tuple[Fit, ...]:
-        if allocator is None:
-            return tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
-        log = partial(step.log, steps=_STEPS, forward_backward=forward_backward)
-        bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
-        return tuple(bounds.fit(target.budget_bytes) for target in targets)
+    found = tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
 
-    found = fits()
+    def replayed() -> ReplayedBounds | None:
+        def log(rows: int) -> Sequence[int]:
+            return step.log(rows, of_steps(rows) if of_steps else [run] * _STEPS)
+
+        return ReplayedBounds(length, log, allocator, maximum=maximum) if allocator else None
+
+    if bounds := replayed():
+        found = tuple(bounds.fit(target.budget_bytes) for target in targets)
     if checks:
         most = _COLLATED_BYTES // (128 * tokens)
         size = max(_LEAST_CHECKED, min(max(fit.max_batch_size for fit in found), most))
-        third = step.trace(size, forward_backward=forward_backward, explain={line.operation for line in curve.lines})
+        third = step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
         check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
         sites = {operation: live.describe() for operation, live in third.explained.items()}
         named = (
             replace(one, site=sites.get(line.operation, "")) for one, line in zip(breakdowns, curve.lines, strict=True)
         )
         length = replace(length, breakdowns=tuple(named), check=check)
-        found = fits()  # what that size allocates is known now
+        if bounds and (known := replayed()) and known.peaks(size) != bounds.peaks(size):  # it lies on no line
+            found = tuple(known.fit(target.budget_bytes) for target in targets)
     return length, found
 
 
-def _alike(
-    step: FakeStep, run: Callable[[int], object] | None, tokens: int
-) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
+def _alike(step: FakeStep, run: Run, tokens: int) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
     """Trace two sizes that run the same operations."""
     for few, many in _PAIRS:
         low, high = (step.trace(size, forward_backward=run) for size in (few, many))

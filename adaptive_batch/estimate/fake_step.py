@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -187,7 +187,7 @@ class FakeStep:
         self._optimizers = (
             list(optimizer.optimizers.values()) if isinstance(optimizer, OptimizerInBackward) else [optimizer]
         )
-        self._forward_backward = forward_backward
+        self.forward_backward = forward_backward
         self._accumulates = accumulates
         self._device = device
         self._sharding = sharding or Sharding(model)
@@ -233,40 +233,32 @@ class FakeStep:
             explain: operations at which all live bytes are attributed to modules.
         """
         self._prepare()
-        run = forward_backward or self._forward_backward
+        run = forward_backward or self.forward_backward
         with self._device.counting(explain=explain, names=ModuleNames(self.model) if explain else None) as counter:
             counter.add_named(self._named())
             run(rows)
             self._phases.setdefault((run, False), {})[rows] = counter.phase(self._named())
             return counter.step_trace(self.model)
 
-    def log(
-        self,
-        rows: int,
-        *,
-        steps: int,
-        micro_batches: int = 1,
-        forward_backward: Callable[[int], object] | None = None,
-    ) -> array[int]:
-        """Return what the device is asked for in loading and so many steps, of so many micro-batches each (see :mod:`.step_log`).
+    def log(self, rows: int, of_steps: Sequence[Callable[[int], object]]) -> array[int]:
+        """Return what the device is asked for in loading and in steps of so many rows at once (see :mod:`.step_log`).
 
         It is exact at numbers of rows that were traced, and lies on a straight line between two of them elsewhere.
+
+        Args:
+            of_steps: forward and backward of each step, which has two micro-batches where steps accumulate.
         """
-        run = forward_backward or self._forward_backward
-        further = self._at(rows, run)
-        first = later = further
-        if self._accumulates or self._in_backward:
-            few, found = self._first(run), self._at(FEW, run)
-            sized = few.sized(found, further)
-            assert sized is not None, "the first micro-batch allocates what others allocate, and states"
-            first = sized
-            later = first if self._accumulates else further
-        loaded = self._device.loaded or self._resident_phase()
-        phases = [(loaded, True)]
-        for number in range(steps):
-            for place in range(micro_batches):
-                phase = further if place else later if number else first
-                phases.append((phase, number == place == 0))
+        phases = [(self._device.loaded or self._resident_phase(), True)]
+        for number, run in enumerate(of_steps):
+            phase = self._at(rows, run)
+            if self._accumulates or (self._in_backward and not number):
+                first = self._first(run).sized(self._at(FEW, run), phase)
+                assert first is not None, (
+                    "the first micro-batch allocates what others allocate, and gradients or states"
+                )
+                phases.append((first, not number))
+            if self._accumulates or not (self._in_backward and not number):
+                phases.append((phase, not number and not self._accumulates))
             phases += [(one, False) for one in self._steps[min(number, 1) : min(number, 1) + 1]]
         return joined(phases)
 

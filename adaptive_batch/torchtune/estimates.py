@@ -9,9 +9,11 @@ import inspect
 import time
 import traceback
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
+    FEW,
+    MORE,
     AllocatorSettings,
     Change,
     EstimatedDevice,
@@ -28,6 +32,7 @@ from adaptive_batch.estimate import (
     Fit,
     LengthEstimate,
     MemoryEstimate,
+    Run,
     Target,
     alike,
     estimate_length,
@@ -44,6 +49,9 @@ from .fake_run import FakeRun, Rows, made_up_row
 from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
+
+_SHARES = (0.5, 0.8, 0.95)  # of the rows, that are no longer than the lengths to which steps are padded
+_STEPS = 5  # of training's own, after one of the longest rows
 
 
 def estimate_devices(
@@ -228,7 +236,7 @@ class _Step:
 
     def __init__(self, run: FakeRun, lengths: Sequence[int | str]) -> None:
         self.run = run
-        bounds = BoundFinder(run.job, run.data)
+        self._bounds = bounds = BoundFinder(run.job, run.data)
         self._rows = {length: self._rows_of(bounds, length) for length in lengths}
         settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
@@ -268,15 +276,33 @@ class _Step:
     ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
         """Estimate one length and what fits of it; see :func:`adaptive_batch.estimate.estimate_length`."""
         rows, tokens = self._rows[length]
+        run = self.run.forward_backward(rows)
         return estimate_length(
             self._step,
             tokens,
             targets,
             maximum=self.run.job.settings.probe.maximum,
-            forward_backward=self.run.forward_backward(rows),
+            forward_backward=run,
+            of_steps=self._of_steps(run, tokens) if length == "longest" and allocator else None,
             checks=checks,
             allocator=allocator,
         )
+
+    def _of_steps(self, longest: Run, tokens: int) -> Callable[[int], Sequence[Run]]:
+        """The longest rows, then those of training's first steps, each step padded to the next of a few lengths that rows have."""
+        lengths = sorted(map(int, self.run.data.dataset.lengths))
+        some = sorted({lengths[int(share * (len(lengths) - 1))] for share in _SHARES} - {tokens})
+        runs = [self.run.forward_backward(self._rows_of(self._bounds, one)[0]) for one in some]
+        for run, rows in product(runs, (FEW, MORE)):
+            self._step.trace(rows, forward_backward=run)
+        in_order = self._bounds.rows_of("longest").in_order
+        assert in_order is not None
+
+        def of_steps(rows: int) -> list[Run]:
+            padded = (max(len(row["tokens"]) for row in in_order(number * rows, rows)) for number in range(_STEPS))
+            return [longest, *([*runs, longest][bisect_left(some, one)] for one in padded)]
+
+        return of_steps
 
 
 def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
