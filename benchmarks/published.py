@@ -15,7 +15,7 @@ import argparse
 import csv
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -27,10 +27,16 @@ from typing import Any
 import records
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torchtune.models.llama2 import llama2_7b
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.models.llama3_2 import llama3_2_3b
 from torchtune.modules import RMSNorm as TorchtuneRMSNorm
+from torchtune.modules import RotaryPositionalEmbeddings
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -49,15 +55,28 @@ from transformers import (
 from transformers.models.granite.modeling_granite import GraniteRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from adaptive_batch.estimate import LengthEstimate, MemoryEstimate, cuda_workspace, estimate_memory
+from adaptive_batch.distributed import Sharding, fake_process_group
+from adaptive_batch.estimate import (
+    AllocatorSettings,
+    CachingAllocator,
+    FakeDevice,
+    FakeStep,
+    LengthEstimate,
+    MemoryEstimate,
+    cuda_workspace,
+    estimate_memory,
+)
+from adaptive_batch.estimate.cuda_workspace import CudaKernels
 from adaptive_batch.memory import GIB
 
 TABLE = Path(__file__).with_name("published_memory.csv")
 IGNORED = -100
+FAKE_ATTENTION = (torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)  # what an estimate makes of it
 
 SAME_CODE = "the same code"
 OPTIMIZERS_STEP = "other kernels: the optimizer's step is the peak"
 ON_RANKS = "FSDP1: the optimizer's step is the peak"
+FSDP2 = "FSDP2 with mixed precision, 8 ranks"
 OUT_OF_MEMORY = "ran out of memory"
 
 
@@ -80,6 +99,7 @@ class Published:
     gib: str
     bytes: str
     resident_bytes: str
+    nvidia_smi_mib: str
     not_known: str
     source: str
 
@@ -102,14 +122,19 @@ class Published:
 
 @dataclass(frozen=True)
 class Compared:
-    """A published figure beside the estimate; `error` above 0 where the estimate is too high, None where there is no figure."""
+    """A published figure beside the estimate; `error` above 0 where the estimate is too high, None where there is no figure.
+
+    `reserved_bytes` is by the rules of this version of PyTorch, where `nvidia_smi_bytes` is by those of then, and with the context.
+    """
 
     id: str
     group: str
     published_bytes: float | None
-    estimated_bytes: int
+    estimated_bytes: int | None
     error: float | None
     resident_error: float | None
+    reserved_bytes: int | None
+    nvidia_smi_bytes: int | None
     fits: bool
     fitted: bool
 
@@ -271,7 +296,9 @@ def shifted_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def trainer_step(model_name: str, *, is_lora: bool, keeps_logits: bool, length: int) -> MemoryEstimate:
+def trainer_step(
+    model_name: str, *, is_lora: bool, keeps_logits: bool, length: int, rows: int | None = None
+) -> MemoryEstimate:
     """Estimate a step of Hugging Face's Trainer on an A100: each layer checkpointed, foreach AdamW, no autocast."""
     kind, config = MODELS[model_name]()
     config._attn_implementation = "causal"
@@ -293,7 +320,8 @@ def trainer_step(model_name: str, *, is_lora: bool, keeps_logits: bool, length: 
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-5, foreach=True)
     batch = {name: torch.ones(2, length, dtype=torch.int64) for name in ("input_ids", "labels", "attention_mask")}
     of_batch = partial(mean_loss, model, keeps_logits=keeps_logits)
-    return estimate_memory(model, batch, optimizer, "A100-80GB", mean_loss=of_batch, max_grad_norm=1.0)
+    devices, maximum = (DEVICES, rows) if rows else (DEVICES[:1], 32)
+    return estimate_memory(model, batch, optimizer, devices, mean_loss=of_batch, max_grad_norm=1.0, maximum=maximum)
 
 
 # --- torchtune -----------------------------------------------------------------------------------------------------------
@@ -313,17 +341,22 @@ class RMSNormOf04(nn.Module):
         return normed * self.scale
 
 
-@cache
-def torchtune_step(length: int) -> MemoryEstimate:
-    """Estimate a step of torchtune 0.4 with Llama 3.2 3B: rows packed to the length, plain cross-entropy, nothing checkpointed, fused AdamW."""
-    with torch.device("meta"):
-        model = llama3_2_3b().to(torch.bfloat16)
+def with_norms_of_04(model: nn.Module) -> None:
+    """Give a model of torchtune's, made on the meta device, those norms, and its positions their tables."""
     for module in list(model.modules()):
-        if isinstance(module, Llama3ScaledRoPE):
+        if isinstance(module, Llama3ScaledRoPE | RotaryPositionalEmbeddings):
             module.rope_init()
         for name, child in list(module.named_children()):
             if isinstance(child, TorchtuneRMSNorm):
                 setattr(module, name, RMSNormOf04(child))
+
+
+@cache
+def torchtune_step(length: int, rows: int) -> MemoryEstimate:
+    """Estimate a step of torchtune 0.4 with Llama 3.2 3B: rows packed to the length, plain cross-entropy, nothing checkpointed, fused AdamW."""
+    with torch.device("meta"):
+        model = llama3_2_3b().to(torch.bfloat16)
+    with_norms_of_04(model)
     batch = {name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels", "input_pos")}
 
     def of_batch(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -333,12 +366,68 @@ def torchtune_step(length: int) -> MemoryEstimate:
         return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-    return estimate_memory(model, batch, optimizer, "A100-80GB", mean_loss=of_batch)
+    return estimate_memory(model, batch, optimizer, DEVICES, mean_loss=of_batch, maximum=rows)
+
+
+# --- torchtitan ----------------------------------------------------------------------------------------------------------
+
+
+def saves_every_second_product() -> Any:
+    """Selective checkpointing by operation: attention and every second matrix product are kept."""
+    products: Counter[bool] = Counter()
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_product = operation is torch.ops.aten.mm.default
+        products[context.is_recompute] += is_product
+        is_kept = products[context.is_recompute] % 2 if is_product else operation in FAKE_ATTENTION
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> CachingAllocator:
+    """Replay steps of torchtitan's first FSDP2: Llama 2 7B, shards in float32, bfloat16 inside, logits alive until the step ends."""
+    with fake_process_group(ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+        with torch.device("meta"):
+            model = llama2_7b()
+        with_norms_of_04(model)
+        of_all = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+        recomputing = {"context_fn": saves_every_second_product} if selective else {}
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = checkpoint_wrapper(layer, preserve_rng_state=False, **recomputing)
+            is_last = number == len(model.layers) - 1
+            fully_shard(model.layers[number], reshard_after_forward=not is_last, **of_all)
+        fully_shard(model, **of_all)
+        device = FakeDevice(CudaKernels((9, 0)))
+        device.move(model)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+        def forward_backward(rows: int) -> None:
+            batch = {name: torch.ones(rows, length, dtype=torch.int64) for name in ("tokens", "labels")}
+            device.batch(batch)
+            logits = model(batch["tokens"])
+            functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(0, 1)).backward()
+
+        step = FakeStep(
+            model=model,
+            optimizer=optimizer,
+            forward_backward=forward_backward,
+            step=optimizer.step,
+            accumulates=False,
+            device=device,
+            sharding=Sharding(model),
+        )
+        allocator = CachingAllocator(2**50, AllocatorSettings())
+        allocator.replay(step.log(rows, steps=4))
+        return allocator
 
 
 # --- comparison ----------------------------------------------------------------------------------------------------------
 
-CUBLAS_BYTES = cuda_workspace.library_workspace_bytes("sm_80")  # are in the published peaks
+# Rows fit on the first; the second shows what they hold in any case.
+DEVICES = ("A100-80GB", "1024GiB")
+CUBLAS_BYTES = cuda_workspace.library_workspace_bytes("sm_80")  # are there when the optimizer steps
 
 NO_ESTIMATE = (
     # the first that matches: a pattern of the id, and the reason
@@ -349,7 +438,10 @@ NO_ESTIMATE = (
         r"^tt-2024-05|^tt-pr961|^tt-pr1530",
         "which figure and unit is not said; maintainers differ by 20% on one command",
     ),
-    (r"^titan", "mixed precision of FSDP2, or selective checkpointing by operation, which the recipes do not have"),
+    (
+        r"^titan",
+        "FSDP1, 2D, compiled, or only reserved memory, of which that of FSDP2's other streams is not simulated",
+    ),
     (r"^peft", "only reserved memory is published, and the lengths of the rows are not known"),
     (r"^automodel", "what the loss keeps is not known, which is worth 45 to 61 GiB on one GPU"),
     (r"^cookbook|^liger-medusa|^thunder", "code, rows or lengths are not known"),
@@ -367,7 +459,9 @@ def rows_of_table() -> list[Published]:
 def compare(row: Published) -> Compared | NotEstimated:
     """A row beside the estimate."""
     if row.id == "tt-ladder-packed":
-        return compared(row, SAME_CODE, torchtune_step(int(row.length)))
+        return compared(row, SAME_CODE, torchtune_step(int(row.length), int(row.rows)))
+    if row.id in ("titan-165-FSDP2-ful", "titan-165-FSDP2-sel"):
+        return on_fsdp2(row)
     if not row.is_fms:
         return NotEstimated(row.id, next(reason for pattern, reason in NO_ESTIMATE if re.search(pattern, row.id)))
     ranks, rows, is_pytorchs = int(row.gpus), int(row.rows), row.loss == "CE"
@@ -376,15 +470,28 @@ def compare(row: Published) -> Compared | NotEstimated:
     if not is_whole and (row.is_lora or row.ran_out):
         return NotEstimated(row.id, other_code)
     is_new = "transformers 4.48" in row.framework and not row.ran_out  # one version is enough for what is far too large
-    estimate = trainer_step(row.model, is_lora=row.is_lora, keeps_logits=is_new, length=int(row.length))
+    estimate_of = partial(trainer_step, row.model, is_lora=row.is_lora, keeps_logits=is_new, length=int(row.length))
     if is_whole:
-        return compared(row, OUT_OF_MEMORY if row.ran_out else SAME_CODE, estimate)
+        return (
+            compared(row, OUT_OF_MEMORY, estimate_of())
+            if row.ran_out
+            else compared(row, SAME_CODE, estimate_of(rows=rows))
+        )
+    estimate = estimate_of()
     in_float = ranks > 1 and row.id.startswith("fms-liger")  # accelerate shards weights in float32 under bf16=True
     length, width = estimate.lengths[0], 2 if in_float else 1
     step = width * (length.optimizer_peak_bytes or 0) // ranks
     if forward_backward_bytes(length, rows, ranks=ranks, width=width) > step:
         return NotEstimated(row.id, f"{other_code}, and the optimizer's step may not be the peak")
     return compared(row, ON_RANKS if ranks > 1 else OPTIMIZERS_STEP, estimate, of_step=step)
+
+
+def on_fsdp2(row: Published) -> Compared:
+    """A row of torchtitan's beside the estimate; blocks that wait for another stream are taken to be free at once."""
+    allocator = torchtitan_step(int(row.rows), int(row.length), int(row.gpus), selective=row.id.endswith("sel"))
+    peak, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+    error = peak / row.peak_bytes - 1
+    return Compared(row.id, FSDP2, row.peak_bytes, peak, error, None, reserved, None, reserved < 95 * GIB, fitted=True)
 
 
 def forward_backward_bytes(length: LengthEstimate, rows: int, *, ranks: int, width: int) -> float:
@@ -400,17 +507,22 @@ def forward_backward_bytes(length: LengthEstimate, rows: int, *, ranks: int, wid
 
 def compared(row: Published, group: str, estimate: MemoryEstimate, *, of_step: int | None = None) -> Compared:
     """A row beside what is estimated, or only its optimizer's step."""
-    length, device = estimate.lengths[0], estimate.devices[0]
-    peak = (of_step or length.peak_bytes(int(row.rows))) + CUBLAS_BYTES
-    fits = peak <= device.budget_bytes if of_step else device.lengths[0].max_batch_size_with_retries >= int(row.rows)
+    length, rows = estimate.lengths[0], int(row.rows)
+    on_device, anywhere = estimate.devices[0].lengths[0], estimate.devices[-1].lengths[0]
+    if of_step:
+        peak, fits = of_step + CUBLAS_BYTES, of_step + CUBLAS_BYTES <= estimate.devices[0].budget_bytes
+    else:
+        peak, fits = anywhere.allocated_bytes, on_device.max_batch_size_with_retries >= rows
     resident = length.resident.total + CUBLAS_BYTES
     return Compared(
         id=row.id,
         group=group,
         published_bytes=None if row.ran_out else row.peak_bytes,
-        estimated_bytes=peak,
+        estimated_bytes=None if row.ran_out else peak,
         error=None if row.ran_out else peak / row.peak_bytes - 1,
         resident_error=resident / int(row.resident_bytes) - 1 if row.resident_bytes and not of_step else None,
+        reserved_bytes=None if row.ran_out or of_step else anywhere.reserved_bytes,
+        nvidia_smi_bytes=int(row.nvidia_smi_mib) * 2**20 if row.nvidia_smi_mib else None,
         fits=fits,
         fitted=not row.ran_out,
     )
@@ -448,8 +560,10 @@ def main() -> None:
             continue
         rows.append(result)
         error = "" if result.error is None else f"{result.error:+.4%}"
+        ratio = f"reserved {result.reserved_bytes / GIB:.2f}" if result.reserved_bytes else ""
         said = ("fits" if result.fits else "OOM") + ("" if result.fits == result.fitted else " (wrong)")
-        print(f"{result.id:<68} {result.estimated_bytes / GIB:8.3f} GiB {error:>10} {said}", flush=True)
+        peak = "" if result.estimated_bytes is None else f"{result.estimated_bytes / GIB:.3f} GiB"
+        print(f"{result.id:<68} {peak:>12} {error:>10} {said} {ratio}", flush=True)
     groups = list(summary(rows))
     print(f"\n{'group':<52} {'rows':>4} {'median':>9} {'worst':>9} {'fit or OOM right':>17}")
     for one in groups:
