@@ -21,19 +21,19 @@ __all__ = [
     "disable_current_modes",
     "foreach_norm",
     "is_traceable_wrapper_subclass",
-    "len_torch_function_stack",
+    "num_torch_function_modes",
     "storage_use_count",
     "tree_leaves",
     "tree_map_only",
 ]
 
-OLDEST, NEWEST = "2.9.1", "2.15.0"  # that the tests were run on, by `make test-versions`
+OLDEST, NEWEST = "2.11.0", "2.15.0"  # that the tests were run on, by `make test-versions`
 
 
-def unsupported(missing: str) -> TorchVersionError:
-    """Return the error that says what this torch lacks, and which have it."""
+def unsupported(why: str) -> TorchVersionError:
+    """Return the error that says in one line why this torch will not do, and which do."""
     return TorchVersionError(
-        f"torch {torch.__version__} has no {missing}, which adaptive_batch needs; {OLDEST} to {NEWEST} have: "
+        f"torch {torch.__version__} {why}; adaptive_batch was run with {OLDEST} to {NEWEST}: "
         f"pip install 'torch>={OLDEST},<={NEWEST}'"
     )
 
@@ -43,18 +43,20 @@ def private(owner: Any, *names: str) -> Any:
     owner = import_module(owner) if isinstance(owner, str) else owner
     for name in names:
         if not hasattr(owner, name):
-            raise unsupported(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+            raise unsupported(f"has no {getattr(owner, '__name__', type(owner).__name__)}.{name}")
     return owner
 
 
-if torch.__version__ < OLDEST:  # 2.8 loads all that is below, and fails where several ranks train
-    raise unsupported("FSDPParamGroup._all_gather_comm")
+if torch.__version__ < OLDEST:
+    raise unsupported(
+        "is too old: with 2.9 two ranks trained to NaN, and before it FSDPParamGroup has no _all_gather_comm"
+    )
 
 try:
     from torch import _foreach_norm as foreach_norm
     from torch._C import _current_autograd_node as current_autograd_node
     from torch._C import _current_graph_task_id as current_graph_task_id
-    from torch._C import _len_torch_function_stack as len_torch_function_stack
+    from torch._C import _len_torch_function_stack as num_torch_function_modes
     from torch._C import _storage_Use_Count as storage_use_count
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -68,4 +70,4 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._pytree import tree_leaves, tree_map_only
 except ImportError as error:
-    raise unsupported(re.sub(r"cannot import name '(\w+)' from '(.*?)'.*", r"\2.\1", str(error))) from None
+    raise unsupported(re.sub(r"cannot import name '(\w+)' from '(.*?)'.*", r"has no \2.\1", str(error))) from None

@@ -137,7 +137,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             data,
             self.checkpoints,
             limit=lambda: self.planner.limit,
-            lower=lambda change: self.limit_finder.lower(change),
+            lower=lambda change: self.limit_finder.log_limit(change),
         )
         nonfinite = NonfiniteSteps(
             self.settings.on_nonfinite_loss,

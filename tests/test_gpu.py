@@ -155,7 +155,6 @@ def test_the_generator_of_the_device_is_put_back():
         assert "device" not in differences(before, training.everything())
 
 
-@pytest.mark.xfail(strict=True, reason="peaks are reset before the cache is released")
 @pytest.mark.cuda_stack
 def test_statistics_of_peaks_start_afresh_after_a_probe():
     training = Training(Case("AdamW"), device=CUDA)

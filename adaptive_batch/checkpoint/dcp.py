@@ -123,16 +123,22 @@ class _MetadataUnpickler(pickle.Unpickler):
             is_own_class = isinstance(found, type) and found.__module__ == module != "torch"
             if accepted or is_own_class or isinstance(found, torch.dtype):
                 return found
-        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which does not belong there")
+        raise RuntimeError(f"{METADATA} names {module}.{name}, which does not belong there")
 
 
 class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.checkpoint_id) / METADATA).open("rb") as file:
+    """Reads the metadata at once: torch before 2.13 tries to do without those that cannot be read, and does not say why they cannot."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        with (folder / METADATA).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__qualname__}")
-        return metadata
+            raise RuntimeError(f"{METADATA} holds a {type(metadata).__qualname__}")
+        self._metadata: Metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
 
 
 def _ignore_single_process_warnings() -> None:

@@ -109,7 +109,8 @@ class Sharding:
             else:
                 _reset(root)
         for parameter in self._fsdp_parameters():
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # before torch 2.15, where it is the gradient below
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 

@@ -2,7 +2,7 @@
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import CudaKernels, left_out
-from .devices import CONTEXT_BYTES, EstimatedDevice, parse_devices
+from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
 from .estimator import estimate_length
 from .fake_step import FEW, MORE, FakeDevice, FakeStep, needs_values
 from .of_model import estimate_memory, estimate_step
@@ -37,6 +37,7 @@ __all__ = [
     "MemoryEstimate",
     "StepTrace",
     "Target",
+    "alike",
     "estimate_length",
     "estimate_memory",
     "estimate_step",

@@ -354,7 +354,7 @@ def _math_attention(
         held = [query.float(), key.float(), value.float()]
     scaled = held[0] * 1.0
     if is_causal:
-        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         mask = _additive(allowed, scaled.dtype)
         del allowed
     held += [mask, scaled]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from adaptive_batch._util import format_bytes, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import parse_size
 
+from .cuda_workspace import CudaKernels
 from .result import Target
 
 # What a process takes on the device outside PyTorch's allocator: the driver's context, kernels, libraries. An out-of-memory message gives
@@ -43,6 +45,7 @@ class EstimatedDevice:
     total_bytes: int
     source: str = ""
     architecture: str = ""
+    multiprocessors: int = 0
     other_names: tuple[str, ...] = ()
 
     @property
@@ -50,6 +53,11 @@ class EstimatedDevice:
         """CUDA's compute capability, such as (9, 0); None on ROCm and where only a size is known."""
         found = re.fullmatch(r"sm_(\d+)(\d)", self.architecture)
         return (int(found[1]), int(found[2])) if found else None
+
+    @property
+    def kernels(self) -> CudaKernels:
+        """Those that PyTorch has for it; of an Ampere where only a size is known."""
+        return CudaKernels(self.compute_capability, self.multiprocessors or None)
 
     def describe(self) -> str:
         """The device and its capacity, such as ``H100 (79.11 GiB)``."""
@@ -74,8 +82,8 @@ def _plain(name: str) -> str:
 def _read_devices() -> tuple[EstimatedDevice, ...]:
     with Path(__file__).with_name("devices.csv").open(newline="", encoding="utf-8") as file:
         return tuple(
-            EstimatedDevice(name, int(size), source, architecture, tuple(filter(None, others.split("; "))))
-            for name, architecture, size, source, others in list(csv.reader(file))[1:]
+            EstimatedDevice(name, int(size), source, architecture, int(number), tuple(filter(None, others.split("; "))))
+            for name, architecture, number, size, source, others in list(csv.reader(file))[1:]
         )
 
 
@@ -104,6 +112,12 @@ def find_device(name_or_size: Any) -> EstimatedDevice:
             near = f"; {nearest(name_or_size.upper(), begin_so or names)}"
         raise SettingError(_KEY, name_or_size, _REMEDY + near) from None
     return EstimatedDevice(format_bytes(total_bytes), total_bytes)
+
+
+def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
+    """Return the numbers of devices that run the same kernels, together."""
+    kinds = [(device.architecture, device.multiprocessors) for device in devices]
+    return [[number for number, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)]
 
 
 def parse_devices(value: object) -> tuple[EstimatedDevice, ...]:

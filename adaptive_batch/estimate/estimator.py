@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryCurve
 
+from .allocator import AllocatorSettings
+from .bounds import ReplayedBounds
 from .fake_step import FEW, MORE, FakeStep
-from .result import CurveCheck, LengthEstimate, MemoryBreakdown, Target
+from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
 from .tracker import StepTrace
 
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 _LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
+_STEPS = 4  # that are replayed: the first makes gradients and states, and from the third on they are alike
 _COLLATED_BYTES = 2**29  # of its batch, roughly: tokens are collated for real, which takes time and memory
 
 
@@ -24,15 +29,18 @@ def estimate_length(
     maximum: int,
     forward_backward: Callable[[int], object] | None = None,
     checks: bool = True,
-) -> LengthEstimate:
-    """Estimate what the step holds with rows of one length.
+    allocator: AllocatorSettings | None = None,
+) -> tuple[LengthEstimate, tuple[Fit, ...]]:
+    """Estimate what the step holds with rows of one length, and how many of them fit on each device.
 
     Args:
         tokens: of a row.
-        targets: rows that fit on these are of interest.
-        maximum: more rows are of none.
+        targets: the devices.
+        maximum: more rows are of no interest.
         forward_backward: of that many rows; None for the step's own.
         checks: by one more size, whose tensors are attributed to modules.
+        allocator: settings of the devices' caching allocator; None for a device without one, where each byte that is allocated
+            is one that is taken.
 
     Raises:
         SettingError: no two sizes ran the same operations.
@@ -40,13 +48,6 @@ def estimate_length(
     (fewer, few), (larger, more) = _alike(step, forward_backward, tokens)
     curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
     fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
-    check, sites = None, {}
-    if checks:
-        most = _COLLATED_BYTES // (128 * tokens)
-        size = max(_LEAST_CHECKED, min(max(fitting), maximum, most))
-        third = step.trace(size, forward_backward=forward_backward, explain={line.operation for line in curve.lines})
-        check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
-        sites = {operation: live.describe() for operation, live in third.explained.items()}
     one_row = curve.peak_bytes(1)
     if min(fitting) < FEW:
         one_row = max(step.trace(1, forward_backward=forward_backward).trace.live_bytes)
@@ -56,16 +57,29 @@ def estimate_length(
         each = (above - below) / (larger - fewer)
         activations = below - fewer * each, each
         gradients = more.gradient_bytes(line.operation)
-        site = sites.get(line.operation, "")
-        breakdowns.append(MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients, site))
-    return LengthEstimate(
-        sequence_length=tokens,
-        resident=step.resident,
-        breakdowns=tuple(breakdowns),
-        one_row_bytes=one_row,
-        optimizer_peak_bytes=step.optimizer_peak_bytes,
-        check=check,
-    )
+        breakdowns.append(MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients))
+    length = LengthEstimate(tokens, step.resident, tuple(breakdowns), one_row, step.optimizer_peak_bytes)
+
+    def fits() -> tuple[Fit, ...]:
+        if allocator is None:
+            return tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
+        log = partial(step.log, steps=_STEPS, forward_backward=forward_backward)
+        bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
+        return tuple(bounds.fit(target.budget_bytes) for target in targets)
+
+    found = fits()
+    if checks:
+        most = _COLLATED_BYTES // (128 * tokens)
+        size = max(_LEAST_CHECKED, min(max(fit.max_batch_size for fit in found), most))
+        third = step.trace(size, forward_backward=forward_backward, explain={line.operation for line in curve.lines})
+        check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
+        sites = {operation: live.describe() for operation, live in third.explained.items()}
+        named = (
+            replace(one, site=sites.get(line.operation, "")) for one, line in zip(breakdowns, curve.lines, strict=True)
+        )
+        length = replace(length, breakdowns=tuple(named), check=check)
+        found = fits()  # what that size allocates is known now
+    return length, found
 
 
 def _alike(

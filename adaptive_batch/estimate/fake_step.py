@@ -26,7 +26,7 @@ from adaptive_batch._torch import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     disable_current_modes,
-    len_torch_function_stack,
+    num_torch_function_modes,
     tree_map_only,
 )
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
@@ -197,14 +197,17 @@ class FakeStep:
         self.optimizer_peak_bytes: int | None = None
         self._phases: dict[tuple[Callable[[int], object], bool], dict[int, Phase]] = {}
         self._steps: list[Phase] = []  # the optimizer's: the first, and any later one
-        if self._sharding.is_sharded:  # FSDP sets itself up in the first step
-            with torch.compiler.set_stance("force_eager"), device.mode:
-                forward_backward(FEW)
-        elif self._in_backward:  # which makes the states
+        if self._in_backward and not self._sharding.is_sharded:  # it makes the states
             self._first(forward_backward)
-        if not self._in_backward:
-            for _ in range(1 if self._sharding.is_sharded else 2):
+        for _ in range(2):
+            if (
+                self._sharding.is_sharded
+            ):  # FSDP sets itself up in the first step, and gradients share what it has reduced
+                with torch.compiler.set_stance("force_eager"), device.mode:
+                    forward_backward(FEW)
+            elif not self._in_backward:
                 self._give_gradients()
+            if not self._in_backward:
                 with device.counting() as counter:
                     counter.add_named(self._named())
                     step()
@@ -358,7 +361,7 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
     entered: list[nn.Module] = []
 
     def enter(module: nn.Module, _: object) -> None:
-        if not len_torch_function_stack():
+        if not num_torch_function_modes():
             mode.__enter__()  # type: ignore[no-untyped-call]
             entered.append(module)
 

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,12 @@ from adaptive_batch._torch import tree_leaves, tree_map_only
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
-from .cuda_workspace import CudaKernels, left_out
-from .devices import CONTEXT_BYTES, parse_devices
+from .allocator import AllocatorSettings
+from .cuda_workspace import left_out
+from .devices import CONTEXT_BYTES, alike, parse_devices
 from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values
-from .result import MemoryEstimate
+from .result import Fit, MemoryEstimate
 
 
 def estimate_memory(
@@ -111,29 +113,44 @@ def estimate_step(
     start = time.perf_counter()
     found = parse_devices(devices)
     targets = [device.target(context_bytes=context, headroom=headroom) for device in found]
-    fake = FakeDevice(CudaKernels(found[0].compute_capability))
+    settings = AllocatorSettings.from_environment()
+    fits: dict[int, Fit] = {}
     try:
-        with _fake_in_place(fake, model, optimizer) as twin:
-            step = FakeStep(
-                model=model,
-                optimizer=twin,
-                forward_backward=partial(forward_backward, fake),
-                step=lambda: (clip(), twin.step()),
-                accumulates=accumulates,
-                device=fake,
-            )
-            length = estimate_length(step, sequence_length, targets, maximum=maximum)
+        for members in reversed(alike(found)):
+            fake = FakeDevice(found[members[0]].kernels)
+            with _fake_in_place(fake, model, optimizer) as twin:
+                step = FakeStep(
+                    model=model,
+                    optimizer=twin,
+                    forward_backward=partial(forward_backward, fake),
+                    step=partial(_clip_and_step, clip, twin),
+                    accumulates=accumulates,
+                    device=fake,
+                )
+                length, some = estimate_length(
+                    step,
+                    sequence_length,
+                    [targets[number] for number in members],
+                    maximum=maximum,
+                    allocator=settings,
+                )
+            fits.update(zip(members, some, strict=True))
     except Exception as error:
         if (remedy := needs_values(error)) is None:
             raise
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
-        devices=tuple(target.counted([length], maximum=maximum) for target in targets),
+        devices=tuple(replace(target, lengths=(fits[number],)) for number, target in enumerate(targets)),
         lengths=(length,),
         maximum=maximum,
         left_out=left_out([one.architecture for one in found]),
         seconds=round(time.perf_counter() - start, 2),
     )
+
+
+def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:
+    clip()
+    optimizer.step()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from .curve import Line, MemoryCurve, Trace
 from .device import (
     GIB,
     DeviceMemory,
+    Room,
     Usage,
     budget_bytes,
     check_device_memory,
@@ -12,6 +13,7 @@ from .device import (
     is_out_of_memory,
     parse_size,
     recover,
+    wanted_bytes,
 )
 from .in_backward import OptimizerInBackward
 from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
@@ -25,6 +27,7 @@ __all__ = [
     "MemoryTracker",
     "OptimizerInBackward",
     "RandomState",
+    "Room",
     "TensorSnapshot",
     "Trace",
     "TrainingSnapshot",
@@ -39,4 +42,5 @@ __all__ = [
     "plain_tensors",
     "recover",
     "storage_bytes",
+    "wanted_bytes",
 ]

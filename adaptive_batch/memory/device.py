@@ -25,7 +25,17 @@ from .tracker import MemoryTracker, storage_bytes
 
 GIB = 1024**3
 
-_UNITS = {"b": 1, "kib": 1024, "mib": 1024**2, "gib": GIB, "tib": 1024**4, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {
+    "b": 1,
+    "bytes": 1,
+    "kib": 1024,
+    "mib": 1024**2,
+    "gib": GIB,
+    "tib": 1024**4,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared memory" (Triton),
@@ -56,6 +66,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__
     return False
+
+
+# "Of the allocated memory 33.87 GiB is allocated by PyTorch" also names the CUDA graphs' part of it, later.
+_ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? \w+)")
+_ALLOCATED = re.compile(r"Of the allocated memory (\d+(?:\.\d+)? \w+) is allocated by PyTorch")
+
+
+def wanted_bytes(message: str) -> int | None:
+    """Return what an allocator's out-of-memory message says was allocated and asked for; None where it does not say both."""
+    asked, allocated = _ASKED.search(message), _ALLOCATED.search(message)
+    return sum(parse_size(one[1], total_bytes=GIB) for one in (asked, allocated)) if asked and allocated else None
 
 
 def parse_size(value: int | float | str, *, total_bytes: int) -> int:
@@ -133,6 +154,19 @@ class Usage:
     trace: Trace | None = None
 
 
+@dataclass(frozen=True)
+class Room:
+    """What an allocator has, in bytes: tensors that are alive, and what more of them it can make, its cache included."""
+
+    held_bytes: int
+    free_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that this process may hold."""
+        return self.held_bytes + self.free_bytes
+
+
 class DeviceMemory(Protocol):
     """One device, asked about its memory. Sizes are in bytes; peaks are known to `granularity_bytes`."""
 
@@ -153,6 +187,9 @@ class DeviceMemory(Protocol):
 
     def release(self) -> None:
         """Give back what nothing refers to any more; statistics of peaks start afresh."""
+
+    def room(self) -> Room | None:
+        """What can be allocated now, without giving anything back; None where nobody can say."""
 
     def num_retries(self) -> int:
         """How often an allocator has given back its cache and asked again, so far; 0 where none reports it."""
@@ -216,6 +253,9 @@ class CountedMemory:
     def release(self) -> None:
         gc.collect()
 
+    def room(self) -> Room | None:
+        return None
+
     def num_retries(self) -> int:
         return 0
 
@@ -278,12 +318,18 @@ class AcceleratorMemory:
         if hasattr(self._backend, "reset_peak_memory_stats"):  # after it: until then the cache is in the peak
             self._backend.reset_peak_memory_stats(self.device)
 
+    def room(self) -> Room | None:
+        held, reserved = self._statistic("memory_allocated"), self._statistic("memory_reserved")
+        free, total = self._free_and_total()
+        most = min(free, int(self._fraction() * total) - reserved)
+        return Room(held, max(0, most) + reserved - held) if reserved else None
+
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
         """Let the allocator itself refuse what passes the budget, where it has a limit."""
         limit: Callable[[float, torch.device], None] | None
         limit = getattr(self._backend, "set_per_process_memory_fraction", None)
-        before = getattr(self._backend, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)
+        before = self._fraction()
         if limit is None:
             yield
             return
@@ -292,6 +338,10 @@ class AcceleratorMemory:
             yield
         finally:
             limit(before, self.device)
+
+    def _fraction(self) -> float:
+        ask = getattr(self._backend, "get_per_process_memory_fraction", None)
+        return float(ask(self.device)) if ask else 1.0
 
     def _free_and_total(self) -> tuple[int, int]:
         ask = getattr(self._backend, "mem_get_info", None) or torch.accelerator.get_memory_info

@@ -382,7 +382,7 @@ class _Repeats:
     A difference is explained, and no problem, in two cases. A setting was changed on resume: between the ``start`` and
     its first step there is a record whose ``before`` and ``after`` differ (not that of a growth rule, which records what
     was ``requested``). Or rows and rate are the same, and after the step that the restart went back to the limit of a
-    micro-batch was lowered in one of the two: sums are then rounded differently.
+    micro-batch changed in one of the two: sums are then rounded differently.
     """
 
     def __init__(self) -> None:
@@ -391,7 +391,7 @@ class _Repeats:
         self.explained: list[str] = []
         self._num_compared = self._num_alike = 0
         self._rolled_back: dict[int, list[tuple[dict[str, str], int]]] = {}  # by step: values, starts before it
-        self._lowered_at: list[int] = []  # steps after which the limit was lowered
+        self._limit_changed_at: list[int] = []  # steps after which
 
     def event(self, record: Record, steps: int) -> None:
         """Take in a record that is no step."""
@@ -401,7 +401,7 @@ class _Repeats:
         elif "before" not in record or before == after:
             return
         elif kind == "limit":
-            self._lowered_at.append(steps)
+            self._limit_changed_at.append(steps)
         elif self.starts and not self.starts[-1].has_step and "requested" not in record:
             self.starts[-1].changed.append(f"{kind} {before} -> {after}")
 
@@ -441,8 +441,8 @@ class _Repeats:
         if changed := [change for start in starts for change in start.changed]:
             return f"changed on resume: {', '.join(dict.fromkeys(changed))}"
         back_to = min((start.steps for start in starts), default=0)
-        if names == ["loss"] and any(steps >= back_to for steps in self._lowered_at):
-            return "the limit of a micro-batch was lowered in one of the two"
+        if names == ["loss"] and any(steps >= back_to for steps in self._limit_changed_at):
+            return "the limit of a micro-batch changed in one of the two"
         return ""
 
     def lines(self) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -12,26 +12,28 @@ from torchtune import modules
 
 from adaptive_batch.estimate import AllocatorSettings
 
-EXPANDABLE_SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")  # those that can be
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change to estimate: what is typed, what it costs, and the length and the ranks if they change."""
+    """A change to estimate: what is typed, what it costs, and the length, the ranks and the allocator's settings if they change."""
 
     overrides: tuple[str, ...]
     cost: str
     sequence_length: int | None = None
     world_size: int | None = None
+    allocator: AllocatorSettings | None = None
 
 
 def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_size: int) -> Iterator[Candidate]:
     """Yield the changes that apply to a configuration with rows of so many tokens; the model may be without memory."""
     optimizer, loss = str(cfg.optimizer._component_), str(cfg.loss._component_)
-    if str(cfg.device) != "cpu" and not AllocatorSettings.from_environment().expandable_segments:
+    allocator = AllocatorSettings.from_environment()
+    if str(cfg.device) != "cpu" and not allocator.expandable_segments:
         cost = "an environment variable; PyTorch's allocator then leaves less of what it has taken unused"
-        yield Candidate((EXPANDABLE_SEGMENTS,), cost)
+        yield Candidate((_EXPANDABLE,), cost, allocator=replace(allocator, expandable_segments=True))
     recomputed = _share_of_layers(model) / 3  # of the compute
     if not cfg.get("enable_activation_checkpointing", False) and cfg.get("ac_mode", None) is None:
         cost = f"each layer's forward runs again in backward: about {recomputed:.0%} more compute"

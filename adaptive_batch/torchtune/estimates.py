@@ -21,13 +21,15 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
+    AllocatorSettings,
     Change,
-    CudaKernels,
     EstimatedDevice,
     FakeDevice,
+    Fit,
     LengthEstimate,
     MemoryEstimate,
     Target,
+    alike,
     estimate_length,
     left_out,
     needs_values,
@@ -72,10 +74,10 @@ def estimate_devices(
     for keys in without_effect_on("adaptive_estimate", settings, cfg):
         show(str(keys))
     estimator = Estimator(cfg, settings, parse_devices(asked.devices), builder)
-    lengths, not_counted = estimator.lengths()
+    lengths, devices, not_counted = estimator.lengths()
     estimate = MemoryEstimate(
-        devices=tuple(target.counted(lengths, maximum=settings.probe.maximum) for target in estimator.targets),
-        lengths=tuple(lengths),
+        devices=devices,
+        lengths=lengths,
         maximum=settings.probe.maximum,
         world_size=asked.world_size,
         left_out=tuple(not_counted),
@@ -103,7 +105,7 @@ def estimate_devices(
 
 
 class Estimator:
-    """Estimates one configuration and its variants for devices; `targets` are these with their budgets."""
+    """Estimates one configuration and its variants for devices."""
 
     def __init__(
         self,
@@ -116,41 +118,56 @@ class Estimator:
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
+        estimate = settings.estimate
+        context = estimate.context if self._on_accelerator else 0
         self._devices = devices
+        self._targets = [one.target(context_bytes=context, headroom=estimate.headroom) for one in devices]
+        self._alike = alike(devices) if self._on_accelerator else [list(range(len(devices)))]
         self._first_length: int | str = "longest"
         self._skeleton: torch.nn.Module | None = None
-        self.targets = tuple(self._target(device) for device in devices)
 
-    def _target(self, device: EstimatedDevice) -> Target:
-        estimate = self._settings.estimate
-        context = estimate.context if self._on_accelerator else 0
-        return device.target(context_bytes=context, headroom=estimate.headroom)
-
-    def _kernels(self) -> CudaKernels | None:
-        """Of the oldest of the devices, whose attention needs the most."""
-        capabilities = [device.compute_capability for device in self._devices]
-        return CudaKernels(min(filter(None, capabilities), default=None)) if self._on_accelerator else None
-
-    def lengths(self) -> tuple[list[LengthEstimate], list[str]]:
-        """Estimate each length, and list what is not counted."""
+    def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], list[str]]:
+        """Estimate each length; return what it holds, the devices with what fits there, and what is not counted."""
         asked = self._settings.estimate
         wanted = [self._resolved(length) for length in asked.lengths_of(self._settings.probe)[1]]
         self._first_length = wanted[0]
-        with self._step(self._cfg, wanted, asked.world_size) as step:
-            lengths = [
-                step.estimate(one, self.targets, checks=place == len(wanted)) for place, one in enumerate(wanted, 1)
-            ]
-            self._skeleton = step.run.job.skeleton
-            not_counted = list(step.run.left_out)
+        lengths, fits, run = self._estimate(self._cfg, wanted, asked.world_size, checks=True)
+        self._skeleton = run.job.skeleton
+        not_counted = list(run.left_out)
         if self._settings.fits_itself:
             not_counted.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
         if self._on_accelerator:
-            names = [device.architecture for device in self._devices]
-            not_counted += left_out(names, world_size=asked.world_size)
+            not_counted += left_out([one.architecture for one in self._devices], world_size=asked.world_size)
         else:
             not_counted.append("what is no tensor: Python, libraries, the dataset")
             not_counted.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
-        return lengths, not_counted
+        devices = (replace(target, lengths=tuple(some)) for target, some in zip(self._targets, fits, strict=True))
+        return lengths, tuple(devices), not_counted
+
+    def _estimate(
+        self,
+        cfg: DictConfig,
+        wanted: Sequence[int | str],
+        world_size: int,
+        *,
+        checks: bool = False,
+        allocator: AllocatorSettings | None = None,
+    ) -> tuple[tuple[LengthEstimate, ...], list[list[Fit]], FakeRun]:
+        """Return what each length holds (on the first device), what fits on each device, and the last run."""
+        lengths: list[LengthEstimate] = []
+        fits: list[list[Fit]] = [[] for _ in self._targets]
+        if self._on_accelerator:
+            allocator = allocator or AllocatorSettings.from_environment()
+        for members in self._alike:
+            targets = [self._targets[number] for number in members]
+            with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
+                for one in wanted:
+                    is_last = one == wanted[-1] and len(lengths) < len(wanted)
+                    length, found = step.estimate(one, targets, checks=checks and is_last, allocator=allocator)
+                    lengths.append(length)
+                    for number, fit in zip(members, found, strict=True):
+                        fits[number].append(fit)
+        return tuple(lengths[: len(wanted)]), fits, step.run
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -174,25 +191,28 @@ class Estimator:
         """Estimate each single change at a length."""
         world_size = self._settings.estimate.world_size
         asked = {"tokens": length.sequence_length, "world_size": world_size}
+        maximum = self._settings.probe.maximum
         assert self._skeleton is not None
         for one in candidates(self._cfg, self._skeleton, **asked):
             tokens = one.sequence_length or self._first_length
             try:
                 cfg = with_overrides(self._cfg, one.overrides)
-                with self._step(cfg, [tokens], one.world_size or world_size) as step:
-                    estimate = step.estimate(tokens, self.targets, checks=False)
+                _, fits, _ = self._estimate(cfg, [tokens], one.world_size or world_size, allocator=one.allocator)
             except Exception as error:  # components refuse each other in many ways
                 why = "" if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: "
                 yield Change(one.overrides, one.cost, refused=why + str(error).partition("\n")[0])
             else:
-                yield Change(one.overrides, one.cost, tuple(estimate.max_rows(t.budget_bytes) for t in self.targets))
+                bounds = (some[0].max_batch_size for some in fits)
+                yield Change(one.overrides, one.cost, tuple(None if rows == maximum else rows for rows in bounds))
 
     @contextmanager
-    def _step(self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int) -> Iterator[_Step]:
+    def _step(
+        self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int, of: EstimatedDevice
+    ) -> Iterator[_Step]:
         with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
             settings = Settings.from_config(cfg)
             reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
-            device = FakeDevice(self._kernels())
+            device = FakeDevice(of.kernels if self._on_accelerator else None)
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
                     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -243,8 +263,10 @@ class _Step:
             raise SettingError(key, length, f"the model takes {longest} tokens at most")
         return rows, tokens
 
-    def estimate(self, length: int | str, targets: Sequence[Target], *, checks: bool) -> LengthEstimate:
-        """Estimate one length; `checks` it by one more size, whose tensors are attributed to modules."""
+    def estimate(
+        self, length: int | str, targets: Sequence[Target], *, checks: bool, allocator: AllocatorSettings | None
+    ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
+        """Estimate one length and what fits of it; see :func:`adaptive_batch.estimate.estimate_length`."""
         rows, tokens = self._rows[length]
         return estimate_length(
             self._step,
@@ -253,6 +275,7 @@ class _Step:
             maximum=self.run.job.settings.probe.maximum,
             forward_backward=self.run.forward_backward(rows),
             checks=checks,
+            allocator=allocator,
         )
 
 

@@ -1,4 +1,4 @@
-"""What one micro-batch of training may hold: configured or found, lowered by what happens; it does not grow back within a run."""
+"""What one micro-batch of training may hold: configured or found, lowered by what happens and grown back; each change is logged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LimitFinder:
         self._bounds, self._record, self._run = bounds, record, run
         self._lost_file = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._lost: dict[str, Any] = {}  # what is to be known when training is started again
-        self.limits = data.new_limits()
+        self.limits = trainer.runner.retry.limits = data.new_limits()
 
     def find(self, batch_size: int, *, keeps_batch: bool, saved: Mapping[str, Any]) -> int:
         """Find how many rows fit at once, where any setting needs it.
@@ -81,6 +81,7 @@ class LimitFinder:
         lost = self._lost
         if lost.get("limit") and all(lost[key] == value for key, value in limits.lowered_from().items()):
             less = MicroBatchLimit(lost["limit"], lost["unit"])
+            limits.ceiling = limits.ceiling or limits.of(batch_size)
             limits.lowered = min(filter(None, (limits.lowered, less)), key=lambda limit: limit.amount)
             message = f"a micro-batch holds {limits.lowered}: more ran out of memory before all ranks ended"
             self._record.event("limit", message, after=limits.lowered.amount, unit=limits.lowered.unit)
@@ -111,6 +112,7 @@ class LimitFinder:
             )
         bound, scheduled = result.max_batch_size, settings.batch_size_schedule is not None
         limits.set_bound(bound, tried_length=result.sequence_length)
+        limits.learn_cost(result)
         if keeps_batch:
             if batch_size > bound:
                 message = f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more micro-batches"
@@ -158,9 +160,10 @@ class LimitFinder:
             limits.bound = min(limits.bound or fit, fit)  # a step cannot be split, so it may not grow beyond this
         elif fit < most:
             amount = fit if limit.unit == "rows" else shapes.padded_tokens([length] * fit)
-            limits.lowered = MicroBatchLimit(amount, limit.unit)
+            limits.hold(MicroBatchLimit(amount, limit.unit))
         elif settings.micro_batch_tokens == "auto":  # of() would multiply the bound by the new length
-            limits.lowered = limit
+            limits.hold(limits.ceiling or limit)
+        limits.learn_cost(result)
         limits.tried_length = length
         after = limits.of(batch_size)
         self._record.event(
@@ -174,9 +177,8 @@ class LimitFinder:
             out_of_memory=result.num_out_of_memory,
         )
 
-    def lower(self, change: LimitChange) -> None:
-        """Take and log, at once, that training ran out of memory, and what a micro-batch holds from now on."""
-        self.limits.lower(change)
+    def log_limit(self, change: LimitChange) -> None:
+        """Log at once what a micro-batch of training holds from now on."""
         self.log_change(change, kind="limit")
 
     def lower_in_validation(self, change: LimitChange) -> None:
@@ -185,7 +187,7 @@ class LimitFinder:
         self.log_change(change, kind="validation_limit")
 
     def log_change(self, change: LimitChange, *, kind: str) -> None:
-        """Log a limit that was lowered."""
+        """Log a limit that was lowered, or grew back."""
         self._record.event(
             kind,
             change.describe(),

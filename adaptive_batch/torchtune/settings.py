@@ -351,7 +351,7 @@ class Settings:
     )
     on_out_of_memory: str = key(
         one_of("shrink", "raise"),
-        "`shrink`: the step is run again with half of what was run at once; `raise`. With the optimizer in backward the default is "
+        "`shrink`: the step is run again with less at once, which grows back; `raise`. With the optimizer in backward the default is "
         "`raise`, and `shrink` is refused: a step that failed has changed weights already",
         default="shrink",
     )

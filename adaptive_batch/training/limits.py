@@ -1,4 +1,4 @@
-"""What one micro-batch of a run may hold: configured or found, lowered by what happens, never above what was found."""
+"""What one micro-batch of a run may hold: configured or found, lowered by what happens and grown back, never above what was found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from adaptive_batch._util import count, rows_fit
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
+from adaptive_batch.probe import ProbeResult
 
-from .oom_retry import LimitChange
+from .oom_retry import LimitChange, LimitCost
 
 
 class MicroBatchLimits:
@@ -25,6 +26,10 @@ class MicroBatchLimits:
         bound: the most rows, of `tried_length` tokens, that were tried and fit; None where none was sought.
         tried_length: the longest row that was tried, in tokens; 0 where none was.
         lowered: what a micro-batch may hold at most after it ran out of memory; None where it has not.
+        ceiling: what it grows back to; None where it is not lowered, or stays so.
+        good_steps: since the last change, or the beginning.
+        relapses: how often it has grown back too early, one after the other.
+        cost: what micro-batches need; None where nothing has shown it.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
     """
 
@@ -38,6 +43,11 @@ class MicroBatchLimits:
         self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
         self._layout = layout or MicroBatchLayout()
         self.lowered: MicroBatchLimit | None = None
+        self.ceiling: MicroBatchLimit | None = None
+        self.good_steps = self.relapses = 0
+        self.cost: LimitCost | None = None
+        self._held: MicroBatchLimit | None = None  # whatever happens: longer rows have been tried
+        self._has_grown = False  # by the last change
         self.bound: int | None = None
         self.tried_length = 0
         self.num_out_of_memory = 0
@@ -77,13 +87,43 @@ class MicroBatchLimits:
             remedy = f"{count(bound, 'row')} of {tried_length} tokens fit; give {most} or less, or auto"
             raise SettingError("micro_batch_tokens", tokens, remedy)
         if bound != self.bound:
-            self.lowered = None
+            self.lowered = self.ceiling = self._held = None
         self.bound, self.tried_length = bound, tried_length
 
-    def lower(self, change: LimitChange) -> None:
-        """Take in that a step ran out of memory, and what a micro-batch holds from now on."""
+    def learn_cost(self, result: ProbeResult) -> None:
+        """Take from a search what its bound needed, and what a row more."""
+        rows, peak = result.max_batch_size, result.peak_bytes()
+        if peak is None or peak <= result.resident_bytes:
+            return
+        # A part is fixed, such as gradients; how much, two sizes that are close to each other cannot say.
+        mean = (peak - result.resident_bytes) / rows
+        row = max(mean / 2, min(mean, result.bytes_per_row() or mean))
+        tokens = self._layout.padded_tokens([result.sequence_length]) if self.micro_batch_tokens is not None else 1
+        self.cost = LimitCost(rows * tokens, peak, row / tokens)
+
+    def hold(self, limit: MicroBatchLimit) -> None:
+        """Hold no more than this from now on, and grow back to no more."""
+        self._held = limit
+        if self.lowered is None or self.lowered.amount >= limit.amount:
+            self.lowered, self.ceiling = limit, None
+        elif self.ceiling is not None:
+            self.ceiling = min(self.ceiling, limit, key=lambda one: one.amount)
+
+    def change(self, change: LimitChange, *, stretch: int) -> None:
+        """Take in what a micro-batch holds from now on: less, as a step ran out of memory, or more after good steps.
+
+        Args:
+            change: of the limit.
+            stretch: good steps that it was to grow after; one that is lowered within them has grown too early.
+        """
         self.num_out_of_memory += change.out_of_memory
-        self.lowered = change.after
+        if not change.grows:
+            too_early = self._has_grown and (change.out_of_memory or self.ceiling is None)
+            self.relapses = self.relapses + too_early if self.good_steps < stretch else 0
+            self.ceiling = self.ceiling or change.before
+        self.lowered, self._has_grown, self.good_steps = change.after, change.grows, 0
+        if self.ceiling is not None and self.lowered.amount >= self.ceiling.amount:
+            self.lowered, self.ceiling = self._held, None
 
     def lowered_from(self) -> dict[str, Any]:
         """Return what a lowered limit depends on; with another bound or setting it is found again."""
@@ -99,14 +139,29 @@ class MicroBatchLimits:
             **self.lowered_from(),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
-            "lowered": asdict(self.lowered) if self.lowered else None,
+            **{name: one and asdict(one) for name, one in self._of_this_run().items()},
+            "good_steps": self.good_steps,
+            "relapses": self.relapses,
+            "has_grown": self._has_grown,
         }
+
+    def _of_this_run(self) -> dict[str, MicroBatchLimit | LimitCost | None]:
+        return {"lowered": self.lowered, "ceiling": self.ceiling, "held": self._held, "cost": self.cost}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a bound was found or without one.
 
-        A lowered limit is kept where it was lowered from the same bound under the same settings.
+        A lowered limit is kept where it was lowered from the same bound under the same settings, and grows back from there.
         """
         self.num_out_of_memory = state["num_out_of_memory"]
-        same = all(state[key] == value for key, value in self.lowered_from().items())
-        self.lowered = MicroBatchLimit(**state["lowered"]) if same and state["lowered"] else None
+        self.lowered = self.ceiling = self._held = None
+        if any(state[key] != value for key, value in self.lowered_from().items()):
+            return
+        self.lowered, self.ceiling, self._held = (
+            state[name] and MicroBatchLimit(**state[name]) for name in ("lowered", "ceiling", "held")
+        )
+        self.good_steps, self.relapses, self._has_grown = (
+            state[name] for name in ("good_steps", "relapses", "has_grown")
+        )
+        if self.cost is None and state["cost"]:  # of a search that was made now, it is known better
+            self.cost = LimitCost(**state["cost"])

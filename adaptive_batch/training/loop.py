@@ -122,7 +122,7 @@ class StepOptions:
         max_grad_norm: clip the norm of all gradients to this; None clips nothing.
         to_device: gives a batch on the device; None moves the tensors in mappings and sequences, and what has ``to``.
         on_out_of_memory: ``shrink`` runs a step again with a smaller limit, ``raise`` lets the error through.
-        oom_policy: decides how the limit of a micro-batch shrinks; None halves it.
+        oom_policy: decides how the limit of a micro-batch shrinks and grows back; None for :class:`OOMPolicy` as it is.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
         memory: of the model's device; None asks torch.
         on_nonfinite_loss: of a step whose loss is NaN or infinite ``warn`` logs a line; ``skip`` and ``stop`` look at the norm of
@@ -269,7 +269,7 @@ class AdaptiveLoop:
             self._row_loss(collate, options.to_device or partial(move_to_device, device=device), mean_loss),
             retry=OOMRetry(
                 self._limit,
-                self._lower_limit,
+                self._log_limit,
                 memory=options.memory or device_memory(device, shared_by=distributed.local_world_size()),
                 retries=shrinks,
                 remedies=_MEMORY_REMEDIES,
@@ -278,6 +278,7 @@ class AdaptiveLoop:
             max_grad_norm=norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss),
             sharding=sharding,
         )
+        self._runner.retry.limits = self._limits
         self._nonfinite = NonfiniteSteps(options.on_nonfinite_loss, runner=self._runner, event=self._log_event)
         several = distributed.world_size() > 1
         self._keeps_gradients = several and not options.sync_gradients_every_micro_batch
@@ -378,6 +379,7 @@ class AdaptiveLoop:
         finally:
             rows.forget()
         self._limits.set_bound(found.max_batch_size, tried_length=found.sequence_length)
+        self._limits.learn_cost(found)
         self._bound_accumulates = splits
         return found
 
@@ -435,7 +437,7 @@ class AdaptiveLoop:
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """What one micro-batch may hold now; lowered after an out-of-memory error; 0 where :meth:`find_bound` has to find it."""
+        """What one micro-batch may hold now; lowered after an out-of-memory error, and grown back; 0 where :meth:`find_bound` has to find it."""
         return self._limits.of(self._rows_at_most(self.batch_size))
 
     @property
@@ -546,10 +548,9 @@ class AdaptiveLoop:
         """Return the rows of a step on the rank that has most: there may be other ranks than training began with."""
         return -(-batch_size * self._steps.ranks // distributed.data_parallel_size())
 
-    def _lower_limit(self, change: LimitChange) -> None:
-        self._limits.lower(change)
+    def _log_limit(self, change: LimitChange) -> None:
         if distributed.is_rank_zero():
-            log.warning("%s", change.describe())
+            log.log(logging.INFO if change.grows else logging.WARNING, "%s", change.describe())
 
     def _log_event(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
         if distributed.is_rank_zero() and prints:

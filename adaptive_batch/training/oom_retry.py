@@ -1,4 +1,4 @@
-"""Runs what may run out of memory, and runs it again with a smaller limit, on all ranks alike.
+"""Runs what may run out of memory, and runs it again with a smaller limit that grows back, on all ranks alike.
 
 What failed is undone first, so that a retry leaves what a run with that limit from the start would have left. With several
 ranks an attempt fails on all of them or on none: a rank that had room raises :class:`OutOfMemoryElsewhereError`.
@@ -7,9 +7,10 @@ ranks an attempt fails on all of them or on none: a rank that had room raises :c
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,11 +19,37 @@ from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
-from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
+from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover, wanted_bytes
+
+if TYPE_CHECKING:
+    from .limits import MicroBatchLimits
 
 log = logging.getLogger("adaptive_batch")
 
 Result = TypeVar("Result")
+
+_UNSEEN = 8  # times as long a stretch where no device says what is free
+_MORE = 1.02  # times what there was when a limit was lowered: memory has been given back
+_BELIEVED = 2  # failures of one step up to which what is known of its needs is believed
+
+
+@dataclass(frozen=True)
+class LimitCost:
+    """What micro-batches need of a device, as far as it is known: a line.
+
+    Attributes:
+        amount: of a micro-batch, in the limit's unit.
+        peak_bytes: what it needs, all that is resident included.
+        unit_bytes: what one row more, or one token more, needs.
+    """
+
+    amount: int
+    peak_bytes: int
+    unit_bytes: float
+
+    def fits(self, total_bytes: int) -> int:
+        """Return how much a micro-batch may hold where so much may be allocated in all; at least 1."""
+        return max(1, self.amount + math.floor((total_bytes - self.peak_bytes) / self.unit_bytes))
 
 
 class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
@@ -31,12 +58,12 @@ class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
 
 @dataclass(frozen=True)
 class LimitChange:
-    """A limit that was lowered during a run.
+    """A limit that was lowered during a run, or grew back.
 
     Attributes:
         before: what a micro-batch might hold.
         after: what it may hold from now on.
-        rows: rows of the micro-batch that was too large.
+        rows: rows of the micro-batch that was too large; 0 where it grew back.
         length: tokens that each of them was padded to.
         out_of_memory: it ran out of memory; otherwise the allocator had to free its cache and ask again.
         error: the device's message; empty where it did not run out of memory.
@@ -51,8 +78,15 @@ class LimitChange:
     error: str
     ranks: tuple[int, ...] = ()
 
+    @property
+    def grows(self) -> bool:
+        """Whether a micro-batch may hold more than before."""
+        return self.after.amount > self.before.amount
+
     def describe(self) -> str:
         """Return one line, with numbers."""
+        if self.grows:
+            return f"memory has sufficed since: a micro-batch holds {self.after} from now on, not {self.before}"
         happened = "out of memory" if self.out_of_memory else "the allocator freed its cache and asked again"
         what_next = "it is run again, and " if self.out_of_memory else ""
         error = f" ({self.error.splitlines()[0]})" if self.error else ""
@@ -66,29 +100,47 @@ class LimitChange:
 
 @dataclass(frozen=True)
 class OOMPolicy:
-    """Decides what a micro-batch may hold after one ran out of memory. The limit does not grow back within a run.
+    """Decides what a micro-batch may hold after one ran out of memory, and how it grows back.
 
     Attributes:
-        shrink_divisor: a micro-batch that ran out of memory is divided by this.
+        shrink_divisor: a micro-batch that ran out of memory is divided by this, where what would fit is not known.
         ease_divisor: one that only made the allocator free its cache and ask again loses its rows divided by this.
+        grow_divisor: it grows back in steps of the limit that it was lowered from, divided by this.
+        grow_after: steps without a failure before each of these, where the device then says that there is room; eight times as
+            many where it says nothing; twice as many after each that was too early.
     """
 
     shrink_divisor: int = 2
     ease_divisor: int = 16
+    grow_divisor: int = 8
+    grow_after: int = 5
 
     def __post_init__(self) -> None:
         if self.shrink_divisor < 2:
             raise SettingError("shrink_divisor", self.shrink_divisor, "give 2 or more, so that the limit shrinks")
-        if self.ease_divisor < 1:
-            raise SettingError("ease_divisor", self.ease_divisor, "give 1 or more")
+        for key in ("ease_divisor", "grow_divisor", "grow_after"):
+            if (value := getattr(self, key)) < 1:
+                raise SettingError(key, value, "give 1 or more")
 
-    def after_out_of_memory(self, limit: MicroBatchLimit, *, rows: int, length: int) -> MicroBatchLimit | None:
-        """Return the limit after a micro-batch of `rows` rows padded to `length` did not fit; None where it was one row."""
+    def after_out_of_memory(
+        self, limit: MicroBatchLimit, *, rows: int, length: int, fits: int | None = None
+    ) -> MicroBatchLimit | None:
+        """Return the limit after a micro-batch of `rows` rows padded to `length` did not fit; None where it was one row.
+
+        Of what is free now, `fits` is as much as a micro-batch may hold by what is known; None where nothing is.
+        """
         if rows == 1:
             return None
-        if limit.unit == "rows":
-            return replace(limit, amount=max(1, rows // self.shrink_divisor))
-        return replace(limit, amount=max(length, rows * length // self.shrink_divisor))
+        row = 1 if limit.unit == "rows" else length
+        amount = rows * row // self.shrink_divisor
+        if fits is not None:
+            amount = min(fits, (rows - max(1, rows // self.ease_divisor)) * row)
+        return replace(limit, amount=max(row, amount))
+
+    def after_good_steps(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
+        """Return the limit that a lowered one grows to next, on its way to the `ceiling` that it was lowered from."""
+        step = max(1, ceiling.amount // self.grow_divisor)
+        return replace(limit, amount=min(ceiling.amount, limit.amount + step))
 
     def after_allocator_retry(self, limit: MicroBatchLimit, *, rows: int, length: int) -> MicroBatchLimit | None:
         """Return the limit after a micro-batch only just fit, one row less at least; None where it was one row."""
@@ -103,14 +155,15 @@ class OOMRetry:
 
     Args:
         limit: returns what one micro-batch may hold now.
-        lower: takes each change, before anything is run with it; :attr:`limit` then returns the lowered one.
+        lower: takes each change, before anything is run with it; :attr:`limit` then returns the new one.
         memory: of the device.
         retries: False lets an out-of-memory error through.
         remedies: the end of the sentence that says that one row does not fit.
-        policy: decides how the limit shrinks; None halves it.
+        policy: decides how the limit shrinks and grows back; None for :class:`OOMPolicy` as it is.
         is_of_training: what is lowered is the limit of training, which a restart begins with where this rank is lost.
 
     Attributes:
+        limits: know what may grow back, and what micro-batches need; None for a limit that stays lowered.
         current: the micro-batch that is being run; set by what is run.
         allocator_retried: the allocator of this rank, of several, only just had room, for the first time; :meth:`ease` is due
             on all of them.
@@ -128,12 +181,15 @@ class OOMRetry:
         is_of_training: bool = True,
     ) -> None:
         self.limit, self.memory = limit, memory
+        self.limits: MicroBatchLimits | None = None
         self.current = MicroBatch([], 0)
         self.allocator_retried = False
         self.remedies = remedies
         self._lower, self._retries = lower, retries
         self._policy, self._is_of_training = policy or OOMPolicy(), is_of_training
         self._has_eased = False
+        self._failures = 0  # of what is run now
+        self._had_bytes = 0  # this rank, to allocate from, when the limit was lowered last
         self._error: str | None = None
 
     @property
@@ -154,6 +210,7 @@ class OOMRetry:
             DoesNotFitError: a micro-batch of one row ran out of memory.
             RankLostError: this rank ran out of memory where the others cannot be told.
         """
+        self._failures = 0
         while True:
             self._error, retries = None, self.memory.num_retries()
             try:
@@ -173,6 +230,8 @@ class OOMRetry:
                     self.allocator_retried = not self._has_eased
                     if self.allocator_retried and distributed.world_size() == 1:
                         self.ease()
+                if self.limits is not None:
+                    self.limits.good_steps += 1
                 return result
             # The except block has been left: until then the error kept the failed forward's tensors alive.
             try:
@@ -235,8 +294,47 @@ class OOMRetry:
         self._has_eased |= bool(requests)
         self._take(requests)
 
+    def next_limit(self) -> MicroBatchLimit | None:
+        """Return what a lowered limit grows to now, the same on all ranks; None where it stays as it is."""
+        limits = self.limits
+        if limits is None or limits.lowered is None or limits.ceiling is None:
+            return None
+        if limits.good_steps < self._policy.grow_after:
+            return None
+        return self._policy.after_good_steps(limits.lowered, ceiling=limits.ceiling)
+
+    def has_room(self, limit: MicroBatchLimit) -> bool:
+        """Return whether this rank may grow to a limit now: there is room for it, and it did not grow too early before."""
+        assert self.limits is not None
+        room, cost = self.memory.room(), self.limits.cost
+        if room is None:
+            return self.limits.good_steps >= _UNSEEN * self._stretch
+        if cost is not None and cost.fits(room.total_bytes) < limit.amount:
+            return False
+        return self.limits.good_steps >= self._stretch or room.total_bytes > _MORE * self._had_bytes
+
+    def grow(self, after: MicroBatchLimit) -> None:
+        """Let a lowered limit grow, on all ranks."""
+        assert self.limits is not None
+        assert self.limits.lowered is not None
+        self._has_eased = False
+        self.memory.release()  # larger micro-batches need larger blocks, for which a full cache has no room
+        self._change(LimitChange(self.limits.lowered, after, 0, 0, False, ""))
+
+    @property
+    def _stretch(self) -> int:
+        return self._policy.grow_after << (self.limits.relapses if self.limits else 0)
+
+    def _change(self, change: LimitChange) -> None:
+        if not change.grows and (room := self.memory.room()):
+            self._had_bytes = room.total_bytes
+        if self.limits is not None:
+            self.limits.change(change, stretch=self._stretch)
+        self._lower(change)
+
     def _shrink(self) -> None:
         """Shrink what was too large on any rank."""
+        self._failures += 1
         mine = None if self._error is None else self._request(self._policy.after_out_of_memory, self._error)
         requests = {rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one}
         for rank, one in requests.items():
@@ -250,7 +348,20 @@ class OOMRetry:
 
     def _request(self, smaller: Callable[..., MicroBatchLimit | None], error: str) -> _Request:
         rows, length = len(self.current.rows), self.current.length
-        return _Request(rows, length, smaller(self.limit(), rows=rows, length=length), error)
+        known = {"fits": self._fits(rows, length, error)} if error else {}
+        return _Request(rows, length, smaller(self.limit(), rows=rows, length=length, **known), error)
+
+    def _fits(self, rows: int, length: int, error: str) -> int | None:
+        """Return how much of what is free now a micro-batch may hold, by what is known; None where nothing is, or it proved wrong."""
+        room, cost = self.memory.room(), self.limits.cost if self.limits else None
+        if room is None or self._failures > _BELIEVED:
+            return None
+        if cost is None and (wanted := wanted_bytes(error)) is not None and wanted > room.held_bytes:
+            amount = rows if self.limit().unit == "rows" else rows * length
+            cost = LimitCost(amount, wanted, (wanted - room.held_bytes) / amount)  # at least
+            if self.limits is not None:
+                self.limits.cost = cost
+        return cost.fits(room.total_bytes) if cost is not None else None
 
     def _take(self, requests: dict[int, _Request]) -> None:
         """Take the smallest limit that a rank has requested, if any has."""
@@ -261,7 +372,7 @@ class OOMRetry:
         assert least.limit is not None
         after = replace(before, amount=least.limit.amount)
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
-        self._lower(LimitChange(before, after, least.rows, least.length, bool(least.error), least.error, ranks))
+        self._change(LimitChange(before, after, least.rows, least.length, bool(least.error), least.error, ranks))
         assert self.limit().amount <= after.amount, f"the limit was lowered to {after} and is {self.limit()}"
 
 

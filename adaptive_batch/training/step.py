@@ -30,7 +30,7 @@ class Agreement:
 def agree_on_step(
     runner: MicroBatchRunner, rows: Sequence[Any], *, batch: int, num_rows: int, ends: bool = False
 ) -> Agreement:
-    """Agree with all ranks on a step; make the limit smaller where an allocator only just had room.
+    """Agree with all ranks on a step; make the limit smaller where an allocator only just had room, or larger where all have room.
 
     Args:
         runner: runs the step, with its limit set.
@@ -42,20 +42,26 @@ def agree_on_step(
     Raises:
         GrowthFunctionError: a rule has answered differently on some rank.
     """
+    retry = runner.retry
+    grown = retry.next_limit()
     mine = [
         runner.num_micro_batches(rows),
         int(ends),
-        int(runner.retry.allocator_retried),
+        int(retry.allocator_retried),
+        int(grown is None or not retry.has_room(grown)),
         batch,
         -batch,
         num_rows,
         -num_rows,
     ]
-    most, any_ends, must_ease, largest, least, most_rows, least_rows = distributed.all_reduce_max(mine)
+    most, any_ends, must_ease, must_stay, largest, least, most_rows, least_rows = distributed.all_reduce_max(mine)
     if largest != -least or most_rows != -least_rows:
         same_answers({"batch_size_schedule": batch, "the rows of the next step, which": num_rows})
     if must_ease:
-        runner.retry.ease()
+        retry.ease()
+    elif grown is not None and not must_stay:
+        retry.grow(grown)
+    if must_ease or not must_stay:
         most = distributed.maximum(runner.num_micro_batches(rows))
     return Agreement(max(1, most), bool(any_ends))
 

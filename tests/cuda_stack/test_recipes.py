@@ -58,7 +58,7 @@ def test_the_bound_is_trained_with_and_twice_of_it_does_not_fit(setup):
 def test_memory_that_is_taken_away_in_mid_run_costs_no_row(setup):
     leave(ROOM)
     folder = setup.run_in_process(OURS, *ON_CUDA, MAXIMUM, *SQUEEZED).output_dir
-    (change,) = records(folder, "limit")
+    change, *_ = records(folder, "limit")
     assert change["out_of_memory"]
     assert "GPU 0 has a total capacity of" in change["error"]
     assert change["after"] < change["before"] == bound(folder)
@@ -86,7 +86,7 @@ def test_two_ranks_probe_survive_an_error_of_one_and_go_on(setup, monkeypatch):
         monkeypatch.setenv(f"STUB_CUDA_{name}", str(value))
     folder = setup.run(OURS, *ON_CUDA, MAXIMUM, *SQUEEZED, "save_every_n_steps=1", "epochs=1", ranks=2).output_dir
     assert 1 < bound(folder) < NUM_ROWS // 2
-    (change,) = records(folder, "limit")
+    change, *_ = records(folder, "limit")
     assert change["out_of_memory"]
     assert change["message"].startswith("out of memory on rank 0 with")
     first, second = (step["micro_batches"] for step in records(folder, "step"))

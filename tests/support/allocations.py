@@ -11,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from adaptive_batch.estimate import CudaKernels
 from adaptive_batch.estimate.cuda_operators import CudaOperators
 from adaptive_batch.estimate.tracker import AttributedTracker
 
@@ -113,31 +115,31 @@ class Norm:
         )
 
 
-class Allocations(AttributedTracker):
-    """Logs what is counted, and when it is gone."""
-
-    def __init__(self, kernels: Any) -> None:
-        operators = CudaOperators(kernels.capability, kernels.multiprocessors)
-        operators.workspaces = dict.fromkeys((False, True), torch.empty(0))  # cuBLAS has taken them
-        super().__init__(operators=operators)
-
-    def of(self, call: Callable[[], Any]) -> tuple[Any, Log]:
-        """Return what a call returns, and its log, in which allocations before it are left out."""
-        start, first = len(self.log), self._num_allocations
-        result = call()
-        log = [entry if entry > 0 else entry + first for entry in self.log[start:]]
-        return result, [entry for entry, given in zip(log, self.log[start:], strict=True) if given > 0 or entry < 0]
-
-
-def on_fake_tensors(calls: Sequence[Attention | Norm], kernels: Any) -> list[tuple[Log, Log]]:
+def on_fake_tensors(calls: Sequence[Attention | Norm], kernels: CudaKernels) -> list[tuple[Log, Log]]:
     """Return the logs of forward and backward of each call."""
+    operators = CudaOperators(kernels.capability, kernels.multiprocessors)
+    with FakeTensorMode(), AttributedTracker(operators=operators) as tracker, kernels:
+        return _logs(calls, "cpu", partial(_counted, tracker))
+
+
+def _counted(tracker: AttributedTracker, call: Callable[[], Any]) -> tuple[Any, Log]:
+    start, first = len(tracker.log), sum(entry > 0 for entry in tracker.log)
+    result = call()
+    return result, [
+        entry if entry > 0 else entry + first for entry in tracker.log[start:] if entry > 0 or ~entry >= first
+    ]
+
+
+def _logs(calls: Sequence[Attention | Norm], device: str, logged: Callable[..., Any]) -> list[tuple[Log, Log]]:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # cuBLAS takes its workspaces
+        square = torch.empty(2, 8, 8, dtype=dtype, device=device, requires_grad=True)
+        (square @ square).sum().backward()  # type: ignore[no-untyped-call]
     logs = []
-    with FakeTensorMode(), Allocations(kernels) as allocations, kernels:
-        for call in calls:
-            forward, backward = call.forward("cpu")
-            output, first = allocations.of(forward)
-            _, second = allocations.of(lambda: backward(output))  # noqa: B023
-            logs.append((first, second))
+    for call in calls:
+        forward, backward = call.forward(device)
+        output, first = logged(forward)
+        _, second = logged(partial(backward, output))
+        logs.append((first, second))
     return logs
 
 
@@ -170,16 +172,8 @@ def _traced(call: Callable[[], Any]) -> tuple[Any, Log]:
 
 def main() -> None:
     """Write the logs of the calls that are read."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # cuBLAS takes its workspaces
-        square = torch.empty(2, 8, 8, dtype=dtype, device="cuda", requires_grad=True)
-        (square @ square).sum().backward()  # type: ignore[no-untyped-call]
-    logs = []
-    for kind, fields in json.load(sys.stdin):
-        forward, backward = {"Attention": Attention, "Norm": Norm}[kind](**fields).forward("cuda")
-        output, first = _traced(forward)
-        _, second = _traced(lambda: backward(output))  # noqa: B023
-        logs.append((first, second))
-    json.dump(logs, sys.stdout)
+    calls = [{"Attention": Attention, "Norm": Norm}[kind](**fields) for kind, fields in json.load(sys.stdin)]
+    json.dump(_logs(calls, "cuda", _traced), sys.stdout)
 
 
 if __name__ == "__main__":

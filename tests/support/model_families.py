@@ -46,6 +46,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_0_5b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_0_5b"},
     "llama3_2_1b": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
     "llama3_2_3b": {"_component_": "torchtune.models.llama3_2.llama3_2_3b"},
+    "llama3_1_8b": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
+    "qwen2_5_7b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_7b_base"},
+    "gemma2_2b": {"_component_": "torchtune.models.gemma2.gemma2_2b"},
+    "phi4_14b": {"_component_": "torchtune.models.phi4.phi4_14b"},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"_component_": "torch.optim.AdamW"},

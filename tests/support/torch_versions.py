@@ -15,7 +15,6 @@ from pathlib import Path
 
 # Each Python and each torch that is declared at least once. `make test` runs the version that constraints.txt pins.
 PAIRS = [
-    ("2.9.1", "3.12"),
     ("2.11.0", "3.11"),
     ("2.13.0", "3.12"),
     ("2.14.1", "3.10"),

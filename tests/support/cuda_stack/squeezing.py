@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from typing import Any
 
 import torch
@@ -42,3 +43,38 @@ class Squeezing(DiskLogger):
             torch.cuda.empty_cache()
             held, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
             leave(held + int(self.share * (peak - held)))
+
+
+class TakingAway(DiskLogger):
+    """A log that has what the allocator counted, and between two of whose steps another program has memory of the device.
+
+    Args:
+        first, last: steps after which it is taken, and given back; 0 for neither.
+        share: that is taken, of what training had above what it holds between steps.
+    """
+
+    def __init__(self, log_dir: str, filename: str, first: int = 0, last: int = 0, share: float = 0.0) -> None:
+        super().__init__(log_dir, filename)
+        self.first, self.last, self.share = first, last, share
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        if "loss" not in payload:
+            super().log_dict(payload, step)
+            return
+        stats = torch.cuda.memory_stats()
+        super().log_dict(payload | {"retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}, step)
+        if self.first and step == self.first:
+            torch.cuda.empty_cache()
+            held, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+            leave(held + int((1 - self.share) * (peak - held)))
+        elif self.last and step == self.last:
+            leave(torch.cuda.get_device_properties(0).total_memory - 500 * 2**20)
+
+
+def skewed_rows(
+    tokenizer: object, *, number: int, longest: int, source: str = "", packed: bool = False
+) -> list[dict[str, Any]]:
+    """A dataset of rows most of which are short, and a few as long as any may be."""
+    draw = random.Random(7)
+    lengths = [min(longest, max(8, round(draw.lognormvariate(0, 0.8) * longest / 8))) for _ in range(number)]
+    return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]

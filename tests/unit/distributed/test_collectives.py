@@ -1,4 +1,5 @@
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -196,4 +197,4 @@ def test_an_error_that_cannot_be_sent_is_told(ranks):
 def test_a_result_that_cannot_be_sent_fails_on_every_rank(ranks):
     for facts in ranks:
         assert isinstance(facts["unpicklable"], tuple)
-        assert "pickle" in facts["unpicklable"][1]
+        assert re.search("pickle|local object", facts["unpicklable"][1])  # Python 3.13 says the latter

@@ -301,7 +301,6 @@ def test_the_environment_is_read(monkeypatch):
     assert AllocatorSettings.from_environment() == AllocatorSettings()
 
 
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="older ones read PYTORCH_CUDA_ALLOC_CONF alone")
 def test_the_newer_variable_goes_before_the_older_but_for_what_is_cudas_own(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "large_segment_size_mb:32,per_process_memory_fraction:0.5")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:64,per_process_memory_fraction:0.7")

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import (
     GIB,
+    Room,
     device_memory,
     host_available_bytes,
     is_out_of_memory,
@@ -26,6 +27,7 @@ from adaptive_batch.memory import (
     parse_size,
     recover,
     storage_bytes,
+    wanted_bytes,
 )
 from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
 
@@ -396,6 +398,29 @@ def test_statistics_of_peaks_start_afresh_once_the_cache_is_given_back():
         backend.hold(3 * GIB)
     memory.release()
     assert backend.peak_reserved == backend.reserved == 3 * GIB
+
+
+def test_the_room_of_an_accelerator_is_what_its_allocator_may_still_make():
+    backend, memory = accelerator(used_by_others=3 * GIB)
+    assert memory.room() is None  # it holds nothing, or says nothing
+    backend.hold(6 * GIB)
+    backend.hold(4 * GIB)
+    assert memory.room() == Room(held_bytes=4 * GIB, free_bytes=9 * GIB)
+    backend.fraction = 0.5
+    assert memory.room() == Room(held_bytes=4 * GIB, free_bytes=4 * GIB)
+    assert memory.room().total_bytes == 8 * GIB
+    assert device_memory(CPU).room() is None
+
+
+def test_what_was_wanted_is_read_from_the_allocators_message():
+    said = (
+        "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 39.39 GiB of which 2.55 GiB is free. "
+        "Including non-PyTorch memory, this process has 36.84 GiB memory in use. 20.00 GiB allowed; Of the allocated memory "
+        "512.00 MiB is allocated by PyTorch, and 1.29 GiB is reserved by PyTorch but unallocated. If reserved but"
+    )
+    assert wanted_bytes(said) == 2 * GIB
+    assert wanted_bytes("CUDA out of memory. Tried to allocate 2.00 GiB.") is None
+    assert wanted_bytes("std::bad_alloc") is None
 
 
 def test_an_allocator_that_had_to_retry_is_told():

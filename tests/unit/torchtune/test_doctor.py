@@ -89,7 +89,7 @@ def test_the_tried_versions_are_all_right():
         ("torchao", None, "pip install 'torchao<0.16,>=0.13'"),
         ("torchtune", "0.6.0", "pip install 'torchtune==0.6.1'"),
         ("torchtune", None, "pip install 'torchtune==0.6.1'"),
-        ("torch", "2.8.0+cu128", "pip install 'torch>=2.9.1'"),
+        ("torch", "2.8.0+cu128", "pip install 'torch>=2.11'"),
         ("datasets", None, "pip install 'datasets>=3.0'"),
         ("bitsandbytes", "0.41.1", "pip install 'bitsandbytes>=0.43'"),
         ("python", "3.9.19", "make a new environment with another Python"),

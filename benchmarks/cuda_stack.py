@@ -1,0 +1,440 @@
+"""Estimates, bounds and the search beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack without a device.
+
+    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only {cases,bounds,probe,recipe}] [--quick] [--output DIR]
+
+Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new (tests/support/stack_runs.py); no
+kernel computes, and memory is accounted (tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the
+estimate says of each number of rows, and its replay of the allocator with default and with expandable segments, beside what PyTorch
+counted: bytes requested, allocated and reserved, and every segment with its blocks. `bounds`: the rows that are estimated to fit without a
+retry of the allocator beside brute force: the most rows that run six steps so, and those rows with varying lengths. `probe`: the
+search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a small
+model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and shares of the memory taken away and given back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import records
+import torch
+
+from adaptive_batch.estimate import CONTEXT_BYTES, AllocatorSettings, CachingAllocator, EstimatedDevice, parse_devices
+from adaptive_batch.report import audit, read_records
+from adaptive_batch.torchtune import Settings, set_up_terminal
+from adaptive_batch.torchtune.estimates import Estimator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.allocator_on_stack import described
+from support.cli import OURS, SmallSetup, losses, make_setup
+from support.model_families import Combination
+from support.stack_runs import Outcome, StackRun, StackRuns
+
+SEED = 15
+STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
+CONFS = {"default": "", "expandable": "expandable_segments:True"}
+DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
+PARAMETERS = {  # in billions
+    "llama3_2_1b": 1.24,
+    "llama3_2_3b": 3.21,
+    "llama3_1_8b": 8.03,
+    "qwen2_5_0_5b": 0.49,
+    "qwen2_5_7b": 7.62,
+    "gemma2_2b": 2.61,
+    "phi4_14b": 14.7,
+}
+COPIES = 5  # of the weights, that a step of AdamW holds: with gradients, two moments and a temporary
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of the sample: a combination, a device, and a number of rows or the bound."""
+
+    combination: Combination
+    device: str
+    rows: int | str
+
+    def __str__(self) -> str:
+        return f"{self.combination}, {self.device}, {self.rows} rows".replace("bound rows", "the bound")
+
+    @property
+    def found(self) -> EstimatedDevice:
+        (device,) = parse_devices([self.device])
+        return device
+
+
+def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[Case]:
+    """Draw that many different cases whose optimizer's step fits."""
+    draw, cases = random.Random(SEED), dict[Case, None]()
+    while len(cases) < number:
+        model, dtype = draw.choice(list(PARAMETERS)), draw.choice(["bf16", "fp32"])
+        length = round(math.exp(draw.uniform(math.log(200), math.log(8192))))
+        checkpointing = draw.choice(["", "checkpointing"])
+        loss = "plain" if model == "gemma2_2b" else "chunked"  # it has no chunks of outputs
+        combination = Combination(model, length, "AdamW", loss, checkpointing, dtype, device="cuda")
+        case = Case(combination, draw.choice(list(DEVICES)), draw.choice(rows))
+        held = COPIES * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
+        if held < 0.95 * case.found.total_bytes:
+            cases[case] = None
+    return list(cases)
+
+
+# --- the estimate -----------------------------------------------------------------------------------------------------
+
+
+class Estimated:
+    """The estimate of a combination on a device, and what it says that the allocator is asked for."""
+
+    def __init__(self, case: Case) -> None:
+        self.device = case.found
+        self.budget_bytes = self.device.total_bytes - CONTEXT_BYTES
+        self._cfg = case.combination.to_estimate(devices=[case.device], changes=False)
+        self._length = case.combination.length
+        self._logs: dict[int, Sequence[int]] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[Estimated]:
+        """Inside, logs can be had."""
+        settings = Settings.from_config(self._cfg)
+        with Estimator(self._cfg, settings, [self.device])._step(self._cfg, [self._length], 1) as step:
+            run = step.run.forward_backward(step._rows[self._length][0])
+            self._log: Callable[..., Sequence[int]] = lambda rows: step._step.log(
+                rows, steps=STEPS, forward_backward=run
+            )
+            yield self
+
+    def log(self, rows: int) -> Sequence[int]:
+        if rows not in self._logs:
+            self._logs[rows] = self._log(rows)
+        return self._logs[rows]
+
+    def replayed(self, rows: int, conf: str, *, budget_bytes: int | None = None) -> CachingAllocator:
+        """Return the allocator after the steps, or as it was when it ran out of memory."""
+        settings = AllocatorSettings(expandable_segments=bool(conf))
+        capacity = self.budget_bytes if budget_bytes is None else budget_bytes
+        allocator = CachingAllocator(capacity, settings, total_bytes=self.device.total_bytes)
+        with suppress(torch.OutOfMemoryError):
+            allocator.replay(self.log(rows))
+        return allocator
+
+    def bound(self, conf: str) -> int:
+        """Return the most rows that run without a retry."""
+
+        def is_clean(rows: int) -> bool:
+            return not self.replayed(rows, conf).num_retries
+
+        return largest(is_clean)
+
+
+def largest(fits: Callable[[int], bool], *, start: int = 1) -> int:
+    """Return the most rows that fit: from `start` on in growing steps, then between; 0 for none."""
+    known: dict[int, bool] = {0: True}
+
+    def asked(rows: int) -> bool:
+        if rows not in known:
+            known[rows] = fits(rows)
+        return known[rows]
+
+    low, high, step = 0, None, 1
+    rows = max(1, start)
+    while high is None or high - low > 1:
+        if asked(rows):
+            low = max(low, rows)
+        else:
+            high = rows if high is None else min(high, rows)
+        if high is None:
+            rows, step = low + step, 2 * step
+        elif low == 0 and high > 1:
+            rows, step = max(1, high - step), 2 * step
+        else:
+            rows = (low + high) // 2
+    return low
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def measure_cases(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+    """Peaks and segments of each case, estimated and counted."""
+    rows_of_table = []
+    print(
+        f"{'case':<78} {'rows':>5} {'requested':>10} {'allocated':>10} {'reserved':>9} {'expandable':>10} {'segments':>9} s"
+    )
+    for case in cases:
+        start = time.perf_counter()
+        entry: dict[str, Any] = {**asdict(case), "is_equal": {}}
+        rows_of_table.append(entry)
+        try:
+            with Estimated(case).opened() as estimated:
+                for name, conf in CONFS.items():
+                    rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
+                    rows = max(1, rows)
+                    run = StackRun.fixed(case.combination, rows, steps=STEPS)
+                    real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+                    entry[name] = compared(estimated.replayed(rows, conf), real) | {"rows": rows}
+        except Exception as error:
+            entry["failed"] = f"{type(error).__name__}: {error}"
+            print(f"{case!s:<78} {entry['failed']}", flush=True)
+            traceback.print_exc(file=sys.stderr)
+            continue
+        entry["seconds"] = round(time.perf_counter() - start, 1)
+        default, expandable = entry["default"], entry["expandable"]
+        equal = "/".join("yes" if one["segments_equal"] else "no" for one in (default, expandable))
+        print(
+            f"{case!s:<78} {default['rows']:>5} {default['errors']['requested']:>10.4%} {default['errors']['allocated']:>10.4%} "
+            f"{default['errors']['reserved']:>9.3%} {expandable['errors']['reserved']:>10.3%} {equal:>9} {entry['seconds']}",
+            flush=True,
+        )
+    summary = summarised(rows_of_table)
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in summary.items()))
+    return rows_of_table
+
+
+def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
+    """What was estimated and what was counted, with errors above 0 where the estimate is too high."""
+    estimate = {
+        "requested": allocator.peak_requested_bytes,
+        "allocated": allocator.peak_allocated_bytes,
+        "reserved": allocator.peak_reserved_bytes,
+        "retries": allocator.num_retries,
+        "ooms": allocator.num_ooms,
+    }
+    counted = {name: getattr(real, name) for name in estimate}
+    return {
+        "estimate": estimate,
+        "counted": counted,
+        "errors": {name: estimate[name] / counted[name] - 1 for name in ("requested", "allocated", "reserved")},
+        "segments_equal": of_blocks(described(allocator.segments())) == of_blocks(real.segments),
+        "large_segments_equal": of_blocks(described(allocator.segments()), "large")
+        == of_blocks(real.segments, "large"),
+        "same_end": (real.retries, bool(real.ooms)) == (allocator.num_retries, bool(allocator.num_ooms)),
+    }
+
+
+def of_blocks(segments: Sequence[Any], pool: str = "") -> list[Any]:
+    """Segments with their blocks, the newest last, without where they are; of one pool, or of both."""
+    return [[one[1], one[6], [block[:2] for block in one[-1]]] for one in segments if pool in ("", one[6])]
+
+
+def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The worst errors, and shares that are equal."""
+    done = [case for case in cases if "failed" not in case]
+    summary: dict[str, Any] = {"cases": len(cases), "failed": len(cases) - len(done)}
+    for name in CONFS if done else ():
+        for kind in ("requested", "allocated", "reserved"):
+            errors = [abs(case[name]["errors"][kind]) for case in done]
+            within = {"requested": 1e-4, "allocated": 1e-3, "reserved": 5e-3}[kind]
+            share = sum(error <= within for error in errors) / len(errors)
+            worst, middle = max(errors), median(errors)
+            summary[f"{kind}, {name}"] = f"within {within:.2%} in {share:.1%}, median {middle:.4%}, worst {worst:.3%}"
+        equal = sum(case[name]["segments_equal"] for case in done) / len(done)
+        large = sum(case[name]["large_segments_equal"] for case in done) / len(done)
+        same = sum(case[name]["same_end"] for case in done) / len(done)
+        summary[f"segments, {name}"] = (
+            f"equal in {equal:.1%}, those of large blocks in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
+        )
+    return summary
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def run_of_bounds(runs: StackRuns, case: Case, conf: str, rows: int, kind: str = "fixed") -> Outcome:
+    run = getattr(StackRun, kind)(case.combination, rows, steps=STEPS_OF_BOUNDS)
+    return runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+
+
+def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+    """Bounds that are estimated, beside the most rows that run without a retry, and what the estimate's rows do."""
+    table = []
+    print(f"{'case':<78} {'settings':<10} {'planned':>7} {'true':>5}  fixed, varying lengths at the planned rows")
+    for case in cases:
+        for name, conf in CONFS.items():
+            entry: dict[str, Any] = {**asdict(case), "settings": name}
+            table.append(entry)
+            try:
+                with Estimated(case).opened() as estimated:
+                    planned = estimated.bound(conf)
+                outcome = partial(run_of_bounds, runs, case, conf)
+                true = largest(lambda rows, outcome=outcome: outcome(rows).is_clean, start=planned)
+                entry |= {"planned": planned, "true": true}
+                for kind in ("fixed", "varying") if planned else ():
+                    real = outcome(planned, kind)
+                    entry[kind] = {"retries": real.retries, "ooms": real.ooms, "reserved": real.reserved}
+            except Exception as error:
+                entry["failed"] = f"{type(error).__name__}: {error}"
+                print(f"{case!s:<78} {name:<10} {entry['failed']}", flush=True)
+                continue
+            said = ", ".join(
+                "clean"
+                if not (entry[kind]["ooms"] or entry[kind]["retries"])
+                else "OOM"
+                if entry[kind]["ooms"]
+                else "retries"
+                for kind in ("fixed", "varying")
+                if kind in entry
+            )
+            print(f"{case!s:<78} {name:<10} {planned:>7} {true:>5}  {said}", flush=True)
+    done = [entry for entry in table if "failed" not in entry]
+    for name in CONFS if done else ():
+        these = [entry for entry in done if entry["settings"] == name]
+        equal = sum(entry["planned"] == entry["true"] for entry in these)
+        bad = {
+            kind: sum(bool(entry[kind]["ooms"] or entry[kind]["retries"]) for entry in these if kind in entry)
+            for kind in ("fixed", "varying")
+        }
+        print(f"{name}: equal in {equal} of {len(these)}; OOM or retries at the planned rows: {bad}")
+    return table
+
+
+def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+    """The bound that a search finds, beside brute force of rows of one length, and steps of varying lengths at it."""
+    table = []
+    print(
+        f"{'case':<78} {'settings':<10} {'probe':>6} {'true':>5} {'trials':>7} {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5}"
+    )
+    for case in cases:
+        for name, conf in CONFS.items():
+            entry: dict[str, Any] = {**asdict(case), "settings": name}
+            table.append(entry)
+            run = StackRun(case.combination, (), probes=STEPS_AFTER_PROBE)
+            try:
+                real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+                outcome = partial(run_of_bounds, runs, case, conf)
+                true = largest(lambda rows, outcome=outcome: outcome(rows).is_clean, start=real.bound)
+            except RuntimeError as error:
+                entry["failed"] = str(error)
+                print(f"{case!s:<78} {name:<10} {error}", flush=True)
+                continue
+            kept = ("bound", "trials", "ooms_of_search", "steps", "retries", "ooms", "reserved")
+            entry |= {key: getattr(real, key) for key in kept} | {"true": true}
+            print(
+                f"{case!s:<78} {name:<10} {real.bound:>6} {true:>5} {real.trials:>7} {real.ooms_of_search:>5} {real.steps:>6} "
+                f"{real.retries:>8} {real.ooms:>5}",
+                flush=True,
+            )
+    return table
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+NARROW = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "max_seq_len": 512}
+ROOM = 3 * 2**30
+SKEWED = (
+    "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
+    "dataset.number=40000",
+    "dataset.longest=512",
+    *(f"~dataset.{key}" for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")),
+    "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
+    "max_steps_per_epoch=200",
+    "epochs=1",
+    "device=cuda",
+    "probe.round_to_power_of_two=False",
+    "use_maximum_batch_size=True",
+    "save_last_epoch_only=True",
+)
+TAKEN = {"first": 50, "last": 100}  # steps after which memory is taken, and given back
+
+
+def trained(setup: SmallSetup, *overrides: str) -> tuple[Path, list[dict[str, Any]]]:
+    """Run the recipe; return its folder and the records of its steps."""
+    os.environ["STUB_CUDA_CAPACITY"] = str(500 * 2**20 + ROOM)
+    folder = setup.run(OURS, *SKEWED, *overrides).output_dir
+    return folder, [
+        record for record in read_records(folder / "adaptive_batch" / "run.jsonl") if record["kind"] == "step"
+    ]
+
+
+def measure_recipe(folder: Path, shares: Sequence[float]) -> list[dict[str, Any]]:
+    """The probe and what it leads to: steps at its bound; and with shares of the memory taken away and given back."""
+    setup, table = make_setup(folder, **NARROW), []
+    print(
+        f"{'taken':>6} {'bound':>6} {'trials':>7} {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5} {'problems':>9}  rows at once"
+    )
+    for share in (0.0, *shares):
+        taking = [f"metric_logger.{key}={value}" for key, value in TAKEN.items()] if share else []
+        output, steps = trained(setup, *taking, *([f"metric_logger.share={share}"] if share else []))
+        probe = json.loads((output / "adaptive_batch" / "probe.json").read_text())
+        retries, ooms = ([int(float(number)) for number in losses(output, name=name)] for name in ("retries", "ooms"))
+        at_once = [-(-step["batch_size"] // step["micro_batches"]) for step in steps]
+        regained = next(
+            (n for n, rows in enumerate(at_once[TAKEN["last"] :]) if rows >= 0.9 * probe["max_batch_size"]), None
+        )
+        entry = {
+            "taken": share,
+            "bound": probe["max_batch_size"],
+            "trials": len(probe["trials"]),
+            "ooms_of_probe": sum(not trial["fits"] for trial in probe["trials"]),
+            "steps": len(steps),
+            "retries": retries[-1] - retries[0],
+            "ooms": ooms[-1] - ooms[0],
+            "problems": list(audit(output).problems),
+            "rows_at_once": at_once,
+            "steps_until_regained": regained if share else None,
+        }
+        table.append(entry)
+        print(
+            f"{share:>6.0%} {entry['bound']:>6} {entry['trials']:>7} {entry['ooms_of_probe']:>5} {entry['steps']:>6} "
+            f"{entry['retries']:>8} {entry['ooms']:>5} {len(entry['problems']):>9}  {min(at_once)} to {max(at_once)}, last {at_once[-1]}, "
+            f"regained after {entry['steps_until_regained']} steps",
+            flush=True,
+        )
+    return table
+
+
+PARTS = ("cases", "bounds", "probe", "recipe")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, help="one of the parts")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the cases")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("run it by the Python of `make cuda-stack`")
+    set_up_terminal()
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    share = 10 if arguments.quick else 1
+    runs, parts = StackRuns(), {}
+    try:
+        if arguments.only in (None, "cases"):
+            cases = measure_cases(by_device(sample(120 // share)), runs)
+            parts["cases"] = {"seed": SEED, "summary": summarised(cases), "cases": cases}
+            print()
+        if arguments.only in (None, "bounds"):
+            parts["bounds"] = measure_bounds(by_device(sample(40 // share, rows=("bound",))), runs)
+            print()
+        if arguments.only in (None, "probe"):
+            parts["probe"] = measure_probe(by_device(sample(20 // share, rows=("bound",))), runs)
+            print()
+        if arguments.only in (None, "recipe"):
+            with tempfile.TemporaryDirectory() as folder:
+                parts["recipe"] = measure_recipe(Path(folder), (0.35,) if arguments.quick else (0.1, 0.35, 0.6))
+    finally:
+        runs.close()
+    name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"
+    records.write(name, arguments.output, **parts)
+
+
+def by_device(cases: Sequence[Case]) -> list[Case]:
+    return sorted(cases, key=lambda case: list(DEVICES).index(case.device))
+
+
+if __name__ == "__main__":
+    main()

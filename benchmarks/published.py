@@ -1,0 +1,473 @@
+"""What others have published of the memory of training on GPUs, beside what an estimate says of the same step.
+
+    python benchmarks/published.py [--only TEXT] [--output DIR]
+
+published_memory.csv has the figures, each with its source, what is known of how it was measured, and what is not. A row is
+estimated where its code is known: model, library versions, loss, lengths. What was known from the published bytes alone is said at
+`MODELS`. A figure of kernels that are not PyTorch's, or of ranks, can be compared as well where the optimizer's step is the
+peak, since that is the same with all kernels; it is taken to be where forward and backward of PyTorch's kernels, which hold more, stay
+below it. Each of the others is listed with the reason why there is no estimate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import records
+import torch
+from torch import nn
+from torch.nn import functional
+from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.models.llama3_2 import llama3_2_3b
+from torchtune.modules import RMSNorm as TorchtuneRMSNorm
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
+from transformers.models.granite.modeling_granite import GraniteRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from adaptive_batch.estimate import LengthEstimate, MemoryEstimate, cuda_workspace, estimate_memory
+from adaptive_batch.memory import GIB
+
+TABLE = Path(__file__).with_name("published_memory.csv")
+IGNORED = -100
+
+SAME_CODE = "the same code"
+OPTIMIZERS_STEP = "other kernels: the optimizer's step is the peak"
+ON_RANKS = "FSDP1: the optimizer's step is the peak"
+OUT_OF_MEMORY = "ran out of memory"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure, with what is known of how it was measured; columns as in the table."""
+
+    id: str
+    model: str
+    method: str
+    framework: str
+    torch: str
+    compile: str
+    loss: str
+    rows: str
+    length: str
+    gpus: str
+    sharding: str
+    figure: str
+    gib: str
+    bytes: str
+    resident_bytes: str
+    not_known: str
+    source: str
+
+    @property
+    def is_fms(self) -> bool:
+        return self.id.startswith("fms-")
+
+    @property
+    def is_lora(self) -> bool:
+        return self.method.startswith("LoRA")
+
+    @property
+    def ran_out(self) -> bool:
+        return self.gib == "OOM"
+
+    @property
+    def peak_bytes(self) -> float:
+        return float(self.bytes or float(self.gib) * GIB)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published figure beside the estimate; `error` above 0 where the estimate is too high, None where there is no figure."""
+
+    id: str
+    group: str
+    published_bytes: float | None
+    estimated_bytes: int
+    error: float | None
+    resident_error: float | None
+    fits: bool
+    fitted: bool
+
+
+@dataclass(frozen=True)
+class NotEstimated:
+    """A row that is not compared, and why."""
+
+    id: str
+    reason: str
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def causal(
+    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None, **_: Any
+) -> tuple[Any, None]:
+    """Flash attention as in the package flash-attn: causal, key heads are not copied, no mask, dropout keeps nothing."""
+    shared = query.shape[1] != key.shape[1]
+    result = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
+    )
+    return result.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("causal", causal)
+AttentionMaskInterface.register("causal", lambda *_, **__: None)
+
+# Sizes are those of the published configurations. Read off the published bytes: vocabularies of Mistral (32000 and one for padding) and
+# santacoder, biases of PowerLM; santacoder's rows have 2048 tokens by the tokens a second that were published with them.
+MODELS: dict[str, Callable[[], tuple[type[PreTrainedModel], Any]]] = {
+    "mistralai/Mistral-7B-v0.1": lambda: (
+        MistralForCausalLM,
+        MistralConfig(vocab_size=32001, intermediate_size=14336, num_key_value_heads=8, sliding_window=None),
+    ),
+    "meta-llama/Meta-Llama-3-8B": lambda: (
+        LlamaForCausalLM,
+        LlamaConfig(vocab_size=128257, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=8192),
+    ),
+    "NousResearch/Llama-2-70b-hf": lambda: (
+        LlamaForCausalLM,
+        LlamaConfig(
+            vocab_size=32001,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            max_position_embeddings=4096,
+        ),
+    ),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": lambda: (
+        MixtralForCausalLM,
+        MixtralConfig(vocab_size=32001, sliding_window=None, experts_implementation="grouped_mm"),
+    ),
+    "ibm/PowerLM-3b": lambda: (
+        GraniteForCausalLM,
+        GraniteConfig(
+            vocab_size=49152,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=40,
+            num_attention_heads=36,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            logits_scaling=9.0,
+        ),
+    ),
+    "bigcode/gpt_bigcode-santacoder": lambda: (
+        GPTBigCodeForCausalLM,
+        GPTBigCodeConfig(
+            vocab_size=49158,
+            n_embd=2048,
+            n_head=16,
+            n_inner=8192,
+            n_layer=24,
+            n_positions=2048,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+    ),
+}
+WITHOUT_DECAY = (nn.LayerNorm, LlamaRMSNorm, GraniteRMSNorm)  # Trainer's list of then, which lacks MistralRMSNorm
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer with an adapter in float32, as PEFT makes it for a model in bfloat16."""
+
+    def __init__(self, base: nn.Linear, *, rank: int = 16, alpha: int = 16, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, rank, bias=False, device="meta")
+        self.b = nn.Linear(rank, base.out_features, bias=False, device="meta")
+        self.dropout = nn.Dropout(dropout)
+        self.scale = alpha / rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base(x)
+        adapted = self.b(self.a(self.dropout(x.to(self.a.weight.dtype)))) * self.scale
+        return (result + adapted).to(result.dtype)
+
+
+def with_adapters(model: PreTrainedModel, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")) -> None:
+    """Freeze a model and give adapters to the linear layers of these names."""
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in names:
+                setattr(module, name, LoRA(child))
+    model.enable_input_require_grads()
+
+
+# --- the step of Hugging Face's Trainer ----------------------------------------------------------------------------------
+
+
+def mean_loss(model: PreTrainedModel, batch: dict[str, Any], *, keeps_logits: bool) -> torch.Tensor:
+    """The loss as transformers 4.45 made it; 4.48 still holds the logits in bfloat16 while it works in float32."""
+    with keeping_presents(model) if isinstance(model, GPTBigCodeForCausalLM) else nullcontext():
+        hidden = model.get_decoder()(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden)
+        if isinstance(model, GPTBigCodeForCausalLM):  # never in float32
+            return shifted_loss(logits, batch["labels"])
+        if isinstance(model, GraniteForCausalLM):
+            logits = logits / model.config.logits_scaling
+        in_float = logits.float()
+        if not keeps_logits:
+            del logits
+        return shifted_loss(in_float, batch["labels"])
+
+
+@contextmanager
+def keeping_presents(model: GPTBigCodeForCausalLM) -> Iterator[None]:
+    """Keep keys and values of all layers until the loss is there, and with them the projections that they are views of.
+
+    ``use_cache`` was on in that model, whose layers are checkpointed in the way that runs forward without gradients.
+    """
+    kept: list[torch.Tensor] = []
+    hooks = [
+        layer.attn.c_attn.register_forward_hook(
+            lambda *call: None if torch.is_grad_enabled() else kept.append(call[-1])
+        )
+        for layer in model.transformer.h
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def shifted_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each token's prediction of the next."""
+    predictions = logits[..., :-1, :].contiguous()
+    return functional.cross_entropy(
+        predictions.view(-1, predictions.shape[-1]), labels[..., 1:].contiguous().view(-1), ignore_index=IGNORED
+    )
+
+
+@cache
+def trainer_step(model_name: str, *, is_lora: bool, keeps_logits: bool, length: int) -> MemoryEstimate:
+    """Estimate a step of Hugging Face's Trainer on an A100: each layer checkpointed, foreach AdamW, no autocast."""
+    kind, config = MODELS[model_name]()
+    config._attn_implementation = "causal"
+    with torch.device("meta"):
+        model = kind(config).to(torch.bfloat16)
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    if is_lora:
+        with_adapters(model)
+    norms = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, WITHOUT_DECAY)
+        for parameter in module.parameters()
+    }
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    plain = [parameter for name, parameter in trained if parameter in norms or "bias" in name]
+    decayed = [parameter for _, parameter in trained if not any(parameter is one for one in plain)]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-5, foreach=True)
+    batch = {name: torch.ones(2, length, dtype=torch.int64) for name in ("input_ids", "labels", "attention_mask")}
+    of_batch = partial(mean_loss, model, keeps_logits=keeps_logits)
+    return estimate_memory(model, batch, optimizer, "A100-80GB", mean_loss=of_batch, max_grad_norm=1.0)
+
+
+# --- torchtune -----------------------------------------------------------------------------------------------------------
+
+
+class RMSNormOf04(nn.Module):
+    """RMSNorm of torchtune 0.4, which keeps less for backward than that of 0.6.1."""
+
+    def __init__(self, norm: TorchtuneRMSNorm) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        self.scale = norm.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_fp32 = x.float()
+        normed = (x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+        return normed * self.scale
+
+
+@cache
+def torchtune_step(length: int) -> MemoryEstimate:
+    """Estimate a step of torchtune 0.4 with Llama 3.2 3B: rows packed to the length, plain cross-entropy, nothing checkpointed, fused AdamW."""
+    with torch.device("meta"):
+        model = llama3_2_3b().to(torch.bfloat16)
+    for module in list(model.modules()):
+        if isinstance(module, Llama3ScaledRoPE):
+            module.rope_init()
+        for name, child in list(module.named_children()):
+            if isinstance(child, TorchtuneRMSNorm):
+                setattr(module, name, RMSNormOf04(child))
+    batch = {name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels", "input_pos")}
+
+    def of_batch(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(batch["tokens"], input_pos=batch["input_pos"])
+        ignored = torch.full((batch["labels"].shape[0], 1), IGNORED, dtype=torch.int64)
+        labels = torch.hstack((batch["labels"][..., 1:], ignored))
+        return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+    return estimate_memory(model, batch, optimizer, "A100-80GB", mean_loss=of_batch)
+
+
+# --- comparison ----------------------------------------------------------------------------------------------------------
+
+CUBLAS_BYTES = cuda_workspace.library_workspace_bytes("sm_80")  # are in the published peaks
+
+NO_ESTIMATE = (
+    # the first that matches: a pattern of the id, and the reason
+    (r"^tt-ladder-baseline|^litgpt|^ao-llama2-7B|^tt-pr389|^tt-lora-tutorial", "lengths of the rows are not known"),
+    (r"^tt-ladder|^ao-llama2-1B|^ao-titan|compile", "compiled, or with activations offloaded"),
+    (r"^tt-readme", "compiled, and the keys are not known"),
+    (
+        r"^tt-2024-05|^tt-pr961|^tt-pr1530",
+        "which figure and unit is not said; maintainers differ by 20% on one command",
+    ),
+    (r"^titan", "mixed precision of FSDP2, or selective checkpointing by operation, which the recipes do not have"),
+    (r"^peft", "only reserved memory is published, and the lengths of the rows are not known"),
+    (r"^automodel", "what the loss keeps is not known, which is worth 45 to 61 GiB on one GPU"),
+    (r"^cookbook|^liger-medusa|^thunder", "code, rows or lengths are not known"),
+    (r"^qwen|^swift", "code of the model and what is measured are not known"),
+)
+
+
+def rows_of_table() -> list[Published]:
+    """All rows."""
+    columns = Published.__dataclass_fields__
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        return [Published(**{name: row[name] for name in columns}) for row in csv.DictReader(file)]
+
+
+def compare(row: Published) -> Compared | NotEstimated:
+    """A row beside the estimate."""
+    if row.id == "tt-ladder-packed":
+        return compared(row, SAME_CODE, torchtune_step(int(row.length)))
+    if not row.is_fms:
+        return NotEstimated(row.id, next(reason for pattern, reason in NO_ESTIMATE if re.search(pattern, row.id)))
+    ranks, rows, is_pytorchs = int(row.gpus), int(row.rows), row.loss == "CE"
+    other_code = "FSDP1" if ranks > 1 else "kernels that are not PyTorch's"
+    is_whole = ranks == 1 and (row.ran_out or is_pytorchs)  # kernels that are not PyTorch's hold less
+    if not is_whole and (row.is_lora or row.ran_out):
+        return NotEstimated(row.id, other_code)
+    is_new = "transformers 4.48" in row.framework and not row.ran_out  # one version is enough for what is far too large
+    estimate = trainer_step(row.model, is_lora=row.is_lora, keeps_logits=is_new, length=int(row.length))
+    if is_whole:
+        return compared(row, OUT_OF_MEMORY if row.ran_out else SAME_CODE, estimate)
+    in_float = ranks > 1 and row.id.startswith("fms-liger")  # accelerate shards weights in float32 under bf16=True
+    length, width = estimate.lengths[0], 2 if in_float else 1
+    step = width * (length.optimizer_peak_bytes or 0) // ranks
+    if forward_backward_bytes(length, rows, ranks=ranks, width=width) > step:
+        return NotEstimated(row.id, f"{other_code}, and the optimizer's step may not be the peak")
+    return compared(row, ON_RANKS if ranks > 1 else OPTIMIZERS_STEP, estimate, of_step=step)
+
+
+def forward_backward_bytes(length: LengthEstimate, rows: int, *, ranks: int, width: int) -> float:
+    """Most that forward and backward can hold on one of some ranks: its share of what is sharded, and all activations."""
+    gathered = length.resident.parameters / 10 if ranks > 1 else 0  # two layers, or embedding and output layer
+    peaks = []
+    for line in length.breakdowns:
+        kinds = line.at(rows, length.resident)
+        others = kinds["activations"] + kinds["backward temporaries"]
+        peaks.append(width * (sum(kinds.values()) - others) / ranks + others + gathered)
+    return max(peaks)
+
+
+def compared(row: Published, group: str, estimate: MemoryEstimate, *, of_step: int | None = None) -> Compared:
+    """A row beside what is estimated, or only its optimizer's step."""
+    length, device = estimate.lengths[0], estimate.devices[0]
+    peak = (of_step or length.peak_bytes(int(row.rows))) + CUBLAS_BYTES
+    fits = peak <= device.budget_bytes if of_step else device.lengths[0].max_batch_size_with_retries >= int(row.rows)
+    resident = length.resident.total + CUBLAS_BYTES
+    return Compared(
+        id=row.id,
+        group=group,
+        published_bytes=None if row.ran_out else row.peak_bytes,
+        estimated_bytes=peak,
+        error=None if row.ran_out else peak / row.peak_bytes - 1,
+        resident_error=resident / int(row.resident_bytes) - 1 if row.resident_bytes and not of_step else None,
+        fits=fits,
+        fitted=not row.ran_out,
+    )
+
+
+def summary(rows: list[Compared]) -> Iterator[dict[str, Any]]:
+    """For each group: how far it is off."""
+    for group in dict.fromkeys(row.group for row in rows):
+        here = [row for row in rows if row.group == group]
+        errors = [abs(row.error) for row in here if row.error is not None]
+        yield {
+            "group": group,
+            "rows": len(here),
+            "median": median(errors) if errors else None,
+            "worst": max(errors, default=None),
+            "fit_or_oom_right": sum(row.fits == row.fitted for row in here),
+            "said_fits_and_did_not": sum(row.fits and not row.fitted for row in here),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose id has this text")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    rows: list[Compared] = []
+    left_out: list[NotEstimated] = []
+    for row in rows_of_table():
+        if arguments.only not in row.id:
+            continue
+        result = compare(row)
+        if isinstance(result, NotEstimated):
+            left_out.append(result)
+            continue
+        rows.append(result)
+        error = "" if result.error is None else f"{result.error:+.4%}"
+        said = ("fits" if result.fits else "OOM") + ("" if result.fits == result.fitted else " (wrong)")
+        print(f"{result.id:<68} {result.estimated_bytes / GIB:8.3f} GiB {error:>10} {said}", flush=True)
+    groups = list(summary(rows))
+    print(f"\n{'group':<52} {'rows':>4} {'median':>9} {'worst':>9} {'fit or OOM right':>17}")
+    for one in groups:
+        errors = "".join(f" {'-' if one[key] is None else format(one[key], '.4%'):>9}" for key in ("median", "worst"))
+        print(f"{one['group']:<52} {one['rows']:>4}{errors} {one['fit_or_oom_right']:>13} of {one['rows']}")
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for one in left_out:
+        reasons[one.reason].append(one.id)
+    print(f"\nnot estimated: {len(left_out)} of {len(left_out) + len(rows)}")
+    for reason, ids in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        print(f"{len(ids):>4}  {reason}")
+    if not arguments.only:
+        seconds = round(time.perf_counter() - start, 1)
+        records.write(
+            "published", arguments.output, groups=groups, rows=[asdict(row) for row in rows], not_estimated=reasons,
+            seconds=seconds,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

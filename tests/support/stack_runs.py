@@ -1,0 +1,237 @@
+"""Steps of training as the recipes run them, on PyTorch's CUDA stack without a device: no file is read, weights are what memory held.
+
+:class:`StackRuns` keeps a process for each device and allocator settings, which has imported everything; each run is a fork of it, so
+that its CUDA context and its allocator are new.
+
+    python tests/support/stack_runs.py < RUNS     (a JSON object on each line, as of StackRun; one on each line comes back)
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptive_batch.data import Measured, MicroBatchLimit
+from adaptive_batch.memory import is_out_of_memory
+from adaptive_batch.probe import ProbeResult
+from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer
+
+from .allocator_on_stack import described
+from .model_families import Combination
+from .paths import subprocess_environment
+
+
+@dataclass(frozen=True)
+class StackRun:
+    """Steps of a combination: of each step the lengths of its rows, which are one micro-batch."""
+
+    combination: Combination
+    steps: tuple[tuple[int, ...], ...]
+    traced: bool = False
+    probes: int = 0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
+
+    @classmethod
+    def fixed(cls, combination: Combination, rows: int, *, steps: int = 3, **more: Any) -> StackRun:
+        """Steps of rows of the combination's length."""
+        return cls(combination, ((combination.length,) * rows,) * steps, **more)
+
+    @classmethod
+    def varying(cls, combination: Combination, rows: int, *, steps: int = 6, seed: int = 0) -> StackRun:
+        """Steps of rows as long as the combination's at most; those of the first are shorter."""
+        draw, longest = random.Random(seed), combination.length
+        lengths = [tuple(draw.randint(longest // 4, longest) for _ in range(rows)) for _ in range(steps - 1)]
+        lengths.insert(draw.randrange(1, steps), (longest,) * rows)
+        return cls(combination, tuple(lengths))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was counted by the end of a run; peaks are those since its model was there.
+
+    Attributes:
+        error: of a step that was out of memory, the last one.
+        segments: what is reserved at the end, as `described` puts it.
+        trace: of the allocator, from the start of the process: bytes that are allocated, and ``~number`` of what is freed.
+    """
+
+    steps: int
+    allocated: int
+    requested: int
+    reserved: int
+    retries: int
+    ooms: int
+    error: str | None = None
+    segments: list[Any] = field(default_factory=list, repr=False)
+    trace: list[int] = field(default_factory=list, repr=False)
+    bound: int = 0
+    trials: int = 0
+    ooms_of_search: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return self.error is None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing had to be allocated again."""
+        return self.fits and not self.retries
+
+
+class NoWeights:
+    """Weights that are left as memory had them."""
+
+    is_divided = True
+
+    def load_weights(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_divided(self, model: torch.nn.Module) -> None:
+        pass
+
+
+def train(run: StackRun) -> Outcome:
+    """Build what the recipe builds, and run its steps until one is out of memory."""
+    if run.traced:
+        torch.cuda.memory._record_memory_history(context=None, max_entries=10**7)
+    cfg = run.combination.config()
+    cfg.on_out_of_memory = "raise"
+    job = Job(cfg, Settings.from_config(cfg))
+    length = run.combination.length
+    data = Data(job, [row_of(length)] * 4096, packed=False)
+    data.dataset._measured = Measured(torch.tensor([[length, length, 1]]).expand(4096, 3))
+    limit = MicroBatchLimit(max(map(len, run.steps), default=1))
+    steps, done, error = run.steps, 0, None
+    found: dict[str, int] = {}
+    before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
+    try:
+        trainer = Trainer.load(job, data, NoWeights(), limit=lambda: limit)
+        trainer.model.train()
+        if run.probes:
+            result = search(BoundFinder(job, data), trainer)
+            limit = MicroBatchLimit(result.max_batch_size)
+            steps = StackRun.varying(run.combination, limit.amount, steps=run.probes).steps
+            ooms = sum(not trial.fits for trial in result.trials)
+            found = {"bound": limit.amount, "trials": len(result.trials), "ooms_of_search": ooms}
+        before = torch.cuda.memory_stats()
+        torch.cuda.reset_peak_memory_stats()
+        for lengths in steps:
+            trainer.runner.run([row_of(length) for length in lengths])
+            trainer.step()
+            done += 1
+    except Exception as failure:
+        cause: BaseException = failure
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if not is_out_of_memory(cause) and "out of memory" not in str(failure):
+            raise
+        error = str(failure).partition("\n")[0]
+    stats = torch.cuda.memory_stats()
+    trace: list[int] = []
+    if run.traced:
+        numbers: dict[int, int] = {}
+        count = 0
+        for event in torch.cuda.memory._snapshot()["device_traces"][0]:
+            if event["action"] == "alloc":
+                numbers[event["addr"]] = count
+                count += 1
+                trace.append(event["size"])
+            elif event["action"] == "free_completed":
+                trace.append(~numbers[event["addr"]])
+    return Outcome(
+        done,
+        *(stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")),
+        retries=stats["num_alloc_retries"] - before["num_alloc_retries"],
+        ooms=stats["num_ooms"] - before["num_ooms"],
+        error=error,
+        segments=described(torch.cuda.memory_snapshot()),
+        trace=trace,
+        **found,
+    )
+
+
+def row_of(length: int) -> dict[str, list[int]]:
+    return {"tokens": [0] * length, "labels": [0] * length}
+
+
+def search(finder: BoundFinder, trainer: Trainer) -> ProbeResult:
+    """Search as training does before it begins."""
+    with tempfile.TemporaryDirectory() as folder:
+        finder.path = Path(folder) / "probe.json"
+        *_, result = finder.of_training(trainer, length="longest", batch_size=1)
+    return result
+
+
+class StackRuns:
+    """Runs on devices of the stack, by the name that ``STUB_CUDA_DEVICE`` has, and allocator settings."""
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple[str, ...], subprocess.Popen[str]] = {}
+
+    def __call__(self, run: StackRun, device: str, *, conf: str = "", capacity: int = 0) -> Outcome:
+        key = device, conf, str(capacity or "")
+        if key not in self._servers:
+            variables = dict(
+                zip(("STUB_CUDA_DEVICE", "PYTORCH_CUDA_ALLOC_CONF", "STUB_CUDA_CAPACITY"), key, strict=True)
+            )
+            command = [sys.executable, "-W", "ignore", "-m", "support.stack_runs"]
+            self._servers[key] = subprocess.Popen(
+                command,
+                env=subprocess_environment(**{name: value for name, value in variables.items() if value}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        server = self._servers[key]
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(json.dumps(asdict(run)), file=server.stdin, flush=True)
+        answer = json.loads(server.stdout.readline())
+        if "failed" in answer:
+            raise RuntimeError(f"{run} on {device}: {answer['failed']}")
+        return Outcome(**answer)
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            assert server.stdin is not None
+            server.stdin.close()
+            server.wait()
+
+
+def main() -> None:
+    """Fork for each run that is asked for."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    gc.freeze()
+    assert torch.cuda.memory_reserved() == 0
+    torch.cuda._is_in_bad_fork = lambda: False  # imports have looked for devices, and the stack does not mind
+    for line in sys.stdin:
+        asked = json.loads(line)
+        combination = Combination(**{**asked["combination"], "apart": tuple(asked["combination"]["apart"])})
+        run = StackRun(combination, tuple(map(tuple, asked["steps"])), asked["traced"], asked["probes"])
+        child = os.fork()
+        if not child:
+            try:
+                answer = asdict(train(run))
+            except Exception as error:
+                answer = {"failed": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=answers, flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps({"failed": f"ended with {status}"}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
