@@ -43,4 +43,5 @@ def test_the_log_is_what_the_allocator_is_asked_for(case):
     gc.collect()
     torch.cuda.empty_cache()
     assert abs(peak_bytes(expected) - peak_bytes(got)) <= 4096
-    assert differences(expected, got, smallest=SCALAR + 1) == []
+    found = differences(expected, got, smallest=SCALAR + 1)
+    assert not found, found[:5]
