@@ -197,12 +197,12 @@ class _FlashAttention(torch.autograd.Function):
             state = torch.empty_like(state)
         while held:
             del held[0]
-        ctx.save_for_backward(query, key, value, output, sums, state, offset)
+        ctx.save_for_backward(query, key, value, sums, output, state, offset)  # in the order in which they are freed
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, output, *_ = ctx.saved_tensors
+        query, key, value, _, output, *_ = ctx.saved_tensors
         batch, heads, queries, head_dim = query.shape
         held = [gradient.transpose(1, 2).contiguous(), output.transpose(1, 2).contiguous()]
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
@@ -225,13 +225,13 @@ class _EfficientAttention(torch.autograd.Function):
         sums = _floats(batch, heads, _up(queries, 32) if any(ctx.needs_input_grad) else 0)
         if query.dtype.itemsize == 2 and value.shape[3] > 128:
             torch.empty_like(output, dtype=torch.float32)  # the output is added up there
-        ctx.save_for_backward(query, key, value, mask, output, sums)
+        ctx.save_for_backward(query, key, value, mask, sums, output)
         ctx.workspace_bytes = _efficient_workspace_bytes(query, key, value, dropout, device)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, _, output, _ = ctx.saved_tensors
+        query, key, value, *_, output = ctx.saved_tensors
         gradient = gradient.transpose(1, 2).contiguous()
         gradients = [tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2) for tensor in (query, key, value)]
         if query.dtype.itemsize == 2:
@@ -261,7 +261,7 @@ class _CudnnAttention(torch.autograd.Function):
         shape = (*query.shape[:3], value.shape[3])
         output = query.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
         sums = _floats(*query.shape[:3] if any(ctx.needs_input_grad) else (0,))
-        ctx.save_for_backward(query, key, value, mask, output, sums, *state)
+        ctx.save_for_backward(query, key, value, mask, sums, output, *state)
         return output
 
     @staticmethod

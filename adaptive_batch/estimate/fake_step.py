@@ -339,12 +339,12 @@ class _OffMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FromTensors(TorchFunctionMode):
-    """Tensors are also made of lists of fake ones."""
+    """Tensors are also made of lists of fake ones, on the host, and then copied."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.tensor:
-            args = tree_map_only(torch.Tensor, torch.Tensor.item, args)
-        return func(*args, **(kwargs or {}))
+        if func is not torch.tensor:
+            return func(*args, **(kwargs or {}))
+        return func(*tree_map_only(torch.Tensor, torch.Tensor.item, args), **(kwargs or {})).clone()
 
 
 @contextmanager

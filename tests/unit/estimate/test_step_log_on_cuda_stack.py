@@ -1,0 +1,47 @@
+"""The log of a fake run is what PyTorch's CUDA allocator is asked for, from loading to the third step.
+
+It runs on PyTorch's CUDA stack without a device. What only a GPU could show: cuDNN's own workspace, and what streams delay.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from support.step_logs import differences, estimated, on_cuda, read
+
+from adaptive_batch.estimate.step_log import peak_bytes
+
+pytestmark = [pytest.mark.cuda_stack, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
+
+SCALAR = 8  # bytes; the counts of label tokens and the sum of the losses of a step are not in the log
+PLAIN = "loss._component_=torch.nn.CrossEntropyLoss"
+
+SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9")
+
+CASES = {
+    "foreach": ("llama3_2_1B", 2, 512, 1, (PLAIN, "optimizer.fused=null")),
+    "chunked, fused": ("llama3_2_1B", 3, 500, 1, ()),
+    "sorted tokens, recomputed, clipped": ("llama3_2_1B", 2, 2048, 1, ("enable_activation_checkpointing=True", "clip_grad_norm=1.0")),
+    "fp32, accumulated": ("llama3_2_1B", 1, 512, 3, ("dtype=fp32", PLAIN)),
+    "in backward": ("llama3_2_1B", 2, 512, 1, ("optimizer_in_bwd=True", "optimizer.fused=null")),
+    "8B": ("llama3_1_8B", 1, 1024, 1, ("optimizer_in_bwd=False", "enable_activation_checkpointing=False", *SGD)),
+    "tied, biased": ("qwen2_5_0_5B", 2, 700, 2, ()),
+    "7B": ("qwen2_5_7B", 1, 512, 1, ("optimizer_in_bwd=False", *SGD)),
+    "soft caps": ("gemma2_2B", 1, 512, 1, ()),
+    "14B": ("phi4_14B", 1, 300, 1, ("optimizer_in_bwd=True", *SGD)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_log_is_what_the_allocator_is_asked_for(case):
+    name, rows, tokens, micro_batches, overrides = CASES[case]
+    cfg = read(name, *overrides)
+    expected = estimated(cfg, rows, tokens, micro_batches=micro_batches)
+    got = on_cuda(cfg, rows, tokens, micro_batches=micro_batches)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert abs(peak_bytes(expected) - peak_bytes(got)) <= 4096
+    found = differences(expected, got, smallest=SCALAR + 1)
+    assert not found, found[:5]
