@@ -30,6 +30,7 @@ _INTERVALS = 16  # of roundup_power2_divisions: the powers of two from 1 MiB to 
 _TOP = 2**47  # where addresses start to fall
 # Of free blocks of one size the oldest segment's is taken, and there the lowest; in 2.12 the oldest block; before, the lowest.
 _OLDEST_SEGMENT, _OLDEST_BLOCK = torch.__version__ >= "2.13", "2.12" <= torch.__version__ < "2.13"
+_HAS_COMMON_SETTINGS = torch.__version__ >= "2.10"  # PYTORCH_ALLOC_CONF, of all accelerators
 
 
 _new_order = count(_TOP, _TOP).__next__  # more than addresses differ by
@@ -49,6 +50,8 @@ def _divisions(text: str) -> tuple[int, ...]:
         return (int(text),) * _INTERVALS
     divisions: list[int] = []
     for boundary, number in (entry.split(":") for entry in text[1:-1].split(",")):
+        if boundary == ">" and not _HAS_COMMON_SETTINGS:
+            divisions = divisions[:-1]  # these took the last one too
         index = _INTERVALS - 1 if boundary == ">" else min(int(boundary).bit_length() - 1, _INTERVALS - 1)
         between = int(number) if boundary == ">" or not divisions else 0
         divisions += [between] * (index - len(divisions)) + [int(number)]
@@ -65,7 +68,6 @@ _READ_BY = {
     "per_process_memory_fraction": ("memory_fraction", float),
     "backend": ("backend", {"native": "native"}.__getitem__),
 }
-_OF_CUDA = ("backend", "per_process_memory_fraction")  # PyTorch reads these apart, and in another order
 _WITHOUT_EFFECT = re.compile("pinned_|release_lock_on_|graph_capture_")
 
 
@@ -91,19 +93,18 @@ class AllocatorSettings:
         """
         if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
             raise SettingError("PYTORCH_NO_CUDA_MEMORY_CACHING", 1, "only what is cached can be simulated; unset it")
-        of_cuda, of_all = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"], ["PYTORCH_ALLOC_CONF"]
+        names = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+        name = next((name for name in names[: None if _HAS_COMMON_SETTINGS else 2] if name in os.environ), None)
+        text = os.environ[name] if name else ""
         settings: dict[str, Any] = {}
-        for order, is_of_cuda in ((of_all + of_cuda, False), (of_cuda + of_all, True)):
-            name = next((name for name in order if name in os.environ), None)
-            text = os.environ[name] if name else ""
-            for key, value in re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", re.sub(r"\s", "", text)):
-                if (key in _OF_CUDA) == is_of_cuda and not _WITHOUT_EFFECT.match(key):
-                    try:
-                        field, read = _READ_BY[key]
-                        settings[field] = read(value)
-                    except (KeyError, ValueError):
-                        remedy = f"{key}:{value} cannot be simulated, so reserved memory cannot be known; leave it out"
-                        raise SettingError(str(name), text, remedy) from None
+        for key, value in re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", re.sub(r"\s", "", text)):
+            if not _WITHOUT_EFFECT.match(key):
+                try:
+                    field, read = _READ_BY[key]
+                    settings[field] = read(value)
+                except (KeyError, ValueError):
+                    remedy = f"{key}:{value} cannot be simulated, so reserved memory cannot be known; leave it out"
+                    raise SettingError(str(name), text, remedy) from None
         return replace(cls(), **settings)
 
     def round(self, nbytes: int) -> int:

@@ -248,6 +248,18 @@ def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
     assert [length["sequence_length"] for length in lengths] == [max(len(row["tokens"]) for row in rows)]
 
 
+def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(small):
+    """Rows of several lengths leave blocks behind that others do not fit into: at most as many fit as of one length."""
+    of_cuda = ("estimate.devices=64MiB", "estimate.context=0", "device=cuda")
+    of_data = json.loads(_plan_file(small, *of_cuda).read_text())["devices"][0]["lengths"][0]
+    number = of_data["sequence_length"]
+    alike = json.loads(_plan_file(small, *of_cuda, f"estimate.sequence_lengths=[{number}]").read_text())
+    alike = alike["devices"][0]["lengths"][0]
+    assert 0 < of_data["max_batch_size"] <= of_data["max_batch_size_with_retries"]
+    assert of_data["max_batch_size"] <= alike["max_batch_size"]
+    assert of_data["allocated_bytes"] <= of_data["reserved_bytes"] <= 64 * 2**20
+
+
 def _plan_file(small, *overrides):
     finished = small.run_in_process("adaptive_estimate", "estimate.changes=False", *overrides)
     return finished.output_dir / "adaptive_batch" / "estimate.json"

@@ -301,11 +301,13 @@ def test_the_environment_is_read(monkeypatch):
     assert AllocatorSettings.from_environment() == AllocatorSettings()
 
 
-def test_the_newer_variable_goes_before_the_older_but_for_what_is_cudas_own(monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "large_segment_size_mb:32,per_process_memory_fraction:0.5")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:64,per_process_memory_fraction:0.7")
-    expected = AllocatorSettings(large_segment_bytes=32 * MIB, memory_fraction=0.7)
-    assert AllocatorSettings.from_environment() == expected
+@pytest.mark.parametrize(("has_common", "expected"), [(True, 32 * MIB), (False, 20 * MIB)])
+def test_the_newer_variable_counts_where_the_older_is_not_set(monkeypatch, has_common, expected):
+    monkeypatch.setattr(module, "_HAS_COMMON_SETTINGS", has_common)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "large_segment_size_mb:32")
+    assert AllocatorSettings.from_environment().large_segment_bytes == expected
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:200")
+    assert AllocatorSettings.from_environment() == AllocatorSettings(max_split_bytes=200 * MIB)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ def test_after_random_calls_with_what_came_later(conf):
     compared("random", *SEEDS, conf=conf, capacity=4 * GIB)
 
 
+def test_settings_are_read_as_pytorch_reads_them(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    compared("random", 5, conf="max_split_size_mb:200", capacity=4 * GIB)
+
+
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 @pytest.mark.parametrize(("capacity", "num_given_up"), [(17, 2), (15, 3)])
 def test_after_each_step_of_training(conf, capacity, num_given_up):
