@@ -38,7 +38,6 @@ from adaptive_batch.estimate import (
     CONTEXT_BYTES,
     AllocatorSettings,
     CachingAllocator,
-    CudaKernels,
     EstimatedDevice,
     parse_devices,
 )
@@ -119,15 +118,14 @@ class Estimated:
         """Inside, logs can be had."""
         settings = Settings.from_config(self._cfg)
         estimator = Estimator(self._cfg, settings, [self.device])
-        with estimator._step(self._cfg, [self._length], 1, CudaKernels(self.device.compute_capability)) as step:
-            run = step.run.forward_backward(step._rows[self._length][0])
+        with estimator._step(self._cfg, [self._length], 1, self.device) as step:
             self._step, self._targets = step, estimator._targets
-            self._log = partial(step._step.log, steps=STEPS, forward_backward=run)
+            self._run = step.run.forward_backward(step._rows[self._length][0])
             yield self
 
     def log(self, rows: int) -> Sequence[int]:
         if rows not in self._logs:
-            self._logs[rows] = self._log(rows)
+            self._logs[rows] = self._step._step.log(rows, [self._run] * STEPS)
         return self._logs[rows]
 
     def replayed(self, rows: int, conf: str, *, budget_bytes: int | None = None) -> CachingAllocator:

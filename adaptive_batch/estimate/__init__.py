@@ -3,8 +3,8 @@
 from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
-from .estimator import Run, estimate_length
-from .fake_step import FEW, MORE, FakeDevice, FakeStep, needs_values
+from .estimator import estimate_length
+from .fake_step import FEW, MORE, Between, FakeDevice, FakeStep, Run, needs_values
 from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
@@ -24,6 +24,7 @@ __all__ = [
     "FEW",
     "MORE",
     "AllocatorSettings",
+    "Between",
     "CachingAllocator",
     "Change",
     "CudaKernels",

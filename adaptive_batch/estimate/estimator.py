@@ -10,11 +10,9 @@ from adaptive_batch.memory import MemoryCurve
 
 from .allocator import AllocatorSettings
 from .bounds import ReplayedBounds
-from .fake_step import FEW, MORE, FakeStep
+from .fake_step import FEW, MORE, Between, FakeStep, Run
 from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
 from .tracker import StepTrace
-
-Run = Callable[[int], object]  # forward and backward of that many rows
 
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 _LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
@@ -29,7 +27,7 @@ def estimate_length(
     *,
     maximum: int,
     forward_backward: Run | None = None,
-    of_steps: Callable[[int], Sequence[Run]] | None = None,
+    of_steps: Callable[[int], Sequence[Run | Between]] | None = None,
     checks: bool = True,
     allocator: AllocatorSettings | None = None,
 ) -> tuple[LengthEstimate, tuple[Fit, ...]]:

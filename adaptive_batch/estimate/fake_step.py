@@ -55,6 +55,7 @@ def needs_values(error: Exception) -> str | None:
     return f"it cannot run on fake tensors: {why}; probe it on a device"
 
 
+Run = Callable[[int], object]  # forward and backward of that many rows
 FEW, MORE = 2, 3  # rows of the steps that give a curve; one row alone often runs other operations
 
 
@@ -159,6 +160,15 @@ class FakeDevice:
             yield
 
 
+@dataclass(frozen=True)
+class Between:
+    """Forward and backward of rows whose length lies at a share of the way from that of `short`, which are traced, to that of `long`."""
+
+    short: Run
+    long: Run
+    share: Fraction
+
+
 class FakeStep:
     """Runs the code of a training step on fake tensors, at any number of rows, and traces the memory it would need.
 
@@ -176,7 +186,7 @@ class FakeStep:
         *,
         model: nn.Module,
         optimizer: Optimizer | OptimizerInBackward,
-        forward_backward: Callable[[int], object],
+        forward_backward: Run,
         step: Callable[[], object],
         accumulates: bool,
         device: FakeDevice,
@@ -195,7 +205,7 @@ class FakeStep:
         self._in_backward = isinstance(optimizer, OptimizerInBackward)
         model.train()
         self.optimizer_peak_bytes: int | None = None
-        self._phases: dict[tuple[Callable[[int], object], bool], dict[int, Phase]] = {}
+        self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
         self._steps: list[Phase] = []  # the optimizer's: the first, and any later one
         if self._in_backward and not self._sharding.is_sharded:  # it makes the states
             self._first(forward_backward)
@@ -223,9 +233,7 @@ class FakeStep:
             storage_bytes(self._gradients()),
         )
 
-    def trace(
-        self, rows: int, *, forward_backward: Callable[[int], object] | None = None, explain: Collection[int] = ()
-    ) -> StepTrace:
+    def trace(self, rows: int, *, forward_backward: Run | None = None, explain: Collection[int] = ()) -> StepTrace:
         """Return what forward and backward of one micro-batch of that many rows hold.
 
         Args:
@@ -240,7 +248,7 @@ class FakeStep:
             self._phases.setdefault((run, False), {})[rows] = counter.phase(self._named())
             return counter.step_trace(self.model)
 
-    def log(self, rows: int, of_steps: Sequence[Callable[[int], object]]) -> array[int]:
+    def log(self, rows: int, of_steps: Sequence[Run | Between]) -> array[int]:
         """Return what the device is asked for in loading and in steps of so many rows at once (see :mod:`.step_log`).
 
         It is exact at numbers of rows that were traced, and lies on a straight line between two of them elsewhere.
@@ -262,8 +270,10 @@ class FakeStep:
             phases += [(one, False) for one in self._steps[min(number, 1) : min(number, 1) + 1]]
         return joined(phases)
 
-    def _first(self, run: Callable[[int], object]) -> Phase:
+    def _first(self, run: Run | Between) -> Phase:
         """The first micro-batch of training, which makes the gradients, or the states where the optimizer is in backward."""
+        if isinstance(run, Between):
+            return self._first(run.short).between(self._first(run.long), run.share)
         known = self._phases.setdefault((run, True), {})
         if FEW not in known:
             for parameter in self.model.parameters():
@@ -274,7 +284,10 @@ class FakeStep:
                 known[FEW] = counter.phase(self._named())
         return known[FEW]
 
-    def _at(self, rows: int, run: Callable[[int], object]) -> Phase:
+    def _at(self, rows: int, run: Run | Between) -> Phase:
+        if isinstance(run, Between):
+            short, long = self._at(rows, run.short), self._at(rows, run.long)
+            return short.between(long, run.share) if short.is_like(long) else long
         known = self._phases.setdefault((run, False), {})
         if rows not in known:
             few, more = sorted(known)[:2] if len(known) > 1 else (0, 0)

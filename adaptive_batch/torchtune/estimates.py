@@ -9,11 +9,10 @@ import inspect
 import time
 import traceback
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from adaptive_batch.estimate import (
     FEW,
     MORE,
     AllocatorSettings,
+    Between,
     Change,
     EstimatedDevice,
     FakeDevice,
@@ -50,7 +50,7 @@ from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
 
-_SHARES = (0.5, 0.8, 0.95)  # of the rows, that are no longer than the lengths to which steps are padded
+_LEAST_SHORTER = 8  # tokens that half of the rows are shorter than the longest by, at least, where lengths vary
 _STEPS = 5  # of training's own, after one of the longest rows
 
 
@@ -288,19 +288,21 @@ class _Step:
             allocator=allocator,
         )
 
-    def _of_steps(self, longest: Run, tokens: int) -> Callable[[int], Sequence[Run]]:
-        """The longest rows, then those of training's first steps, each step padded to the next of a few lengths that rows have."""
+    def _of_steps(self, longest: Run, tokens: int) -> Callable[[int], Sequence[Run | Between]] | None:
+        """A step of the longest rows, and training's first steps; None where all rows are of about one length."""
         lengths = sorted(map(int, self.run.data.dataset.lengths))
-        some = sorted({lengths[int(share * (len(lengths) - 1))] for share in _SHARES} - {tokens})
-        runs = [self.run.forward_backward(self._rows_of(self._bounds, one)[0]) for one in some]
-        for run, rows in product(runs, (FEW, MORE)):
-            self._step.trace(rows, forward_backward=run)
+        shorter = lengths[len(lengths) // 2]
         in_order = self._bounds.rows_of("longest").in_order
-        assert in_order is not None
+        if tokens - shorter < _LEAST_SHORTER or in_order is None:
+            return None
+        short = self.run.forward_backward(self._rows_of(self._bounds, shorter)[0])
+        for rows in (FEW, MORE):
+            self._step.trace(rows, forward_backward=short)
 
-        def of_steps(rows: int) -> list[Run]:
-            padded = (max(len(row["tokens"]) for row in in_order(number * rows, rows)) for number in range(_STEPS))
-            return [longest, *([*runs, longest][bisect_left(some, one)] for one in padded)]
+        def of_steps(rows: int) -> list[Run | Between]:
+            of_each = (in_order(number * rows, rows) for number in range(_STEPS))
+            padded = (self.run.data.shapes.padded(max(len(row["tokens"]) for row in one)) for one in of_each)
+            return [longest, *(Between(short, longest, Fraction(one - shorter, tokens - shorter)) for one in padded)]
 
         return of_steps
 
