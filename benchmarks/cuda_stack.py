@@ -26,7 +26,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,14 +38,20 @@ import torch
 
 from adaptive_batch.estimate import (
     CONTEXT_BYTES,
+    FEW,
+    MORE,
     AllocatorSettings,
+    Between,
     CachingAllocator,
     EstimatedDevice,
+    Run,
+    estimate_length,
     parse_devices,
 )
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.torchtune import Settings, set_up_terminal
 from adaptive_batch.torchtune.estimates import Estimator
+from adaptive_batch.torchtune.fake_run import made_up_row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.allocator_on_stack import described
@@ -110,7 +118,7 @@ class Estimated:
         self.device = case.found
         self.budget_bytes = self.device.total_bytes - CONTEXT_BYTES
         self._cfg = case.combination.to_estimate(devices=[case.device], changes=False)
-        self._length = case.combination.length
+        self._combination, self._length = case.combination, case.combination.length
         self._logs: dict[int, Sequence[int]] = {}
 
     @contextmanager
@@ -137,10 +145,29 @@ class Estimated:
             allocator.replay(self.log(rows))
         return allocator
 
-    def bound(self, conf: str) -> int:
-        """Return the estimate's most rows that run without a retry."""
-        allocator = AllocatorSettings(expandable_segments=bool(conf))
-        _, (fit,) = self._step.estimate(self._length, self._targets, checks=False, allocator=allocator)
+    def bound(self, conf: str, kind: str = "fixed") -> int:
+        """Return the estimate's most rows that run without a retry, of one length or in steps of varying lengths."""
+        step, run = self._step.run, self._run
+        shorter = 3 * self._length // 4
+        short = step.forward_backward(lambda rows: [made_up_row(shorter, packed=False)] * rows)
+
+        def of_steps(rows: int) -> list[Run | Between]:
+            padded = map(max, StackRun.varying(self._combination, rows, steps=STEPS_OF_BOUNDS).steps)
+            return [Between(short, run, Fraction(one - shorter, self._length - shorter)) for one in padded]
+
+        if kind == "varying":
+            for rows in (FEW, MORE):
+                self._step._step.trace(rows, forward_backward=short)
+        _, (fit,) = estimate_length(
+            self._step._step,
+            self._length,
+            self._targets,
+            maximum=4096,
+            forward_backward=run,
+            of_steps=of_steps if kind == "varying" else None,
+            checks=False,
+            allocator=AllocatorSettings(expandable_segments=bool(conf)),
+        )
         rows: int = fit.max_batch_size
         return rows
 
@@ -266,43 +293,30 @@ def run_of_bounds(runs: StackRuns, case: Case, conf: str, rows: int, kind: str =
 def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
     """Bounds that are estimated, beside the most rows that run without a retry, and what the estimate's rows do."""
     table = []
-    print(f"{'case':<78} {'settings':<10} {'planned':>7} {'true':>5}  fixed, varying lengths at the planned rows")
+    print(f"{'case':<78} {'settings':<10} {'lengths':<7} {'planned':>7} {'true':>5}  at the planned rows")
     for case in cases:
-        for name, conf in CONFS.items():
-            entry: dict[str, Any] = {**asdict(case), "settings": name}
+        for (name, conf), kind in product(CONFS.items(), ("fixed", "varying")):
+            entry: dict[str, Any] = {**asdict(case), "settings": name, "lengths": kind}
             table.append(entry)
             try:
                 with Estimated(case).opened() as estimated:
-                    planned = estimated.bound(conf)
-                outcome = partial(run_of_bounds, runs, case, conf)
+                    planned = estimated.bound(conf, kind)
+                outcome = partial(run_of_bounds, runs, case, conf, kind=kind)
                 true = largest(lambda rows, outcome=outcome: outcome(rows).is_clean, start=planned)
-                entry |= {"planned": planned, "true": true}
-                for kind in ("fixed", "varying") if planned else ():
-                    real = outcome(planned, kind)
-                    entry[kind] = {"retries": real.retries, "ooms": real.ooms, "reserved": real.reserved}
+                entry |= {"planned": planned, "true": true, "at_planned": "no row"}
+                if planned:
+                    real = outcome(planned)
+                    entry["at_planned"] = "OOM" if real.ooms else "retries" if real.retries else "clean"
             except Exception as error:
                 entry["failed"] = f"{type(error).__name__}: {error}"
-                print(f"{case!s:<78} {name:<10} {entry['failed']}", flush=True)
-                continue
-            said = ", ".join(
-                "clean"
-                if not (entry[kind]["ooms"] or entry[kind]["retries"])
-                else "OOM"
-                if entry[kind]["ooms"]
-                else "retries"
-                for kind in ("fixed", "varying")
-                if kind in entry
-            )
-            print(f"{case!s:<78} {name:<10} {planned:>7} {true:>5}  {said}", flush=True)
+            said = entry.get("failed") or f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
+            print(f"{case!s:<78} {name:<10} {kind:<7} {said}", flush=True)
     done = [entry for entry in table if "failed" not in entry]
-    for name in CONFS if done else ():
-        these = [entry for entry in done if entry["settings"] == name]
+    for name, kind in product(CONFS, ("fixed", "varying")):
+        these = [entry for entry in done if (entry["settings"], entry["lengths"]) == (name, kind)]
         equal = sum(entry["planned"] == entry["true"] for entry in these)
-        bad = {
-            kind: sum(bool(entry[kind]["ooms"] or entry[kind]["retries"]) for entry in these if kind in entry)
-            for kind in ("fixed", "varying")
-        }
-        print(f"{name}: equal in {equal} of {len(these)}; OOM or retries at the planned rows: {bad}")
+        bad = sum(entry["at_planned"] in ("OOM", "retries") for entry in these)
+        print(f"{name}, {kind}: equal in {equal} of {len(these)}; OOM or retries at the planned rows in {bad}")
     return table
 
 
