@@ -27,6 +27,7 @@ from adaptive_batch._torch import (
     UnsupportedOperatorException,
     disable_current_modes,
     num_torch_function_modes,
+    private,
     tree_map_only,
 )
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
@@ -36,6 +37,8 @@ from .cuda_operators import CudaOperators
 from .cuda_workspace import CudaKernels
 from .step_log import Phase, joined
 from .tracker import AttributedTracker, ModuleNames, StepTrace
+
+clip_grad: Any = private("torch.nn.utils.clip_grad", "_has_foreach_support")
 
 _NEEDS_VALUES = (
     DataDependentOutputException,
@@ -147,6 +150,7 @@ class FakeDevice:
                 self.mode,
                 counter,
                 _in_recomputing(kernels) if kernels else nullcontext(),
+                _clipping_together() if kernels else nullcontext(),
                 names.following() if names else nullcontext(),
             ):
                 yield counter
@@ -208,7 +212,7 @@ class FakeStep:
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
         self._steps: list[Phase] = []  # the optimizer's: the first, and any later one
         if self._in_backward and not self._sharding.is_sharded:  # it makes the states
-            self._first(forward_backward)
+            self._first(forward_backward, FEW)
         for _ in range(2):
             if (
                 self._sharding.is_sharded
@@ -260,29 +264,29 @@ class FakeStep:
         for number, run in enumerate(of_steps):
             phase = self._at(rows, run)
             if self._accumulates or (self._in_backward and not number):
-                first = self._first(run).sized(self._at(FEW, run), phase)
-                assert first is not None, (
-                    "the first micro-batch allocates what others allocate, and gradients or states"
-                )
+                first = self._first(run, FEW).sized(self._at(FEW, run), phase) or self._first(run, rows)
                 phases.append((first, not number))
             if self._accumulates or not (self._in_backward and not number):
                 phases.append((phase, not number and not self._accumulates))
             phases += [(one, False) for one in self._steps[min(number, 1) : min(number, 1) + 1]]
         return joined(phases)
 
-    def _first(self, run: Run | Between) -> Phase:
+    def _first(self, run: Run | Between, rows: int) -> Phase:
         """The first micro-batch of training, which makes the gradients, or the states where the optimizer is in backward."""
         if isinstance(run, Between):
-            return self._first(run.short).between(self._first(run.long), run.share)
+            short, long = self._first(run.short, rows), self._first(run.long, rows)
+            return short.between(long, run.share) if short.is_like(long) else long
         known = self._phases.setdefault((run, True), {})
-        if FEW not in known:
+        if rows not in known:
             for parameter in self.model.parameters():
                 parameter.grad = None
+            for one in self._optimizers if self._in_backward else ():
+                one.state.clear()
             with self._device.counting() as counter:
                 counter.add_named(self._named())
-                run(FEW)
-                known[FEW] = counter.phase(self._named())
-        return known[FEW]
+                run(rows)
+                known[rows] = counter.phase(self._named())
+        return known[rows]
 
     def _at(self, rows: int, run: Run | Between) -> Phase:
         if isinstance(run, Between):
@@ -358,6 +362,17 @@ class _FromTensors(TorchFunctionMode):
         if func is not torch.tensor:
             return func(*args, **(kwargs or {}))
         return func(*tree_map_only(torch.Tensor, torch.Tensor.item, args), **(kwargs or {})).clone()
+
+
+@contextmanager
+def _clipping_together() -> Iterator[None]:
+    """Inside, gradients are clipped by operators for many tensors, as they are on CUDA."""
+    supported = clip_grad._has_foreach_support
+    clip_grad._has_foreach_support = lambda tensors, device: True
+    try:
+        yield
+    finally:
+        clip_grad._has_foreach_support = supported
 
 
 @contextmanager

@@ -41,6 +41,8 @@ class Phase:
 
     def sized(self, like: Phase, wanted: Phase) -> Phase | None:
         """Return this one, whose allocations are those of `like` and some more, with the sizes of `wanted`; None where they are not."""
+        if not like.is_like(wanted):
+            return None
         pairs = iter(zip(_sizes(like), _sizes(wanted), strict=True))
         known, log = next(pairs, None), array("q")
         for entry in self.log:
