@@ -165,7 +165,6 @@ class Estimated:
             maximum=4096,
             forward_backward=run,
             of_steps=of_steps if kind == "varying" else None,
-            checks=False,
             allocator=AllocatorSettings(expandable_segments=bool(conf)),
         )
         rows: int = fit.max_batch_size

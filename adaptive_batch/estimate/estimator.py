@@ -16,6 +16,7 @@ from .tracker import StepTrace
 
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 _LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
+_ROUNDS = 3  # of a bound from sizes that were traced, and a trace of it and of one row more
 _STEPS = 4  # that are replayed: the first makes gradients and states, and from the third on they are alike
 _COLLATED_BYTES = 2**29  # of its batch, roughly: tokens are collated for real, which takes time and memory
 
@@ -64,17 +65,20 @@ def estimate_length(
     length = LengthEstimate(tokens, step.resident, tuple(breakdowns), one_row, step.optimizer_peak_bytes)
 
     found = tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
+    most = min(maximum, _COLLATED_BYTES // (128 * tokens))
 
-    def replayed() -> ReplayedBounds | None:
-        def log(rows: int) -> Sequence[int]:
-            return step.log(rows, of_steps(rows) if of_steps else [run] * _STEPS)
+    def steps_of(rows: int) -> Sequence[Run | Between]:
+        return of_steps(rows) if of_steps else [run] * _STEPS
 
-        return ReplayedBounds(length, log, allocator, maximum=maximum) if allocator else None
-
-    if bounds := replayed():
+    for _ in range(_ROUNDS):
+        if allocator is None:
+            break
+        bounds = ReplayedBounds(length, lambda rows: step.log(rows, steps_of(rows)), allocator, maximum=maximum)
         found = tuple(bounds.fit(target.budget_bytes) for target in targets)
+        beside = {rows for fit in found for rows in (fit.max_batch_size, fit.max_batch_size + 1) if 0 < rows <= most}
+        if not checks or not sum(step.learn(rows, steps_of(rows)) for rows in beside):
+            break
     if checks:
-        most = _COLLATED_BYTES // (128 * tokens)
         size = max(_LEAST_CHECKED, min(max(fit.max_batch_size for fit in found), most))
         third = step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
         check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
@@ -83,8 +87,6 @@ def estimate_length(
             replace(one, site=sites.get(line.operation, "")) for one, line in zip(breakdowns, curve.lines, strict=True)
         )
         length = replace(length, breakdowns=tuple(named), check=check)
-        if bounds and (known := replayed()) and known.peaks(size) != bounds.peaks(size):  # it lies on no line
-            found = tuple(known.fit(target.budget_bytes) for target in targets)
     return length, found
 
 

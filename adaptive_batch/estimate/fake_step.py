@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain, pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -294,11 +295,21 @@ class FakeStep:
             return short.between(long, run.share) if short.is_like(long) else long
         known = self._phases.setdefault((run, False), {})
         if rows not in known:
-            few, more = sorted(known)[:2] if len(known) > 1 else (0, 0)
-            if few and known[few].is_like(known[more]):
-                return known[few].between(known[more], Fraction(rows - few, more - few))
+            near = sorted(known, key=lambda other: abs(other - rows))
+            pair = next(((one, two) for one, two in pairwise(near) if known[one].is_like(known[two])), None)
+            if pair:
+                one, two = pair
+                return known[one].between(known[two], Fraction(rows - one, two - one))
             self.trace(rows, forward_backward=run)
         return known[rows]
+
+    def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> bool:
+        """Trace what steps of so many rows run, so that their log is exact; return whether anything was not traced before."""
+        both = ((one.short, one.long) if isinstance(one, Between) else (one,) for one in of_steps)
+        new = [run for run in dict.fromkeys(chain(*both)) if rows not in self._phases.get((run, False), {})]
+        for run in new:
+            self.trace(rows, forward_backward=run)
+        return bool(new)
 
     def _resident_phase(self) -> Phase:
         with self._device.counting() as counter:
