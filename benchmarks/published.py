@@ -419,7 +419,7 @@ def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> C
             sharding=Sharding(model),
         )
         allocator = CachingAllocator(2**50, AllocatorSettings())
-        allocator.replay(step.log(rows, steps=4))
+        allocator.replay(step.log(rows, [forward_backward] * 4))
         return allocator
 
 

@@ -253,13 +253,14 @@ class FakeStep:
             self._phases.setdefault((run, False), {})[rows] = counter.phase(self._named())
             return counter.step_trace(self.model)
 
-    def log(self, rows: int, of_steps: Sequence[Run | Between]) -> array[int]:
+    def log(self, rows: int, of_steps: Sequence[Run | Between], *, micro_batches: int = 2) -> array[int]:
         """Return what the device is asked for in loading and in steps of so many rows at once (see :mod:`.step_log`).
 
         It is exact at numbers of rows that were traced, and lies on a straight line between two of them elsewhere.
 
         Args:
-            of_steps: forward and backward of each step, which has two micro-batches where steps accumulate.
+            of_steps: forward and backward of each step.
+            micro_batches: of a step where steps accumulate; the second is as any later one.
         """
         phases = [(self._device.loaded or self._resident_phase(), True)]
         for number, run in enumerate(of_steps):
@@ -267,8 +268,8 @@ class FakeStep:
             if self._accumulates or (self._in_backward and not number):
                 first = self._first(run, FEW).sized(self._at(FEW, run), phase) or self._first(run, rows)
                 phases.append((first, not number))
-            if self._accumulates or not (self._in_backward and not number):
-                phases.append((phase, not number and not self._accumulates))
+            further = micro_batches - 1 if self._accumulates else int(bool(number) or not self._in_backward)
+            phases += [(phase, not number and not self._accumulates)] * further
             phases += [(one, False) for one in self._steps[min(number, 1) : min(number, 1) + 1]]
         return joined(phases)
 

@@ -55,7 +55,7 @@ def estimated(
     step = run.step(lambda size: [row] * size, accumulates=micro_batches > 1)
     for size in traced or (rows,):
         step.trace(size)
-    return step.log(rows, steps=steps, micro_batches=micro_batches)
+    return step.log(rows, [step.forward_backward] * steps, micro_batches=micro_batches)
 
 
 def on_cuda(cfg: DictConfig, rows: int, tokens: int, *, steps: int = 3, micro_batches: int = 1) -> array[int]:
