@@ -249,11 +249,17 @@ def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
         "estimate": estimate,
         "counted": counted,
         "errors": {name: estimate[name] / counted[name] - 1 for name in ("requested", "allocated", "reserved")},
-        "segments_equal": of_blocks(described(allocator.segments())) == of_blocks(real.segments),
+        "segments_equal": of_segments(described(allocator.segments())) == of_segments(real.segments),
+        "blocks_equal": of_blocks(described(allocator.segments())) == of_blocks(real.segments),
         "large_segments_equal": of_blocks(described(allocator.segments()), "large")
         == of_blocks(real.segments, "large"),
         "same_end": (real.retries, bool(real.ooms)) == (allocator.num_retries, bool(allocator.num_ooms)),
     }
+
+
+def of_segments(segments: Sequence[Any]) -> list[Any]:
+    """Sizes and pools of segments, the newest last."""
+    return [[one[1], one[6]] for one in segments]
 
 
 def of_blocks(segments: Sequence[Any], pool: str = "") -> list[Any]:
@@ -273,10 +279,11 @@ def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
             worst, middle = max(errors), median(errors)
             summary[f"{kind}, {name}"] = f"within {within:.2%} in {share:.1%}, median {middle:.4%}, worst {worst:.3%}"
         equal = sum(case[name]["segments_equal"] for case in done) / len(done)
+        blocks = sum(case[name]["blocks_equal"] for case in done) / len(done)
         large = sum(case[name]["large_segments_equal"] for case in done) / len(done)
         same = sum(case[name]["same_end"] for case in done) / len(done)
         summary[f"segments, {name}"] = (
-            f"equal in {equal:.1%}, those of large blocks in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
+            f"equal in {equal:.1%}, with every block in {blocks:.1%}, with every block above 1 MiB in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
         )
     return summary
 
