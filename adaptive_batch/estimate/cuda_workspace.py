@@ -40,10 +40,10 @@ def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[st
     """Return what is not counted, a sentence each; an architecture is empty where only a size is known."""
     has_cudnn = any(name.startswith(("sm_90", "sm_10")) for name in architectures)
     sentences = {
-        "CUDA's kernels are modelled from the source of PyTorch, not measured on a GPU": True,
+        "kernels and allocator are those of PyTorch's CUDA build, held against it without a device and not on a GPU": True,
         "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
         "what cuDNN takes by itself for attention on Hopper and Blackwell is not known": has_cudnn,
-        "the buffers of NCCL": world_size > 1,
+        "the buffers of NCCL, and FSDP's streams: what is reserved is simulated as if all ran on one": world_size > 1,
         "ROCm: attention is modelled as on CUDA, but is done by another library": any(
             name.startswith("gfx") for name in architectures
         ),
