@@ -358,7 +358,7 @@ def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 NARROW = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "max_seq_len": 512}
-ROOM = 3 * 2**30
+ROOM, LITTLE = 3 * 2**30, 3 * 2**28
 SKEWED = (
     "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
     "dataset.number=40000",
@@ -375,47 +375,51 @@ SKEWED = (
 TAKEN = {"first": 50, "last": 100}  # steps after which memory is taken, and given back
 
 
-def trained(setup: SmallSetup, *overrides: str) -> tuple[Path, list[dict[str, Any]]]:
-    """Run the recipe; return its folder and the records of its steps."""
-    os.environ["STUB_CUDA_CAPACITY"] = str(500 * 2**20 + ROOM)
+def trained(setup: SmallSetup, room: int, *overrides: str) -> tuple[Path, list[int]]:
+    """Run the recipe where it has so many bytes; return its folder, and the limit of a micro-batch in each step."""
+    os.environ["STUB_CUDA_CAPACITY"] = str(500 * 2**20 + room)
     folder = setup.run(OURS, *SKEWED, *overrides).output_dir
-    return folder, [
-        record for record in read_records(folder / "adaptive_batch" / "run.jsonl") if record["kind"] == "step"
-    ]
+    limit, limits = 0, []
+    for record in read_records(folder / "adaptive_batch" / "run.jsonl"):
+        if record["kind"] in ("plan", "limit"):
+            limit = record["limit" if record["kind"] == "plan" else "after"]
+        elif record["kind"] == "step":
+            limits.append(limit)
+    return folder, limits
 
 
-def measure_recipe(folder: Path, shares: Sequence[float]) -> list[dict[str, Any]]:
+def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
     """The probe and what it leads to: steps at its bound; and with shares of the memory taken away and given back."""
     setup, table = make_setup(folder, **NARROW), []
     print(
-        f"{'taken':>6} {'bound':>6} {'trials':>7} {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5} {'problems':>9}  rows at once"
+        f"{'GiB':>5} {'taken':>6} {'bound':>6} {'trials':>7} {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5} {'problems':>9}  "
+        "rows at once: before it was given back, at the end, steps until nine tenths and all of the bound"
     )
-    for share in (0.0, *shares):
+    for room, share in runs:
         taking = [f"metric_logger.{key}={value}" for key, value in TAKEN.items()] if share else []
-        output, steps = trained(setup, *taking, *([f"metric_logger.share={share}"] if share else []))
+        output, limits = trained(setup, room, *taking, *([f"metric_logger.share={share}"] if share else []))
         probe = json.loads((output / "adaptive_batch" / "probe.json").read_text())
         retries, ooms = ([int(float(number)) for number in losses(output, name=name)] for name in ("retries", "ooms"))
-        at_once = [-(-step["batch_size"] // step["micro_batches"]) for step in steps]
-        regained = next(
-            (n for n, rows in enumerate(at_once[TAKEN["last"] :]) if rows >= 0.9 * probe["max_batch_size"]), None
-        )
+        bound, after = probe["max_batch_size"], limits[TAKEN["last"] :]
         entry = {
+            "room": room,
             "taken": share,
-            "bound": probe["max_batch_size"],
+            "bound": bound,
             "trials": len(probe["trials"]),
-            "ooms_of_probe": sum(not trial["fits"] for trial in probe["trials"]),
-            "steps": len(steps),
+            "ooms_of_probe": sum(not (trial["fits"] or trial["retried"]) for trial in probe["trials"]),
+            "steps": len(limits),
             "retries": retries[-1] - retries[0],
             "ooms": ooms[-1] - ooms[0],
             "problems": list(audit(output).problems),
-            "rows_at_once": at_once,
-            "steps_until_regained": regained if share else None,
+            "limits": limits,
+            "steps_until_nine_tenths": next((n for n, rows in enumerate(after) if rows >= 0.9 * bound), None),
+            "steps_until_all": next((n for n, rows in enumerate(after) if rows == bound), None),
         }
         table.append(entry)
         print(
-            f"{share:>6.0%} {entry['bound']:>6} {entry['trials']:>7} {entry['ooms_of_probe']:>5} {entry['steps']:>6} "
-            f"{entry['retries']:>8} {entry['ooms']:>5} {len(entry['problems']):>9}  {min(at_once)} to {max(at_once)}, last {at_once[-1]}, "
-            f"regained after {entry['steps_until_regained']} steps",
+            f"{room / 2**30:>5.2f} {share:>6.0%} {entry['bound']:>6} {entry['trials']:>7} {entry['ooms_of_probe']:>5} {entry['steps']:>6} "
+            f"{entry['retries']:>8} {entry['ooms']:>5} {len(entry['problems']):>9}  {limits[TAKEN['last'] - 1]}, {limits[-1]}, "
+            f"{entry['steps_until_nine_tenths']}, {entry['steps_until_all']}",
             flush=True,
         )
     return table
@@ -449,7 +453,9 @@ def main() -> None:
             print()
         if arguments.only in (None, "recipe"):
             with tempfile.TemporaryDirectory() as folder:
-                parts["recipe"] = measure_recipe(Path(folder), (0.35,) if arguments.quick else (0.1, 0.35, 0.6))
+                shares = (0.35,) if arguments.quick else (0.0, 0.1, 0.35, 0.6)
+                pairs = [(room, share) for room in (ROOM, LITTLE) for share in shares]
+                parts["recipe"] = measure_recipe(Path(folder), pairs)
     finally:
         runs.close()
     name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"

@@ -36,7 +36,7 @@ class ProbeResult:
         budgets_of_ranks: what each of several ranks was allowed, in bytes.
         maximum: the most rows that would have been tried; 0 where it is not known.
         max_batch_size_with_retries: the largest size that was tried and ran, be it that the allocator gave back its cache and
-            asked again; None where no trial of a larger size than `max_batch_size` did.
+            asked again; None where no trial of a larger size than `max_batch_size` did, 0 where one could have.
     """
 
     max_batch_size: int
@@ -108,7 +108,7 @@ class ProbeResult:
         rounded = f"; rounded down to a power of two: {self.batch_size}" if is_rounded else ""
         if (with_retries := self.max_batch_size_with_retries) is not None:
             lines.append(
-                f"max_batch_size_with_retries: {with_retries} (the allocator gives back its cache and asks again, which is slow)"
+                f"max_batch_size_with_retries: {with_retries or 'not tried'} (the allocator gives back its cache and asks again, which is slow)"
             )
         return "\n".join([*lines, f"max_batch_size: {self.bound}{cached}{rounded}"])
 

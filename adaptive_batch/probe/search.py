@@ -25,6 +25,7 @@ from .extrapolation import UNCERTAIN, Point, next_rows
 SURE = 0.95  # share of the budget to which an expected curve is trusted at first, where bytes are not counted
 ALIKE = 0.1  # by what part of its rise a peak may differ from the expected one before the curve is no longer believed
 EQUAL = 1e-6  # the same where bytes are counted: another peak is of another step
+NEAR = 0.05  # by what part of it an expectation is lowered at which the allocator only asked again, doubled each time
 CLOSE = 0.012  # after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
 
 
@@ -164,7 +165,8 @@ class Predictive(Search):
         if not self._trials:
             return 1
         if best == 0 and too_many > 1 and self._expected is not None:  # an expectation was too high
-            return max(1, too_many // 2)
+            nearly = 1 - NEAR * 2 ** (len(self._trials) - 1) if self._trials[-1].retried else 0.5
+            return max(1, math.floor(too_many * max(nearly, 0.5)))
         if best == 0 or too_many - best <= (max(1, CLOSE * best) if failed else 1):
             return None
         known = self._rows_by_trace()

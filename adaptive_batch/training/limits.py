@@ -95,9 +95,13 @@ class MicroBatchLimits:
         rows, peak = result.max_batch_size, result.peak_bytes()
         if peak is None or peak <= result.resident_bytes:
             return
-        # A part is fixed, such as gradients; how much, two sizes that are close to each other cannot say.
+        # A part is fixed, such as gradients; how much, sizes that are close to each other cannot say.
         mean = (peak - result.resident_bytes) / rows
-        row = max(mean / 2, min(mean, result.bytes_per_row() or mean))
+        fewest = min((t for t in result.trials if t.fits and t.peak_bytes), key=lambda t: t.batch_size)
+        slope = (
+            (peak - (fewest.peak_bytes or 0)) / (rows - fewest.batch_size) if 2 * fewest.batch_size <= rows else mean
+        )
+        row = max(mean / 2, min(mean, slope))
         tokens = self._layout.padded_tokens([result.sequence_length]) if self.micro_batch_tokens is not None else 1
         self.cost = LimitCost(rows * tokens, peak, row / tokens)
 

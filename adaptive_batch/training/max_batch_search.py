@@ -211,6 +211,8 @@ class MaxBatchSearch:
                 torch.compiler.reset()  # the sizes of trials must not use up the compiler's limit of variants
         if not result.max_batch_size:
             raise DoesNotFitError(f"{rows.name} does not fit in {format_bytes(min(budgets))}; {runner.retry.remedies}")
+        if memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
+            result = replace(result, max_batch_size_with_retries=0)
         return replace(
             result,
             resident_bytes=resident_bytes,

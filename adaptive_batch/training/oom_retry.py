@@ -187,7 +187,7 @@ class OOMRetry:
         self.remedies = remedies
         self._lower, self._retries = lower, retries
         self._policy, self._is_of_training = policy or OOMPolicy(), is_of_training
-        self._has_eased = False
+        self._until_eased = 1  # runs in which the allocator asks again; later ones may have other reasons
         self._failures = 0  # of what is run now
         self._had_bytes = 0  # this rank, to allocate from, when the limit was lowered last
         self._error: str | None = None
@@ -227,7 +227,8 @@ class OOMRetry:
                 self._error = _message(error)
             else:
                 if self._retries and self.memory.num_retries() > retries:
-                    self.allocator_retried = not self._has_eased
+                    self._until_eased -= 1
+                    self.allocator_retried = self._until_eased == 0
                     if self.allocator_retried and distributed.world_size() == 1:
                         self.ease()
                 if self.limits is not None:
@@ -287,11 +288,14 @@ class OOMRetry:
         )
 
     def ease(self) -> None:
-        """Make a limit that only just fits a little smaller, once, on all ranks: later allocator retries may have other reasons."""
+        """Make a limit that only just fits a little smaller, once, on all ranks."""
         mine = self._request(self._policy.after_allocator_retry, "") if self.allocator_retried else None
         self.allocator_retried = False
         requests = {rank: one for rank, one in enumerate(distributed.all_gather(mine)) if one and one.limit}
-        self._has_eased |= bool(requests)
+        if mine and not requests:  # one row; larger ones may come
+            self._until_eased = 1
+        elif requests:
+            self._until_eased = 0
         self._take(requests)
 
     def next_limit(self) -> MicroBatchLimit | None:
@@ -317,7 +321,9 @@ class OOMRetry:
         """Let a lowered limit grow, on all ranks."""
         assert self.limits is not None
         assert self.limits.lowered is not None
-        self._has_eased = False
+        self._until_eased = (
+            3  # the cache has to come by its largest blocks again, and asks for each that is larger than others
+        )
         self.memory.release()  # larger micro-batches need larger blocks, for which a full cache has no room
         self._change(LimitChange(self.limits.lowered, after, 0, 0, False, ""))
 

@@ -105,11 +105,14 @@ def train(run: StackRun) -> Outcome:
     if run.traced:
         torch.cuda.memory._record_memory_history(context=None, max_entries=10**7)
     cfg = run.combination.config()
-    cfg.on_out_of_memory = "raise"
+    cfg.on_out_of_memory, cfg.shuffle, cfg.probe.cache = "raise", True, True
     job = Job(cfg, Settings.from_config(cfg))
     length = run.combination.length
-    data = Data(job, [row_of(length)] * 4096, packed=False)
-    data.dataset._measured = Measured(torch.tensor([[length, length, 1]]).expand(4096, 3))
+    lengths = (length,) * 4096
+    if run.probes:
+        lengths = (length, *StackRun.varying(run.combination, 4095, steps=2).steps[0])
+    data = Data(job, [row_of(length) for length in lengths], packed=False)
+    data.dataset._measured = Measured(torch.tensor([[length, length, 1] for length in lengths]))
     limit = MicroBatchLimit(max(map(len, run.steps), default=1))
     steps, done, error = run.steps, 0, None
     found: dict[str, int] = {}
@@ -167,6 +170,7 @@ def row_of(length: int) -> dict[str, list[int]]:
 def search(finder: BoundFinder, trainer: Trainer) -> ProbeResult:
     """Search as training does before it begins."""
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["ADAPTIVE_BATCH_CACHE"] = folder
         finder.path = Path(folder) / "probe.json"
         *_, result = finder.of_training(trainer, length="longest", batch_size=1)
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from math import ceil, log2
@@ -423,6 +424,24 @@ def test_a_wrong_expectation_costs_trials_and_no_rows(
     trials = run(search, ideal(peak) if block == 1 else in_blocks(peak), at_most=30)
     assert search.best >= min(true_maximum - 1, 0.95 * true_maximum)
     assert all(peak(trial.batch_size) <= BUDGET for trial in trials if trial.fits)
+
+
+@pytest.mark.parametrize("fragments", [0.06, 0.1, 0.2])
+@pytest.mark.parametrize("true_maximum", [1, 2, 9, 44, 300])
+def test_an_expectation_that_knows_no_fragments_is_lowered_by_little(true_maximum: int, fragments: float) -> None:
+    peak = power(true_maximum, 0.05, 1)
+    without = power(ceil(true_maximum * (1 + fragments)), 0.05, 1)
+
+    def answer(rows: int) -> Trial:
+        return replace(in_blocks(peak)(rows), retried=peak(rows) > BUDGET >= without(rows))
+
+    curve = expected(without, int(0.05 * BUDGET), 0.0)
+    options = {"resident_bytes": int(0.05 * BUDGET), "granularity_bytes": BLOCK, "expected": curve}
+    search = Predictive(budget_bytes=BUDGET, maximum=4096, **options)
+    trials = run(search, answer)
+    assert search.best >= true_maximum - max(1, 0.012 * true_maximum)
+    assert len(trials) <= 6
+    assert sum(not (trial.fits or trial.retried) for trial in trials) <= 1
 
 
 def test_a_device_that_cannot_say_what_it_used_takes_the_first_size_from_the_curve() -> None:

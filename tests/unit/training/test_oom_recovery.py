@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from adaptive_batch.memory import Room
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.training import LimitChange, MicroBatchLimits, OOMPolicy, OOMRetry, agree_on_step
+from adaptive_batch.training.oom_retry import LimitCost
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
 SAID = (
@@ -98,6 +100,16 @@ def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit
     assert run.limits.num_out_of_memory == 1
 
 
+@pytest.mark.parametrize(("sizes", "row"), [((8, 31, 32), 100), ((31, 32), 150)], ids=["far apart", "close"])
+def test_a_row_costs_what_the_sizes_that_are_farthest_apart_say(sizes, row):
+    fixed, block = 50 * 32, 700  # whose half may be empty
+    peaks = [RESIDENT + fixed + 100 * rows + (block if rows == 31 else 0) for rows in sizes]
+    trials = tuple(Trial(rows, True, peak) for rows, peak in zip(sizes, peaks, strict=True))
+    limits = MicroBatchLimits()
+    limits.learn_cost(replace(found(), trials=trials))
+    assert limits.cost == LimitCost(32, peaks[-1], row)
+
+
 def test_where_no_device_says_what_is_free_it_is_halved_and_grows_back_after_longer_and_longer():
     run = Run(bound=True, says=False)
     run.memory.total = RESIDENT + 17 * ROW
@@ -151,11 +163,15 @@ def test_what_longer_rows_allow_is_never_grown_over():
     assert (limits.of(32).amount, limits.ceiling) == (7, None)
 
 
-def test_a_limit_that_only_just_fits_is_eased_again_after_it_grew_back():
-    run, retries = Run(bound=True), iter([0, 1] + [1] * 13 + [2] * 100)
+@pytest.mark.parametrize("again", [2, 3], ids=["while its cache fills", "for long"])
+def test_a_limit_that_only_just_fits_is_eased_again_after_it_grew_back_where_the_allocator_goes_on_asking(again):
+    asks = [1, *[0] * 5, *[1] * again, *[0] * 20]  # in a step
+    counted = [number for i in range(len(asks)) for number in (sum(asks[:i]), sum(asks[: i + 1]))]
+    run, retries = Run(bound=True), iter(counted)
     run.memory.num_retries = lambda: next(retries)
     run.steps(12)
-    assert [(change.before.amount, change.after.amount) for change in run.changes] == [(32, 30), (30, 32), (32, 30)]
+    eased = [(32, 30), (30, 32), (32, 30)][:again]
+    assert [(change.before.amount, change.after.amount) for change in run.changes] == eased
     assert not any(change.out_of_memory for change in run.changes)
 
 
