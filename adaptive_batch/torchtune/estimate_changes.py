@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -30,10 +30,9 @@ class Candidate:
 def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_size: int) -> Iterator[Candidate]:
     """Yield the changes that apply to a configuration with rows of so many tokens; the model may be without memory."""
     optimizer, loss = str(cfg.optimizer._component_), str(cfg.loss._component_)
-    allocator = AllocatorSettings.from_environment()
-    if str(cfg.device) != "cpu" and not allocator.expandable_segments:
+    if str(cfg.device) != "cpu" and not AllocatorSettings.from_environment().expandable_segments:
         cost = "an environment variable; PyTorch's allocator then leaves less of what it has taken unused"
-        yield Candidate((_EXPANDABLE,), cost, allocator=replace(allocator, expandable_segments=True))
+        yield Candidate((_EXPANDABLE,), cost, allocator=AllocatorSettings(expandable_segments=True))
     recomputed = _share_of_layers(model) / 3  # of the compute
     if not cfg.get("enable_activation_checkpointing", False) and cfg.get("ac_mode", None) is None:
         cost = f"each layer's forward runs again in backward: about {recomputed:.0%} more compute"

@@ -45,26 +45,6 @@ def test_requests_are_rounded_and_segments_more_so(request_bytes, block, segment
     assert (device.allocated_bytes, device.requested_bytes, device.reserved_bytes) == (block, request_bytes, segment)
 
 
-@pytest.mark.parametrize(
-    ("divisions", "request_bytes", "block"),
-    [
-        ("4", 1200 * MIB, 1280 * MIB),
-        ("4", 1024 * MIB, 1024 * MIB),
-        ("4", 1025, 1536),  # at most 4 * 512 bytes: as without
-        ("[256:1,512:2,1024:4,>:8]", 300 * MIB, 300 * MIB),
-        ("[256:1,512:2,1024:4,>:8]", 513 * MIB, 768 * MIB),
-        ("[256:1,512:2,1024:4,>:8]", 1025 * MIB, 1280 * MIB),
-        ("[256:1,512:2,1024:4,>:8]", 2049 * MIB, 2304 * MIB),
-        ("[4:8,64:2]", 9 * MIB, 9 * MIB),  # between two that are named: none
-        ("[4:8,64:2]", 65 * MIB, 96 * MIB),
-        ("[4:8,64:2]", 3 * MIB - 512, 3 * MIB),  # below the first that is named: as it
-    ],
-)
-def test_divisions_of_powers_of_two(monkeypatch, divisions, request_bytes, block):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"roundup_power2_divisions:{divisions}")
-    assert AllocatorSettings.from_environment().round(request_bytes) == block
-
-
 # --- which block ------------------------------------------------------------------------------------------------------
 
 
@@ -128,13 +108,6 @@ def test_segments_never_merge():
     assert (sizes(device), device.num_retries) == ([(-100,)], 1)
 
 
-def test_a_stream_takes_no_block_of_anothers():
-    device = allocator()
-    device.free(device.malloc(40 * MIB, stream=1))
-    device.malloc(40 * MIB, stream=2)
-    assert [segment["stream"] for segment in device.segments()] == [2, 1]
-
-
 # --- the device has no more -------------------------------------------------------------------------------------------
 
 
@@ -162,54 +135,6 @@ def test_a_segment_in_part_in_use_stays():
     device.free(second)
     device.empty_cache()
     assert sizes(device) == [(-5, 15)]
-
-
-def test_the_driver_gives_whole_pages():
-    device = allocator(43 * MIB, large_segment_bytes=21 * MIB)
-    device.malloc(5 * MIB)
-    device.malloc(20 * MIB)
-    assert device.reserved_bytes == 41 * MIB
-    with pytest.raises(torch.OutOfMemoryError, match=r"1\.00 MiB is free"):
-        device.malloc(1)
-
-
-def test_a_fraction_of_the_device_is_a_limit():
-    device = allocator(100 * MIB, memory_fraction=0.5)
-    device.malloc(50 * MIB)
-    with pytest.raises(torch.OutOfMemoryError):
-        device.malloc(1)
-
-
-# --- max_split_size_mb, garbage_collection_threshold ------------------------------------------------------------------
-
-
-def test_large_blocks_are_kept_whole_for_large_requests():
-    device = allocator(max_split_bytes=100 * MIB)
-    device.free(device.malloc(150 * MIB))
-    device.malloc(40 * MIB)
-    device.malloc(125 * MIB)
-    assert sizes(device) == [(150,), (-40,), (-126,)]
-    device.malloc(140 * MIB)
-    assert sizes(device) == [(-150,), (-40,), (-126,)]
-
-
-def test_the_largest_are_released_first_where_large_ones_are_kept_whole():
-    device = allocator(600 * MIB, max_split_bytes=100 * MIB)
-    blocks = [device.malloc(nbytes * MIB) for nbytes in (60, 120, 160, 200)]
-    for block in blocks:
-        device.free(block)
-    device.malloc(350 * MIB)
-    assert (sizes(device), device.num_retries) == ([(60,), (120,), (-350,)], 0)
-
-
-def test_above_the_threshold_the_oldest_free_segments_are_released():
-    device = allocator(GIB, garbage_collection_threshold=0.75, memory_fraction=0.9)
-    first, second, _ = (device.malloc(nbytes * MIB) for nbytes in (200, 200, 200))
-    device.free(first)
-    device.free(device.malloc(250 * MIB))
-    device.free(second)
-    device.malloc(260 * MIB)
-    assert (sizes(device), device.num_retries) == ([(200,), (-200,), (250,), (-260,)], 0)
 
 
 # --- expandable segments ----------------------------------------------------------------------------------------------
@@ -293,32 +218,43 @@ def test_a_hundred_thousand_events_take_less_than_a_second(expandable):
 
 
 def test_the_environment_is_read(monkeypatch):
-    text = "expandable_segments:True, max_split_size_mb:64,garbage_collection_threshold:0.8,pinned_use_background_threads:True"
+    text = "pinned_use_background_threads:True, expandable_segments:True,backend:native"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
-    expected = AllocatorSettings(expandable_segments=True, max_split_bytes=64 * MIB, garbage_collection_threshold=0.8)
-    assert AllocatorSettings.from_environment() == expected
+    assert AllocatorSettings.from_environment() == AllocatorSettings(expandable_segments=True)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     assert AllocatorSettings.from_environment() == AllocatorSettings()
 
 
-@pytest.mark.parametrize(("has_common", "expected"), [(True, 32 * MIB), (False, 20 * MIB)])
-def test_the_newer_variable_counts_where_the_older_is_not_set(monkeypatch, has_common, expected):
-    monkeypatch.setattr(module, "_HAS_COMMON_SETTINGS", has_common)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "large_segment_size_mb:32")
-    assert AllocatorSettings.from_environment().large_segment_bytes == expected
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:200")
-    assert AllocatorSettings.from_environment() == AllocatorSettings(max_split_bytes=200 * MIB)
+def test_the_newer_variable_counts_where_the_older_is_not_set(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert AllocatorSettings.from_environment().expandable_segments
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert not AllocatorSettings.from_environment().expandable_segments
 
 
 @pytest.mark.parametrize(
-    "setting", ["backend:cudaMallocAsync", "throw_on_cudamalloc_oom:True", "expandable_segments:yes", "anything:1"]
+    "setting",
+    [
+        "backend:cudaMallocAsync",
+        "throw_on_cudamalloc_oom:True",
+        "expandable_segments:yes",
+        "anything:1",
+        "max_split_size_mb:64",
+        "max_non_split_rounding_mb:64",
+        "large_segment_size_mb:64",
+        "roundup_power2_divisions:[1:2,>:2]",
+        "garbage_collection_threshold:0.5",
+        "per_process_memory_fraction:0.7",
+    ],
 )
-def test_what_cannot_be_simulated_is_refused(monkeypatch, setting):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"max_split_size_mb:64,{setting}")
-    with pytest.raises(
-        SettingError, match=rf"^PYTORCH_CUDA_ALLOC_CONF='.*': {setting} cannot be simulated.*leave it out"
-    ):
+def test_what_is_not_simulated_is_refused(monkeypatch, setting):
+    text = f"expandable_segments:True,{setting}"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
+    with pytest.raises(SettingError) as caught:
         AllocatorSettings.from_environment()
+    assert str(caught.value) == (
+        f"PYTORCH_ALLOC_CONF={text!r}: {setting}: reserved memory is simulated without it; unset it"
+    )
 
 
 def test_without_a_cache_there_is_nothing_to_simulate(monkeypatch):
