@@ -146,7 +146,7 @@ class CachingAllocator:
         total_bytes: of the device, as CUDA reports it; the capacity if not given.
 
     Attributes:
-        allocated_bytes, requested_bytes, reserved_bytes: now; with ``peak_`` before them the most since :meth:`reset_peaks`.
+        allocated_bytes, requested_bytes, reserved_bytes: now; with ``peak_`` before them the most so far.
         num_retries: how often all that was cached had to go back to the device before an allocation.
         num_ooms: how often even that was not enough.
     """
@@ -161,11 +161,7 @@ class CachingAllocator:
         self._lowest = _TOP
         self._replayed: list[Block | None] = []
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = self.num_retries = self.num_ooms = 0
-        self.reset_peaks()
-
-    def reset_peaks(self) -> None:
-        self.peak_allocated_bytes, self.peak_requested_bytes = self.allocated_bytes, self.requested_bytes
-        self.peak_reserved_bytes = self.reserved_bytes
+        self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
 
     def malloc(self, nbytes: int) -> Block:
         """Allocate.

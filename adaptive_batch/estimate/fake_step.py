@@ -196,15 +196,15 @@ class FakeStep:
         keep_gradients: Callable[[], object] | None = None,
     ) -> None:
         self.model = model
+        self._in_backward = isinstance(optimizer, OptimizerInBackward)
         self._optimizers = (
-            list(optimizer.optimizers.values()) if isinstance(optimizer, OptimizerInBackward) else [optimizer]
+            [*optimizer.optimizers.values()] if isinstance(optimizer, OptimizerInBackward) else [optimizer]
         )
         self.forward_backward = forward_backward
         self._accumulates = accumulates
         self._device = device
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = keep_gradients if accumulates else None
-        self._in_backward = isinstance(optimizer, OptimizerInBackward)
         model.train()
         self.optimizer_peak_bytes: int | None = None
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
@@ -212,9 +212,7 @@ class FakeStep:
         if self._in_backward and not self._sharding.is_sharded:  # it makes the states
             self._at(FEW, forward_backward, is_first=True)
         for _ in range(2):
-            if (
-                self._sharding.is_sharded
-            ):  # FSDP sets itself up in the first step, and gradients share what it has reduced
+            if self._sharding.is_sharded:  # FSDP sets itself up in the first; gradients share what it has reduced
                 with torch.compiler.set_stance("force_eager"), device.mode:
                     forward_backward(FEW)
             elif not self._in_backward:
@@ -388,10 +386,7 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
             entered.pop()
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
     try:
         with mode:
             yield
@@ -409,11 +404,5 @@ def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torc
     assert isinstance(tensor, DTensor)
     with torch.no_grad(), disable_current_modes():
         local = tensor.to_local()
-    return DTensor.from_local(
-        convert(local),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(convert(local), tensor.device_mesh, tensor.placements, run_check=False, **whole)

@@ -60,12 +60,14 @@ def estimate_memory(
     Raises:
         SettingError: an argument cannot be used, or the model needs values, which fake tensors do not have.
     """
-    num_rows = _num_rows(batch)
-    shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+    shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not shapes:
+        remedy = "give a sample with tensors whose first dimension is the rows"
+        raise SettingError("batch", type(batch).__name__, remedy)
 
     def forward_backward(device: FakeDevice, rows: int) -> None:
         def resized(tensor: torch.Tensor) -> torch.Tensor:
-            grows = tensor.dim() and tensor.shape[0] == num_rows
+            grows = tensor.dim() and tensor.shape[0] == shapes[0][0]
             return torch.empty((rows, *tensor.shape[1:]) if grows else tensor.shape, dtype=tensor.dtype)
 
         made = {"batch": tree_map_only(torch.Tensor, resized, batch)}
@@ -79,7 +81,7 @@ def estimate_memory(
         forward_backward,
         lambda: max_grad_norm and nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm),
         devices,
-        sequence_length=shapes[0][1] if shapes else 1,
+        sequence_length=next((shape[1] for shape in shapes if len(shape) > 1), 1),
         accumulates=accumulates,
         maximum=check_whole("maximum", maximum),
         context=context,
@@ -107,9 +109,8 @@ def estimate_step(
         sequence_length: tokens of a row.
     """
     if distributed.world_size() > 1:
-        raise SettingError(
-            "devices", devices, "estimate in one process; ranks are estimated by tune run adaptive_estimate"
-        )
+        instead = "estimate in one process; ranks are estimated by tune run adaptive_estimate"
+        raise SettingError("devices", devices, instead)
     start = time.perf_counter()
     found = parse_devices(devices)
     targets = [device.target(context_bytes=context, headroom=headroom) for device in found]
@@ -123,17 +124,12 @@ def estimate_step(
                     model=model,
                     optimizer=twin,
                     forward_backward=partial(forward_backward, fake),
-                    step=partial(_clip_and_step, clip, twin),
+                    step=lambda twin=twin: (clip(), twin.step()),  # type: ignore[misc]
                     accumulates=accumulates,
                     device=fake,
                 )
-                length, some = estimate_length(
-                    step,
-                    sequence_length,
-                    [targets[number] for number in members],
-                    maximum=maximum,
-                    allocator=settings,
-                )
+                own = [targets[number] for number in members]
+                length, some = estimate_length(step, sequence_length, own, maximum=maximum, allocator=settings)
             fits.update(zip(members, some, strict=True))
     except Exception as error:
         if (remedy := needs_values(error)) is None:
@@ -146,11 +142,6 @@ def estimate_step(
         left_out=left_out([one.architecture for one in found]),
         seconds=round(time.perf_counter() - start, 2),
     )
-
-
-def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:
-    clip()
-    optimizer.step()
 
 
 @contextmanager
@@ -175,19 +166,10 @@ def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -
             module._buffers.update(buffers)
 
 
-def _num_rows(batch: Any) -> int:
-    """Return the first dimension of the first tensor that has one."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise SettingError("batch", type(batch).__name__, "give a sample with tensors whose first dimension is the rows")
-
-
 def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     output = model(**batch) if isinstance(batch, dict) else model(batch)
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor) or loss.dim():
-        raise SettingError(
-            "mean_loss", None, "the model returns no loss; give a function that returns the loss of a batch"
-        )
+        remedy = "the model returns no loss; give a function that returns the loss of a batch"
+        raise SettingError("mean_loss", None, remedy)
     return loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import UnionType
@@ -54,10 +54,6 @@ class Target:
     taken: tuple[tuple[str, int], ...] = ()
     source: str = ""
     lengths: tuple[Fit, ...] = ()
-
-    def counted(self, lengths: Iterable[LengthEstimate], *, maximum: int) -> Target:
-        """Return the device with what fits where each byte that is allocated is one that is taken, as on a CPU."""
-        return replace(self, lengths=tuple(one.counted_fit(self.budget_bytes, maximum=maximum) for one in lengths))
 
 
 @dataclass(frozen=True)
@@ -239,18 +235,9 @@ class MemoryEstimate:
         """Aligned text: a line for each device and length, what is resident, and what makes the peaks."""
         pairs = [(device, *pair) for device in self.devices for pair in zip(self.lengths, device.lengths, strict=True)]
         reserves = any(fit.reserved_bytes != fit.allocated_bytes for _, _, fit in pairs)
-        header = [
-            "device",
-            "length",
-            "max_batch_size",
-            "with retries",
-            "tokens",
-            "allocated",
-            "reserved",
-            "a row",
-            "free",
-        ]
-        cells = [header if reserves else ["device", "length", "max_batch_size", "tokens", "peak", "a row", "free"]]
+        held = ["allocated", "reserved"] if reserves else ["peak"]
+        retries = ["with retries"] if reserves else []
+        cells = [["device", "length", "max_batch_size", *retries, "tokens", *held, "a row", "free"]]
         for device, length, fit in pairs:
             rows, peak = fit.max_batch_size, format_bytes(fit.allocated_bytes)
             cells.append([

@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.targets import counted
 
 from adaptive_batch.estimate import (
     Change,
@@ -50,7 +51,7 @@ SMALL = Target("small", 12 * GIB, 11 * GIB)
 
 def plan(*targets, **options):
     lengths, maximum = options.pop("lengths", (LENGTH,)), options.pop("maximum", 4096)
-    devices = tuple(target.counted(lengths, maximum=maximum) for target in targets or (BIG, SMALL))
+    devices = tuple(counted(target, lengths, maximum=maximum) for target in targets or (BIG, SMALL))
     return MemoryEstimate(devices, lengths, maximum, **options)
 
 

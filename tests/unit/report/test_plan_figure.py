@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from PIL import Image
+from support.targets import counted
 
 from adaptive_batch.estimate import (
     Change,
@@ -56,7 +57,7 @@ def length_of(*lines, tokens=512, one_row=None, optimizer=3.0, resident=(1.0, 0.
 def plan_with(*lengths, targets=(("80 GiB", 75.0), ("L4 (21.96 GiB)", 20.0)), **values):
     lengths = lengths or (length_of((4.0, 0.5), (3.2, 1.0)),)
     maximum = values.setdefault("maximum", 4096)
-    return MemoryEstimate(tuple(target(*one).counted(lengths, maximum=maximum) for one in targets), lengths, **values)
+    return MemoryEstimate(tuple(counted(target(*one), lengths, maximum=maximum) for one in targets), lengths, **values)
 
 
 def drawn(figure):
