@@ -83,10 +83,9 @@ def estimate_length(
         third = step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
         check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
         sites = {operation: live.describe() for operation, live in third.explained.items()}
-        named = (
-            replace(one, site=sites.get(line.operation, "")) for one, line in zip(breakdowns, curve.lines, strict=True)
-        )
-        length = replace(length, breakdowns=tuple(named), check=check)
+        pairs = zip(breakdowns, curve.lines, strict=True)
+        named = tuple(replace(one, site=sites.get(line.operation, "")) for one, line in pairs)
+        length = replace(length, breakdowns=named, check=check)
     return length, found
 
 

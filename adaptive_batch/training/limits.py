@@ -98,9 +98,8 @@ class MicroBatchLimits:
         # A part is fixed, such as gradients; how much, sizes that are close to each other cannot say.
         mean = (peak - result.resident_bytes) / rows
         fewest = min((t for t in result.trials if t.fits and t.peak_bytes), key=lambda t: t.batch_size)
-        slope = (
-            (peak - (fewest.peak_bytes or 0)) / (rows - fewest.batch_size) if 2 * fewest.batch_size <= rows else mean
-        )
+        farther = rows - fewest.batch_size
+        slope = (peak - (fewest.peak_bytes or 0)) / farther if 2 * farther >= rows else mean
         row = max(mean / 2, min(mean, slope))
         tokens = self._layout.padded_tokens([result.sequence_length]) if self.micro_batch_tokens is not None else 1
         self.cost = LimitCost(rows * tokens, peak, row / tokens)
@@ -143,14 +142,14 @@ class MicroBatchLimits:
             **self.lowered_from(),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
-            **{name: one and asdict(one) for name, one in self._of_this_run().items()},
+            "lowered": self.lowered and asdict(self.lowered),
+            "ceiling": self.ceiling and asdict(self.ceiling),
+            "held": self._held and asdict(self._held),
+            "cost": self.cost and asdict(self.cost),
             "good_steps": self.good_steps,
             "relapses": self.relapses,
             "has_grown": self._has_grown,
         }
-
-    def _of_this_run(self) -> dict[str, MicroBatchLimit | LimitCost | None]:
-        return {"lowered": self.lowered, "ceiling": self.ceiling, "held": self._held, "cost": self.cost}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a bound was found or without one.

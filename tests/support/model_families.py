@@ -107,6 +107,7 @@ class Combination:
             "tokenizer": {"_component_": "nowhere.tokenizer", "path": "nowhere/tokenizer.model", "max_seq_len": None},
             "dataset": {"_component_": "nowhere.dataset", "source": "nowhere", "packed": self.packed},
             "batch_size": 1,
+            "shuffle": True,
             "gradient_accumulation_steps": self.accumulation,
             "epochs": 1,
             "optimizer": {**OPTIMIZERS[self.optimizer], "lr": 1e-4},
