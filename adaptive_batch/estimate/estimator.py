@@ -45,7 +45,7 @@ def estimate_length(
     Raises:
         SettingError: no two sizes ran the same operations.
     """
-    (fewer, few), (larger, more) = _alike(step, forward_backward, tokens)
+    (fewer, few), (larger, more) = traces_alike(step, forward_backward)
     curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
     fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
     one_row = curve.peak_bytes(1)
@@ -82,13 +82,17 @@ def estimate_length(
     return length, found
 
 
-def _alike(
-    step: FakeStep, run: Callable[[int], object] | None, tokens: int
+def traces_alike(
+    step: FakeStep, run: Callable[[int], object] | None = None
 ) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
-    """Trace two sizes that run the same operations."""
+    """Trace two sizes that run the same operations, the smaller first.
+
+    Raises:
+        SettingError: no two did.
+    """
     for few, many in _PAIRS:
         low, high = (step.trace(size, forward_backward=run) for size in (few, many))
         if low.trace.program == high.trace.program:
             return (few, low), (many, high)
-    remedy = f"each number of rows of {tokens} tokens runs other operations, so no peak follows from another; probe it on a device"
+    remedy = "each number of rows runs other operations, so no peak follows from another; probe it on a device"
     raise SettingError("model", type(step.model).__name__, remedy)
