@@ -466,7 +466,7 @@ def test_what_a_device_needs_beside_tensors_is_taken_off():
     free = 80 * 2**30 - 500 * 2**20
     assert target.budget_bytes == free - int(free * 0.1)
     assert sum(size for _, size in target.taken) == 80 * 2**30 - target.budget_bytes
-    assert "CUDA's kernels are modelled" in said
+    assert "kernels and allocator are those of PyTorch's CUDA build" in said
     on_cpu, _ = small(estimate={"headroom": 0.1})
     assert on_cpu.devices[0].budget_bytes == 80 * 2**30 - int(80 * 2**30 * 0.1)
 
