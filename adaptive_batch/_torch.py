@@ -9,23 +9,11 @@ import torch
 from adaptive_batch.errors import TorchVersionError
 
 __all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "UnsupportedOperatorException",
-    "current_autograd_node",
-    "current_graph_task_id",
-    "disable_current_modes",
-    "foreach_norm",
-    "is_traceable_wrapper_subclass",
-    "num_torch_function_modes",
-    "storage_use_count",
-    "tree_leaves",
-    "tree_map_only",
-]
+    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode",
+    "UnsupportedFakeTensorException", "UnsupportedOperatorException", "current_autograd_node", "current_graph_task_id",
+    "disable_current_modes", "foreach_norm", "is_traceable_wrapper_subclass", "num_torch_function_modes",
+    "storage_use_count", "tree_leaves", "tree_map_only",
+]  # fmt: skip
 
 OLDEST, NEWEST = "2.11.0", "2.15.0"  # that the tests were run on, by `make test-versions`
 

@@ -35,7 +35,7 @@ import torchtune
 from omegaconf import OmegaConf
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.estimate import LengthEstimate, cuda_workspace, parse_devices
+from adaptive_batch.estimate import LengthEstimate, cuda_operators, parse_devices
 from adaptive_batch.memory import GIB, device_memory, parse_size
 from adaptive_batch.probe import Trial
 from adaptive_batch.torchtune import config_path, estimate_devices, set_up_terminal, shipped_configs
@@ -432,24 +432,24 @@ def noting(run: RealRun) -> dict[int, int]:
     return allocated
 
 
-def device_here() -> tuple[str, str]:
-    """What a plan for the device of this process is asked for, and its architecture; a CPU is 1 TiB of none."""
+def device_here() -> str:
+    """What a plan for the device of this process is asked for; a CPU is 1 TiB."""
     if not torch.cuda.is_available():
-        return "1TiB", ""
-    name, architecture = torch.cuda.get_device_name(), "sm_{}{}".format(*torch.cuda.get_device_capability())
+        return "1TiB"
+    name = torch.cuda.get_device_name()
     try:
         parse_devices([name])
     except SettingError:
-        return f"{torch.cuda.mem_get_info()[1]}B", architecture
-    return name, architecture
+        return f"{torch.cuda.mem_get_info()[1]}B"
+    return name
 
 
 def measure_on_device(combinations: Sequence[Combination], memory: str | None, *, maximum: int) -> list[dict[str, Any]]:
     """Each combination's estimates beside what the allocator gave out, and its bound beside the true one and the probe's."""
     rows = []
     on_cuda = torch.cuda.is_available()
-    name, architecture = device_here()
-    workspaces = cuda_workspace.library_workspace_bytes(architecture) if on_cuda else 0
+    name = device_here()
+    workspaces = 2 * cuda_operators.workspace_bytes(torch.cuda.get_device_capability()) if on_cuda else 0
     print(
         f"{'combination':<68} {'GiB':>6} {'planned':>7} {'true':>5} {'probe':>5} {'share':>6} {'worst error':>11} {'at bound':>9} {'true s':>7}"
     )

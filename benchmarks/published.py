@@ -63,7 +63,7 @@ from adaptive_batch.estimate import (
     FakeStep,
     LengthEstimate,
     MemoryEstimate,
-    cuda_workspace,
+    cuda_operators,
     estimate_memory,
 )
 from adaptive_batch.estimate.cuda_workspace import CudaKernels
@@ -427,7 +427,7 @@ def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> C
 
 # Rows fit on the first; the second shows what they hold in any case.
 DEVICES = ("A100-80GB", "1024GiB")
-CUBLAS_BYTES = cuda_workspace.library_workspace_bytes("sm_80")  # are there when the optimizer steps
+CUBLAS_BYTES = 2 * cuda_operators.workspace_bytes((8, 0))  # are there when the optimizer steps
 
 NO_ESTIMATE = (
     # the first that matches: a pattern of the id, and the reason

@@ -18,15 +18,12 @@ from adaptive_batch._torch import current_graph_task_id
 aten = torch.ops.aten
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}  # of a multiprocessor
 _MOST_VALUES, _FEWEST_VALUES = 256, 16  # that a thread of a reduction adds up
 
 
 class CudaOperators:
     """The operators of a device.
-
-    Args:
-        compute_capability: such as (9, 0).
-        multiprocessors: of the device.
 
     Attributes:
         instead: what runs in the place of an operator; other operators allocate their results alone.
@@ -34,17 +31,13 @@ class CudaOperators:
     """
 
     def __init__(self, compute_capability: tuple[int, int], multiprocessors: int) -> None:
-        self._slots = multiprocessors * {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(
-            compute_capability, 2048
-        )
-        self._workspace_bytes = (32 * 1024 if compute_capability >= (9, 0) else 2 * 4096 + 8 * 16) * 1024
+        self._slots = multiprocessors * _THREADS.get(compute_capability, 2048)
+        self._workspace_bytes = workspace_bytes(compute_capability)
         self.workspaces: dict[bool, torch.Tensor] = {}
         self.instead: dict[Any, Callable[..., Any]] = {
-            aten.sum.default: self._sum,
-            aten.sum.dim_IntList: self._sum,
+            **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), partial(self._reduced, aten.sum)),
             aten.linalg_vector_norm.default: self._norm,
-            aten.mean.default: self._mean,
-            aten.mean.dim: self._mean,
+            **dict.fromkeys((aten.mean.default, aten.mean.dim), partial(self._reduced, aten.mean)),
             aten._softmax_backward_data.default: _softmax_backward,
             aten._foreach_norm.Scalar: _norms,
             aten.embedding_dense_backward.default: _embedding_backward,
@@ -52,7 +45,7 @@ class CudaOperators:
         }
 
     def _multiplied(self, operator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """cuda/CublasHandlePool.cpp: a thread's first product takes a workspace, which is kept: forward's and backward's."""
+        """A thread's first product takes a workspace, which is kept: forward's and backward's."""
         result: torch.Tensor = operator(*args, **kwargs)
         backward = current_graph_task_id() != -1
         if backward not in self.workspaces:
@@ -62,14 +55,11 @@ class CudaOperators:
                 self.instead.pop(one, None)
         return result
 
-    def _sum(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._reduced(aten.sum, tensor, *args, **kwargs)
+    def _norm(self, tensor: torch.Tensor, order: Any = 2, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def norm(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return aten.linalg_vector_norm.default(tensor, order, *args, **kwargs)
 
-    def _norm(self, tensor: torch.Tensor, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._reduced(partial(_norm, order), tensor, dim, *args, **kwargs)
-
-    def _mean(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._reduced(aten.mean, tensor, *args, **kwargs)
+        return self._reduced(norm, tensor, *args, **kwargs)
 
     def _reduced(self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """native/ReduceOps.cpp, native/cuda/Reduce.cuh: other dtypes are copied first, but halves that give float32."""
@@ -118,9 +108,9 @@ class CudaOperators:
         return max(4, tensor.dtype.itemsize) * outputs * blocks * (1 if along else block_width * vector), 4 * grid
 
 
-def _norm(order: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    result: torch.Tensor = aten.linalg_vector_norm.default(tensor, order, *args, **kwargs)
-    return result
+def workspace_bytes(compute_capability: tuple[int, int]) -> int:
+    """cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does not say otherwise."""
+    return (32 * 1024 if compute_capability >= (9, 0) else 2 * 4096 + 8 * 16) * 1024
 
 
 def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -104,15 +104,11 @@ class CudaKernels(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """native/transformers/attention.cpp: ``scaled_dot_product_attention``."""
-        call, head_dim, keys = (
-            (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa),
-            query.shape[-1],
-            key.shape[-2],
-        )
-        kernel = self.kernel(*call)
+        head_dim, keys, how = query.shape[-1], key.shape[-2], (dropout_p, is_causal, enable_gqa)
+        kernel = self.kernel(query, key, value, attn_mask, *how)
         mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
         if kernel == "math":
-            return _math_attention(query, key, value, mask, *call[4:])
+            return _math_attention(query, key, value, mask, *how)
         if kernel == "flash" and head_dim % 8:
             query, key, value = (functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value))
         if kernel == "efficient" and mask is not None:
@@ -139,32 +135,24 @@ class CudaKernels(TorchFunctionMode):
         if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors) or any(t.stride(-1) != 1 for t in strided):
             return "math"
         head_dim, value_dim, heads, key_heads = query.shape[-1], value.shape[-1], query.shape[1], key.shape[1]
-        is_half = (
-            query.dtype in (torch.float16, torch.bfloat16) if capability >= (8, 0) else query.dtype == torch.float16
-        )
+        halves = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)
+        is_half = query.dtype in halves
         same_heads, same_dims = heads == key_heads == value.shape[1], head_dim == key.shape[-1] == value_dim
         heads_fit = same_heads or (enable_gqa and heads % key_heads == 0 and key_heads == value.shape[1])
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         limit = 256 if capability == (9, 0) else 128
         dims_fit = max(head_dim, value_dim) <= limit and head_dim % 8 == value_dim % 8 == 0 and key.shape[2] > 1
         dropout_fits = 16 * dropout % 1 == 0 and not (dropout and query.shape[2] == 1)
-        if (
-            is_half
-            and heads_fit
-            and dims_fit
-            and dropout_fits
-            and capability[0] in (9, 10)
-            and _CUDA.cudnn_sdp_enabled()
-        ):
+        has_cudnn = is_half and capability[0] in (9, 10) and _CUDA.cudnn_sdp_enabled()
+        if has_cudnn and heads_fit and dims_fit and dropout_fits:
             return "cudnn"
         no_backward = self.has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout > 0)
         has_flash = is_half and capability >= (8, 0) and head_dim <= 256 and not (trains and no_backward)
         is_even = not is_causal or query.shape[2] == key.shape[2]
         if has_flash and is_even and mask is None and heads_fit and same_dims and _CUDA.flash_sdp_enabled():
             return "flash"
-        alignment = (
-            (8 if capability >= (7, 0) else 1) if query.dtype.itemsize == 2 else (4 if capability >= (8, 0) else 1)
-        )
+        aligned_from, alignment = ((7, 0), 8) if query.dtype.itemsize == 2 else ((8, 0), 4)
+        alignment = alignment if capability >= aligned_from else 1
         has_efficient = (is_half or query.dtype == torch.float32) and head_dim % alignment == value_dim % alignment == 0
         is_efficient = has_efficient and same_heads and head_dim == key.shape[-1] and _CUDA.mem_efficient_sdp_enabled()
         return "efficient" if is_efficient else "math"
@@ -283,7 +271,7 @@ class _Norm(torch.autograd.Function):
         output = torch.empty_like(contiguous)
         sums = [_floats(*tensor.shape[:-dims]) for _ in range(num_sums)]
         ctx.save_for_backward(tensor, *weights, *sums)
-        ctx.device, ctx.dim, ctx.num_weights = device, math.prod(tensor.shape[-dims:]), len(weights)
+        ctx.device, ctx.dim = device, math.prod(tensor.shape[-dims:])
         return output
 
     @staticmethod
@@ -293,9 +281,8 @@ class _Norm(torch.autograd.Function):
         asked = ctx.needs_input_grad[3:]
         results = [torch.empty_like(t) if needed else None for t, needed in zip([held[1], *rest], asked, strict=False)]
         rows, columns = tensor.numel() // ctx.dim, math.ceil(ctx.dim / 32)
-        if (
-            rows > 65536 and ctx.dim // 32 < ctx.device.multiprocessors // 2
-        ):  # the weights' gradients come from partial sums
+        in_parts = rows > 65536 and ctx.dim // 32 < ctx.device.multiprocessors // 2  # weights' gradients
+        if in_parts:
             parts = min(32768 // columns, math.ceil(rows / 32))
             places = [place for place, result in enumerate(results) if place and result is not None]
             held += [rest[place - 1].new_empty(parts, ctx.dim) for place in places]
@@ -433,20 +420,6 @@ def _efficient_workspace_bytes(query: Tensor, key: Tensor, value: Tensor, dropou
         splits = max(1, min(math.ceil(key.shape[2] / block_keys), 200 // (batch * heads)))
         elements += splits * block_keys * (_up(head_dim, block_queries) + _up(value.shape[3], block_queries))
     return 4 * batch * heads * _up(elements, 4)
-
-
-def library_workspace_bytes(architecture: str = "") -> int:
-    """Return what cuBLAS keeps, from PyTorch's allocator: one workspace for the thread of forward, one for autograd's.
-
-    32 MiB each on Hopper and Blackwell, 8 MiB and 128 KiB on what was before; on ROCm 128 MiB on gfx94 and gfx95, or else 32 MiB
-    (cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does not say otherwise). An empty
-    architecture is taken as the largest of CUDA.
-    """
-    if architecture.startswith("gfx"):
-        return 2 * (128 if architecture.startswith(("gfx94", "gfx95")) else 32) * 1024**2
-    if architecture in ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89"):
-        return 2 * (2 * 4096 + 8 * 16) * 1024
-    return 2 * 32 * 1024**2
 
 
 def _up(number: int, multiple: int) -> int:

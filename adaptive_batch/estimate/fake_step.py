@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -85,10 +85,7 @@ class FakeDevice:
         kernels: of the device that is counted; None for a CPU.
     """
 
-    def __init__(
-        self,
-        kernels: CudaKernels | None = None,
-    ) -> None:
+    def __init__(self, kernels: CudaKernels | None = None) -> None:
         self.mode = FakeTensorMode()
         self._kernels = kernels
         self._counter: AttributedTracker | None = None
@@ -213,7 +210,7 @@ class FakeStep:
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
         self._steps: list[Phase] = []  # the optimizer's: the first, and any later one
         if self._in_backward and not self._sharding.is_sharded:  # it makes the states
-            self._first(forward_backward, FEW)
+            self._at(FEW, forward_backward, is_first=True)
         for _ in range(2):
             if (
                 self._sharding.is_sharded
@@ -235,7 +232,7 @@ class FakeStep:
             storage_bytes(model.parameters()),
             storage_bytes(model.buffers()),
             storage_bytes(optimizer_state_tensors(self._optimizers)),
-            storage_bytes(self._gradients()),
+            storage_bytes(one for (kind, _), one in self._named() if kind in ("gradient", "kept gradient")),
         )
 
     def trace(self, rows: int, *, forward_backward: Run | None = None, explain: Collection[int] = ()) -> StepTrace:
@@ -266,42 +263,37 @@ class FakeStep:
         for number, run in enumerate(of_steps):
             phase = self._at(rows, run)
             if self._accumulates or (self._in_backward and not number):
-                first = self._first(run, FEW).sized(self._at(FEW, run), phase) or self._first(run, rows)
+                few = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
+                first = few or self._at(rows, run, is_first=True)
                 phases.append((first, not number))
             further = micro_batches - 1 if self._accumulates else int(bool(number) or not self._in_backward)
             phases += [(phase, not number and not self._accumulates)] * further
             phases += [(one, False) for one in self._steps[min(number, 1) : min(number, 1) + 1]]
         return joined(phases)
 
-    def _first(self, run: Run | Between, rows: int) -> Phase:
-        """The first micro-batch of training, which makes the gradients, or the states where the optimizer is in backward."""
+    def _at(self, rows: int, run: Run | Between, *, is_first: bool = False) -> Phase:
+        """A micro-batch: any, or training's first, which makes the gradients, or the states where the optimizer is in backward."""
         if isinstance(run, Between):
-            short, long = self._first(run.short, rows), self._first(run.long, rows)
+            short, long = (self._at(rows, one, is_first=is_first) for one in (run.short, run.long))
             return short.between(long, run.share) if short.is_like(long) else long
-        known = self._phases.setdefault((run, True), {})
-        if rows not in known:
+        known = self._phases.setdefault((run, is_first), {})
+        if rows in known:
+            return known[rows]
+        if is_first:
             for parameter in self.model.parameters():
                 parameter.grad = None
-            for one in self._optimizers if self._in_backward else ():
-                one.state.clear()
+            for optimizer in self._optimizers if self._in_backward else ():
+                optimizer.state.clear()
             with self._device.counting() as counter:
                 counter.add_named(self._named())
                 run(rows)
                 known[rows] = counter.phase(self._named())
-        return known[rows]
-
-    def _at(self, rows: int, run: Run | Between) -> Phase:
-        if isinstance(run, Between):
-            short, long = self._at(rows, run.short), self._at(rows, run.long)
-            return short.between(long, run.share) if short.is_like(long) else long
-        known = self._phases.setdefault((run, False), {})
-        if rows not in known:
-            near = sorted(known, key=lambda other: abs(other - rows))
-            pair = next(((one, two) for one, two in pairwise(near) if known[one].is_like(known[two])), None)
-            if pair:
-                one, two = pair
+            return known[rows]
+        near = sorted(known, key=lambda other: abs(other - rows))
+        for one, two in pairwise(near):
+            if known[one].is_like(known[two]):
                 return known[one].between(known[two], Fraction(rows - one, two - one))
-            self.trace(rows, forward_backward=run)
+        self.trace(rows, forward_backward=run)
         return known[rows]
 
     def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> bool:
@@ -317,7 +309,7 @@ class FakeStep:
             counter.add(tensor for _, tensor in _named(model=self.model))
             return counter.phase(_named(model=self.model))
 
-    def _named(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
+    def _named(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
         yield from _named(model=self.model)
         for number, parameter in enumerate(self.model.parameters()):
             if parameter.grad is not None:
@@ -326,12 +318,6 @@ class FakeStep:
             yield ("kept gradient", number), tensor
         for number, tensor in enumerate(optimizer_state_tensors(self._optimizers)):
             yield ("state", number), tensor
-
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                yield parameter.grad
-        yield from self._sharding.kept_gradients()
 
     def _prepare(self) -> None:
         self._sharding.reset()
@@ -350,7 +336,7 @@ class FakeStep:
                     parameter.grad = torch.zeros_like(parameter)
 
 
-def _named(*, model: nn.Module) -> Iterator[tuple[Hashable, torch.Tensor]]:
+def _named(*, model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
     for number, tensor in enumerate((*model.parameters(), *model.buffers())):
         yield ("model", number), tensor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -75,19 +75,6 @@ def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
             alive.pop(name, None)
         alive.update({name: numbers[number] for name, number in phase.after.items()})
     return log
-
-
-def peak_bytes(log: Sequence[int]) -> int:
-    """Return the most bytes that are alive at once."""
-    sizes, alive, peak = array("q"), 0, 0
-    for entry in log:
-        if entry > 0:
-            sizes.append(entry)
-            alive += entry
-            peak = max(peak, alive)
-        else:
-            alive -= sizes[~entry]
-    return peak
 
 
 def _sizes(phase: Phase) -> list[int]:

@@ -26,16 +26,8 @@ from .tracker import MemoryTracker, storage_bytes
 GIB = 1024**3
 
 _UNITS = {
-    "b": 1,
-    "bytes": 1,
-    "kib": 1024,
-    "mib": 1024**2,
-    "gib": GIB,
-    "tib": 1024**4,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
+    "b": 1, "bytes": 1, "kib": 1024, "mib": 1024**2, "gib": GIB, "tib": 1024**4, "kb": 10**3, "mb": 10**6, "gb": 10**9,
+}  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared memory" (Triton),

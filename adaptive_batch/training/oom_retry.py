@@ -321,9 +321,8 @@ class OOMRetry:
         """Let a lowered limit grow, on all ranks."""
         assert self.limits is not None
         assert self.limits.lowered is not None
-        self._until_eased = (
-            3  # the cache has to come by its largest blocks again, and asks for each that is larger than others
-        )
+        # The cache has to come by its largest blocks again, and asks for each that is larger than others.
+        self._until_eased = 3
         self.memory.release()  # larger micro-batches need larger blocks, for which a full cache has no room
         self._change(LimitChange(self.limits.lowered, after, 0, 0, False, ""))
 

@@ -44,6 +44,19 @@ def read(name: str, *overrides: str) -> DictConfig:
     return cfg
 
 
+def peak_bytes(log: Sequence[int]) -> int:
+    """Return the most bytes that are alive at once."""
+    sizes, alive, peak = array("q"), 0, 0
+    for entry in log:
+        if entry > 0:
+            sizes.append(entry)
+            alive += entry
+            peak = max(peak, alive)
+        else:
+            alive -= sizes[~entry]
+    return peak
+
+
 def estimated(
     cfg: DictConfig, rows: int, tokens: int, *, steps: int = 3, micro_batches: int = 1, traced: Sequence[int] = ()
 ) -> array[int]:

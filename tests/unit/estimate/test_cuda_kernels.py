@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from adaptive_batch.estimate import CudaKernels, left_out
-from adaptive_batch.estimate.cuda_workspace import library_workspace_bytes
+from adaptive_batch.estimate.cuda_operators import workspace_bytes
 
 MIB = 1024**2
 DEVICES = {  # names of the stack: compute capability, multiprocessors
@@ -258,12 +258,9 @@ def test_dropout_keeps_a_byte_for_each_element():
         assert functional.dropout(tensor, 0.5, training=False) is tensor
 
 
-def test_cublas_keeps_two_workspaces_of_a_size_that_the_architecture_says():
-    assert library_workspace_bytes("sm_80") == 2 * 8_519_680
-    assert library_workspace_bytes("sm_90") == library_workspace_bytes("sm_120") == 2 * 32 * MIB
-    assert library_workspace_bytes("gfx942") == 2 * 128 * MIB
-    assert library_workspace_bytes("gfx90a") == 2 * 32 * MIB
-    assert library_workspace_bytes() == max(library_workspace_bytes(f"sm_{n}") for n in (75, 80, 89, 90, 100, 120))
+def test_cublas_keeps_workspaces_of_a_size_that_the_architecture_says():
+    assert workspace_bytes((8, 0)) == workspace_bytes((8, 9)) == 8_519_680
+    assert workspace_bytes((9, 0)) == workspace_bytes((12, 0)) == 32 * MIB
 
 
 def test_what_is_left_out_is_said_where_it_matters() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.fake_steps import Decoder, fake_step
+from support.step_logs import peak_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.cuda_operators import CudaOperators
-from adaptive_batch.estimate.step_log import peak_bytes
 from adaptive_batch.estimate.tracker import AttributedTracker
 
 

@@ -9,9 +9,7 @@ import gc
 
 import pytest
 import torch
-from support.step_logs import differences, estimated, on_cuda, read
-
-from adaptive_batch.estimate.step_log import peak_bytes
+from support.step_logs import differences, estimated, on_cuda, peak_bytes, read
 
 pytestmark = [pytest.mark.cuda_stack, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
 
