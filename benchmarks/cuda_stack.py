@@ -38,8 +38,6 @@ import torch
 
 from adaptive_batch.estimate import (
     CONTEXT_BYTES,
-    FEW,
-    MORE,
     AllocatorSettings,
     Between,
     CachingAllocator,
@@ -47,6 +45,7 @@ from adaptive_batch.estimate import (
     Run,
     estimate_length,
     parse_devices,
+    traces_alike,
 )
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.torchtune import Settings, set_up_terminal
@@ -156,8 +155,7 @@ class Estimated:
             return [Between(short, run, Fraction(one - shorter, self._length - shorter)) for one in padded]
 
         if kind == "varying":
-            for rows in (FEW, MORE):
-                self._step._step.trace(rows, forward_backward=short)
+            traces_alike(self._step._step, short)
         _, (fit,) = estimate_length(
             self._step._step,
             self._length,

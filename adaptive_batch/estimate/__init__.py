@@ -3,8 +3,8 @@
 from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
-from .estimator import estimate_length
-from .fake_step import FEW, MORE, Between, FakeDevice, FakeStep, Run, needs_values
+from .estimator import estimate_length, traces_alike
+from .fake_step import Between, FakeDevice, FakeStep, Run, needs_values
 from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
@@ -21,8 +21,6 @@ from .tracker import StepTrace
 
 __all__ = [
     "CONTEXT_BYTES",
-    "FEW",
-    "MORE",
     "AllocatorSettings",
     "Between",
     "CachingAllocator",
@@ -48,4 +46,5 @@ __all__ = [
     "parse_devices",
     "ranked",
     "read_estimate",
+    "traces_alike",
 ]

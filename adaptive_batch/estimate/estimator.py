@@ -49,7 +49,7 @@ def estimate_length(
         SettingError: no two sizes ran the same operations.
     """
     run = forward_backward or step.forward_backward
-    (fewer, few), (larger, more) = _alike(step, run, tokens)
+    (fewer, few), (larger, more) = traces_alike(step, run)
     curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
     fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
     one_row = curve.peak_bytes(1)
@@ -89,11 +89,15 @@ def estimate_length(
     return length, found
 
 
-def _alike(step: FakeStep, run: Run, tokens: int) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
-    """Trace two sizes that run the same operations."""
+def traces_alike(step: FakeStep, run: Run | None = None) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
+    """Trace two sizes that run the same operations, the smaller first.
+
+    Raises:
+        SettingError: no two did.
+    """
     for few, many in _PAIRS:
         low, high = (step.trace(size, forward_backward=run) for size in (few, many))
         if low.trace.program == high.trace.program:
             return (few, low), (many, high)
-    remedy = f"each number of rows of {tokens} tokens runs other operations, so no peak follows from another; probe it on a device"
+    remedy = "each number of rows runs other operations, so no peak follows from another; probe it on a device"
     raise SettingError("model", type(step.model).__name__, remedy)

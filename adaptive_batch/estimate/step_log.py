@@ -36,7 +36,9 @@ class Phase:
 
     def between(self, more: Phase, share: Fraction) -> Phase:
         """Return this one with the sizes that lie at a share of the way to another's, or beyond."""
-        sizes = (a if a == b else math.ceil(a + (b - a) * share) for a, b in zip(self.log, more.log, strict=True))
+        sizes = (
+            a if a == b else max(1, math.ceil(a + (b - a) * share)) for a, b in zip(self.log, more.log, strict=True)
+        )
         return replace(self, log=array("q", sizes))
 
     def sized(self, like: Phase, wanted: Phase) -> Phase | None:

@@ -393,11 +393,11 @@ class BoundFinder:
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:count]
 
-        epochs = StepPlanner(self._data.dataset, self._data.batching(), layout=self._data.shapes).epochs
         numbers: list[int] = []
 
         def in_order(begin: int, number: int) -> list[dict[str, Any]]:
             if not numbers:
+                epochs = StepPlanner(self._data.dataset, self._data.batching(), layout=self._data.shapes).epochs
                 numbers.extend(i for i in epochs.order(Progress()).tolist() if int(lengths[i]) <= target)
             taken = (numbers[i % len(numbers)] for i in range(begin, begin + number))
             return [self._data.dataset[i] for i in taken] if numbers else rows(number)

@@ -22,8 +22,6 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
-    FEW,
-    MORE,
     AllocatorSettings,
     Between,
     Change,
@@ -40,6 +38,7 @@ from adaptive_batch.estimate import (
     needs_values,
     parse_devices,
     ranked,
+    traces_alike,
 )
 
 from .bound_finder import BoundFinder
@@ -296,8 +295,7 @@ class _Step:
         if tokens - shorter < _LEAST_SHORTER or in_order is None:
             return None
         short = self.run.forward_backward(self._rows_of(self._bounds, shorter)[0])
-        for rows in (FEW, MORE):
-            self._step.trace(rows, forward_backward=short)
+        traces_alike(self._step, short)
 
         def of_steps(rows: int) -> list[Run | Between]:
             of_each = (in_order(number * rows, rows) for number in range(_STEPS))

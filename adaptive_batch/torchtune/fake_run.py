@@ -13,7 +13,7 @@ from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import FEW, MORE, CudaKernels, FakeDevice, FakeStep
+from adaptive_batch.estimate import CudaKernels, FakeDevice, FakeStep, traces_alike
 from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN
@@ -214,8 +214,8 @@ def expected_curve(
             "dataset.packed", True, "flex attention, which packed rows have here, cannot run on fake tensors"
         )
     step = run.step(rows, accumulates=accumulates)
-    few, more = (step.trace(size) for size in (FEW, MORE))
-    return MemoryCurve.from_traces((FEW, few.trace), (MORE, more.trace))
+    few, more = ((size, one.trace) for size, one in traces_alike(step))
+    return MemoryCurve.from_traces(few, more)
 
 
 @contextmanager

@@ -165,7 +165,7 @@ class OOMRetry:
     Attributes:
         limits: know what may grow back, and what micro-batches need; None for a limit that stays lowered.
         current: the micro-batch that is being run; set by what is run.
-        allocator_retried: the allocator of this rank, of several, only just had room, for the first time; :meth:`ease` is due
+        allocator_retried: the allocator of this rank, of several, only just had room; :meth:`ease` is due
             on all of them.
     """
 
@@ -187,7 +187,7 @@ class OOMRetry:
         self.remedies = remedies
         self._lower, self._retries = lower, retries
         self._policy, self._is_of_training = policy or OOMPolicy(), is_of_training
-        self._until_eased = 1  # runs in which the allocator asks again; later ones may have other reasons
+        self._until_eased = 1  # so many runs in which the allocator asks again; beyond them it may have other reasons
         self._failures = 0  # of what is run now
         self._had_bytes = 0  # this rank, to allocate from, when the limit was lowered last
         self._error: str | None = None
@@ -228,7 +228,7 @@ class OOMRetry:
             else:
                 if self._retries and self.memory.num_retries() > retries:
                     self._until_eased -= 1
-                    self.allocator_retried = self._until_eased == 0
+                    self.allocator_retried |= self._until_eased == 0
                     if self.allocator_retried and distributed.world_size() == 1:
                         self.ease()
                 if self.limits is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from fractions import Fraction
+
 import pytest
 import torch
 from support.fake_steps import Decoder, fake_step
@@ -10,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.cuda_operators import CudaOperators
+from adaptive_batch.estimate.step_log import Phase, joined
 from adaptive_batch.estimate.tracker import AttributedTracker
 
 
@@ -91,3 +95,11 @@ def test_the_backward_of_softmax_and_the_norm_of_many_take_what_they_free():
     softmax = torch.ops.aten._softmax_backward_data.default
     assert log_of(lambda g, o: softmax(g, o, -1, torch.float32), (4, 8), (4, 8))[:3] == [128, 128, ~1]
     assert log_of(lambda a, b: torch._foreach_norm([a, b]), (1000,), (200_000,))[:4] == [32, 4, 4, ~0]
+
+
+def test_sizes_beyond_those_that_were_traced_stay_allocations():
+    """What grows with the square of a length is none where it is extrapolated to short ones."""
+    long, short = (Phase(array("q", [size, size**2, ~0, ~1]), (), {}) for size in (100, 75))
+    far = short.between(long, Fraction(-2))
+    assert list(far.log) == [25, 1, ~0, ~1]
+    assert peak_bytes(joined([(far, True)])) == 26
