@@ -92,6 +92,10 @@ def on_cuda(cfg: DictConfig, rows: int, tokens: int, *, steps: int = 3, micro_ba
         elif event["action"] == "free_completed" and event["addr"] in numbers:
             log.append(~numbers.pop(event["addr"]))
     memory._record_memory_history(enabled=None)
+    for optimizer in trainer.optimizers:  # in backward it is held by hooks of the parameters, and they by it
+        optimizer.state.clear()
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0, device=job.device)
     return log
 
 
