@@ -100,7 +100,7 @@ def test_a_version_that_will_not_do_is_wrong_and_alone_so(name, version, fix):
 
 
 def test_versions_are_compared_as_numbers():
-    assert wrong(check_versions(versions(torch="2.10.0", tqdm="4.100", torchdata="0.11", python="3.14.0"))) == {}
+    assert wrong(check_versions(versions(torch="2.100.0", tqdm="4.100", torchdata="0.11", python="3.14.0"))) == {}
 
 
 @pytest.mark.parametrize(
