@@ -140,15 +140,15 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def step_trace(self, model: nn.Module) -> StepTrace:
         """Return what was counted, for a model that has its gradients now."""
-        gradients = [
-            (self._made_after[key], self._sizes[key])
+        keys = {  # of storages, which gradients that FSDP has reduced share
+            plain.untyped_storage()._cdata: None
             for parameter in model.parameters()
             if parameter.grad is not None
             for plain in plain_tensors(parameter.grad)
-            for key in [plain.untyped_storage()._cdata]
-            if key in self._made_after and key not in self._resident
-        ]
-        return StepTrace(self.trace(), self._forward_bytes_after_each, tuple(gradients), self._explained)
+        }
+        made = (key for key in keys if key in self._made_after and key not in self._resident)
+        gradients = tuple((self._made_after[key], self._sizes[key]) for key in made)
+        return StepTrace(self.trace(), self._forward_bytes_after_each, gradients, self._explained)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -119,7 +119,12 @@ def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
     demo.prepare(tmp_path)
     own = (f"demo_dir={tmp_path}", "probe.device_memory=80MiB")
     devices = small.run_in_process(
-        "adaptive_estimate", *own, "estimate.devices=80MiB", "estimate.headroom=0.05", "estimate.changes=False", config="demo_cpu"
+        "adaptive_estimate",
+        *own,
+        "estimate.devices=80MiB",
+        "estimate.headroom=0.05",
+        "estimate.changes=False",
+        config="demo_cpu",
     ).output_dir
     probe = small.run_in_process("adaptive_probe", *own, config="demo_cpu").output_dir
     plan = json.loads((devices / "adaptive_batch" / "estimate.json").read_text())
