@@ -51,6 +51,11 @@ def check_share(key: str, value: object) -> None:
         raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
 
 
+def round_up(number: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-number // multiple) * multiple
+
+
 def format_bytes(num_bytes: float) -> str:
     """Format an amount of memory in GiB from 16 MiB on, in MiB from 128 KiB on; below that in KiB or bytes."""
     for unit, size, least in (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**10)):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from adaptive_batch._util import count
+from adaptive_batch._util import count, round_up
 
 Row = TypeVar("Row")
 
@@ -56,7 +56,7 @@ class MicroBatchLayout:
     def padded(self, length: int) -> int:
         """Return the length, in tokens, that rows of up to `length` tokens are padded to; at least one, which a model needs."""
         length = max(1, self.shortest, length)
-        rounded = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        rounded = round_up(length, self.pad_to_multiple_of)
         return rounded if self.longest is None else max(length, min(rounded, self.longest))
 
     def padded_tokens(self, lengths: Sequence[int]) -> int:

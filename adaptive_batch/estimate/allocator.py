@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from adaptive_batch._util import format_bytes
+from adaptive_batch._util import format_bytes, round_up
 from adaptive_batch.errors import SettingError
 
 MIB = 2**20
@@ -35,10 +35,6 @@ _VARIABLES = (
 )  # PyTorch reads the first that is set
 _HARMLESS = re.compile("expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_")
 _new_order = count(_TOP, _TOP).__next__  # more than addresses differ by
-
-
-def _up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ class CachingAllocator:
         Raises:
             torch.OutOfMemoryError: not even after all that is cached went back; the message has the numbers.
         """
-        size = _up(nbytes, _LEAST_BLOCK)
+        size = round_up(nbytes, _LEAST_BLOCK)
         pool = self._small if size <= _SMALL else self._large
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block.size - size >= pool.least_remainder:
@@ -247,7 +243,7 @@ class CachingAllocator:
         return free.pop(at)[2]
 
     def _new_block(self, pool: _Pool, size: int) -> Block:
-        asked = pool.granule if size < _LEAST_LARGE else _up(size, _PAGE)
+        asked = pool.granule if size < _LEAST_LARGE else round_up(size, _PAGE)
         block = self._from_device(pool, size, asked)
         if block is None:
             self.empty_cache()
@@ -303,14 +299,14 @@ class CachingAllocator:
                 room, block = room + block.size, block.next
             if room >= size:
                 return start
-        addresses = _up(self.total_bytes + self.total_bytes // 8, pool.granule)  # enough to move some of it
+        addresses = round_up(self.total_bytes + self.total_bytes // 8, pool.granule)  # enough to move some of it
         block = self._new_segment(pool, addresses, is_mapped=False)
         pool.add(block)
         return block
 
     def _map(self, block: Block, nbytes: int) -> Block | None:
         """Map the first granules of an unmapped block; return the free block that they are part of then."""
-        nbytes = _up(min(nbytes, block.size), block.pool.granule)
+        nbytes = round_up(min(nbytes, block.size), block.pool.granule)
         if not self._take(nbytes):
             return None
         block.pool.remove(block)
@@ -322,7 +318,7 @@ class CachingAllocator:
     def _unmap(self, block: Block) -> None:
         """Unmap the whole granules of a free block."""
         pool, start = block.pool, block.address - block.segment
-        begin, end = _up(start, pool.granule), (start + block.size) // pool.granule * pool.granule
+        begin, end = round_up(start, pool.granule), (start + block.size) // pool.granule * pool.granule
         if begin >= end:
             return
         pool.remove(block)

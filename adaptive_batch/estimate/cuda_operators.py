@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from adaptive_batch._torch import current_graph_task_id
+from adaptive_batch._util import round_up
+
+from .cuda_workspace import free_last_first
 
 aten = torch.ops.aten
 
@@ -68,8 +71,7 @@ class CudaOperators:
         given = tensor if as_it_is else tensor.to(result.dtype)
         dims = args[0] if args and args[0] else range(tensor.ndim)
         held = [torch.empty(size, dtype=torch.uint8) for size in self.reduction_bytes(given, dims)]
-        while held:
-            del held[-1]
+        free_last_first(held)
         return result
 
     def reduction_bytes(self, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
@@ -145,27 +147,22 @@ def _embedding_backward(
     held = whole(count, count)
     positions = whole(count)
     passes = -(-max(1, (words - 1).bit_length()) // 8)
-    scratch(2 * _aligned(8 * count) + 2048 * passes + 1024 * -(-count // 4608) + 511)  # of cub's sort
+    scratch(2 * round_up(8 * count, 256) + 2048 * passes + 1024 * -(-count // 4608) + 511)  # of cub's sort
     del positions[0]
     result = gradient.new_empty(words, dim)
     segments = min(count, words)
     held += whole(count, 1)
     keys = whole(count)
-    scratch(_aligned(16 * -(-count // 7168) + 832) + 255)  # of its search for distinct ones
+    scratch(round_up(16 * -(-count // 7168) + 832, 256) + 255)  # of its search for distinct ones
     del keys[0]
     held += whole(segments, segments)
-    scratch(_aligned(16 * -(-segments // 1024) + 816) + 255)  # of its prefix sum
+    scratch(round_up(16 * -(-segments // 1024) + 816, 256) + 255)  # of its prefix sum
     parts = count // 10 + segments
     held += whole(1, parts)
     dtype = torch.float32 if gradient.dtype.itemsize == 2 else gradient.dtype
     held.append(torch.empty(parts, dim, dtype=dtype))
-    while held:
-        del held[-1]
+    free_last_first(held)
     return result
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
 
 
 def _coalesced(tensor: torch.Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:

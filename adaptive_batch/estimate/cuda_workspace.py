@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from adaptive_batch._torch import FakeTensor
+from adaptive_batch._util import round_up
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 
@@ -194,10 +195,10 @@ class _FlashAttention(torch.autograd.Function):
         batch, heads, queries, head_dim = query.shape
         held = [gradient.transpose(1, 2).contiguous(), output.transpose(1, 2).contiguous()]
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        held += [_floats(batch, heads, _up(queries, 128), dims) for dims in (1, _rounded(head_dim))]
+        held += [_floats(batch, heads, round_up(queries, 128), dims) for dims in (1, _rounded(head_dim))]
         if key.shape[1] != heads:
             held += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
-        _free(held)
+        free_last_first(held)
         return (*gradients, None, None, None)
 
 
@@ -210,7 +211,7 @@ class _EfficientAttention(torch.autograd.Function):
     ) -> Tensor:
         batch, heads, queries, _ = query.shape
         output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
-        sums = _floats(batch, heads, _up(queries, 32) if any(ctx.needs_input_grad) else 0)
+        sums = _floats(batch, heads, round_up(queries, 32) if any(ctx.needs_input_grad) else 0)
         if query.dtype.itemsize == 2 and value.shape[3] > 128:
             torch.empty_like(output, dtype=torch.float32)  # the output is added up there
         ctx.save_for_backward(query, key, value, mask, sums, output)
@@ -228,7 +229,7 @@ class _EfficientAttention(torch.autograd.Function):
             held = [gradient * output.transpose(1, 2)]
             held.append(held[0].sum(-1))
             delta = held[1].transpose(1, 2).contiguous()
-            _free(held)
+            free_last_first(held)
             held = [delta]
             del delta
         held.append(torch.empty(ctx.workspace_bytes, dtype=torch.uint8))
@@ -288,7 +289,7 @@ class _Norm(torch.autograd.Function):
             held += [rest[place - 1].new_empty(parts, ctx.dim) for place in places]
             for number, place in enumerate(places, 2):
                 results[place] = held[number].sum(0).view_as(rest[place - 1])
-        _free(held)
+        free_last_first(held)
         return None, None, None, *results
 
 
@@ -320,7 +321,7 @@ class _SafeSoftmax(torch.autograd.Function):
         weights, held = scores.softmax(-1), [scores.eq(-math.inf)]
         held.append(held[0].all(-1, keepdim=True))
         weights.masked_fill_(held[1], torch.zeros(()))
-        _free(held)
+        free_last_first(held)
         ctx.save_for_backward(weights)
         return weights
 
@@ -355,7 +356,7 @@ def _math_attention(
     weights = _dropout(weights, dropout)
     unused = weights.to(dtype)
     output = weights.matmul(held[6]).to(dtype)
-    _free(held)
+    free_last_first(held)
     del unused
     return output
 
@@ -365,7 +366,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
         return mask
     held = [torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype)]
     result = torch.where(mask, held[0], held[1])
-    _free(held)
+    free_last_first(held)
     return result
 
 
@@ -374,7 +375,7 @@ def _run(function: Any, *args: Any) -> Tensor:
     return result
 
 
-def _free(held: list[Tensor]) -> None:
+def free_last_first(held: list[Tensor]) -> None:
     """Give up what is held, the last first, as C++ does at the end of a function."""
     while held:
         del held[-1]
@@ -385,7 +386,7 @@ def _floats(*shape: int) -> Tensor:
 
 
 def _rounded(head_dim: int) -> int:
-    return _up(head_dim, 32 if head_dim <= 128 else 64)
+    return round_up(head_dim, 32 if head_dim <= 128 else 64)
 
 
 def _num_splits(query: Tensor, key: Tensor, slots: int) -> int:
@@ -418,9 +419,5 @@ def _efficient_workspace_bytes(query: Tensor, key: Tensor, value: Tensor, dropou
     elements = blocks * (4 + block_queries * block_keys)  # each block has a lock and a counter, 16 bytes in all
     if is_half and largest > block_queries:  # gradients of key and value do not stay in registers
         splits = max(1, min(math.ceil(key.shape[2] / block_keys), 200 // (batch * heads)))
-        elements += splits * block_keys * (_up(head_dim, block_queries) + _up(value.shape[3], block_queries))
-    return 4 * batch * heads * _up(elements, 4)
-
-
-def _up(number: int, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple
+        elements += splits * block_keys * (round_up(head_dim, block_queries) + round_up(value.shape[3], block_queries))
+    return 4 * batch * heads * round_up(elements, 4)

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from adaptive_batch._util import atomic_write, count, format_bound, format_bytes
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import Line, MemoryCurve
 
 from .fake_step import Resident
@@ -220,12 +221,26 @@ class MemoryEstimate:
 
     def bound(self, length: LengthEstimate, device: Target) -> int:
         """Most rows that fit on a device without allocator retries, none above `maximum`."""
-        return device.lengths[self.lengths.index(length)].max_batch_size
+        return self.fit(length, device).max_batch_size
+
+    def fit(self, length: LengthEstimate, device: Target) -> Fit:
+        """What fits of one length on a device."""
+        return device.lengths[self.lengths.index(length)]
 
     def fits(self, device: str, rows: int = 1) -> bool:
-        """Return whether that many rows, of each length, fit on a device, named as in :attr:`devices`, without allocator retries."""
-        (found,) = (one for one in self.devices if one.name == device or one.name.startswith(f"{device} ("))
-        return all(fit.max_batch_size >= rows for fit in found.lengths)
+        """Return whether that many rows, of each length, fit on a device without allocator retries.
+
+        Args:
+            device: as :attr:`devices` name it, with its capacity or without: ``"H100"``, ``"24.00 GiB"``.
+
+        Raises:
+            SettingError: it is not among the devices of this estimate.
+        """
+        for one in self.devices:
+            if device in (one.name, one.name.partition(" (")[0]):
+                return all(fit.max_batch_size >= rows for fit in one.lengths)
+        names = ", ".join(one.name for one in self.devices)
+        raise SettingError("device", device, f"this is an estimate for {names}; give one of them")
 
     def format_rows(self, rows: int | None) -> str:
         """Rows that fit, as text: with a plus where more may fit."""

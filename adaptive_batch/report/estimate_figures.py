@@ -67,7 +67,7 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
             label = f"{target.name.split(' (')[0]}: {_rows_that_fit(estimate, length, target)}"
             axes.axhline(target.budget_bytes / GIB, color=LIGHT["text"], linewidth=1.2, linestyle=dashes, label=label)
             if bound := estimate.bound(length, target):
-                at_bound = Points([bound], [_reserved(estimate, length, target) / GIB])
+                at_bound = Points([bound], [estimate.fit(length, target).reserved_bytes / GIB])
                 plot(axes, at_bound, "", "text", marker="o", clip_on=False)
         axes.set_xlim(1, last)
         axes.set_ylim(0, top)
@@ -80,17 +80,12 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
     words = [f"The optimizer's step holds {of_step} with any number of rows."] if of_optimizer else []
     for target in estimate.devices:
         bound, fits = estimate.bound(length, target), _rows_that_fit(estimate, length, target)
-        needs = f"{format_bytes(_reserved(estimate, length, target))}."
+        needs = f"{format_bytes(estimate.fit(length, target).reserved_bytes)}."
         words.append(f"{target.name}: {fits}, {needs}" if bound else f"{target.name}: {fits} fits; one needs {needs}")
     shares = [f"{kind} {format_bytes(size)}" for kind, size in _composition(length, max(1, most)).items() if size > 0]
     words.append(f"Forward and backward, {max(1, most)} at once: {', '.join(shares)}.")
     title = f"Estimated memory, rows of {length.sequence_length:,} tokens"
     return Figure(f"estimate-{number}", title, " ".join(words), draw)
-
-
-def _reserved(estimate: MemoryEstimate, length: LengthEstimate, target: Target) -> int:
-    """Return what the device gives at its bound, or for one row where none fits."""
-    return target.lengths[estimate.lengths.index(length)].reserved_bytes
 
 
 def _step_bytes(length: LengthEstimate, rows: int) -> int:

@@ -1,6 +1,7 @@
 """What tests name by dotted paths: growth functions that a user might write, good and bad, odd datasets, and parts of a
 run that watch it or run out of memory."""
 
+import ctypes
 import json
 import os
 import resource
@@ -322,10 +323,14 @@ class Watching(DiskLogger):
 
 
 class Confining(DiskLogger):
-    """A log that leaves the process, after a step, only so many bytes of address space more than it has."""
+    """A log that leaves the process, after a step, only so many bytes of address space more than it has.
+
+    What is freed goes back to the system at once: what the C library would keep could be enough for the steps to come.
+    """
 
     def __init__(self, log_dir, filename, after_step, bytes_left):
         super().__init__(log_dir, filename)
+        assert ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD of malloc.h
         self.after_step, self.bytes_left = after_step, bytes_left
 
     def log_dict(self, payload, step):

@@ -20,19 +20,9 @@ from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
 from adaptive_batch.torchtune.job import Job
 from adaptive_batch.torchtune.model import FullModel
 
+from .stack_runs import NoWeights
+
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-class NoWeights:
-    """A model stays as it was made."""
-
-    is_divided = True
-
-    def load_weights(self) -> dict[str, Any]:
-        return {}
-
-    def load_divided(self, model: torch.nn.Module) -> None:
-        pass
 
 
 def read(name: str, *overrides: str) -> DictConfig:

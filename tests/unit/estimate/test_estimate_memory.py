@@ -48,6 +48,10 @@ def test_a_model_without_memory_is_estimated_for_devices_and_stays_so():
     assert large > small > 0
     assert estimate.fits("H100", large)
     assert not estimate.fits("8.00 GiB", small + 1)
+    with pytest.raises(
+        SettingError, match=r"device='A100': this is an estimate for H100 \(.* GiB\), 8\.00 GiB; give one"
+    ):
+        estimate.fits("A100")
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.output.weight is model.words.weight
     assert not optimizer.state

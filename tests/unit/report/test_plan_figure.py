@@ -230,13 +230,19 @@ def rows_of_tables(page):
 
 
 def test_the_tables_have_each_device_and_length_and_each_change(tmp_path):
-    full_plan().save(tmp_path / "adaptive_batch" / "estimate.json")
+    plan = full_plan()
+    fit = replace(
+        plan.devices[0].lengths[0], max_batch_size_with_retries=73, allocated_bytes=60 * GIB, reserved_bytes=70 * GIB
+    )
+    first = replace(plan.devices[0], lengths=(fit, *plan.devices[0].lengths[1:]))
+    replace(plan, devices=(first, *plan.devices[1:])).save(tmp_path / "adaptive_batch" / "estimate.json")
     lines = rows_of_tables(write_report(tmp_path)[0].read_text())
-    assert [line[:4] for line in lines[:4]] == [
-        ["80 GiB", "512", "71", "36,352"],
-        ["80 GiB", "2,048", "35", "71,680"],
-        ["L4 (21.96 GiB)", "512", "16", "8,192"],
-        ["L4 (21.96 GiB)", "2,048", "8", "16,384"],
+    allowed = f"{plan.devices[0].budget_bytes / GIB:.2f}"
+    assert lines[0] == ["80 GiB", "512", "71", "73", "36,352", "60.00", "70.00", allowed]
+    assert [line[:5] for line in lines[1:4]] == [
+        ["80 GiB", "2,048", "35", "35", "71,680"],
+        ["L4 (21.96 GiB)", "512", "16", "16", "8,192"],
+        ["L4 (21.96 GiB)", "2,048", "8", "8", "16,384"],
     ]
     assert lines[4:] == [["(as it is)", "71", "16", ""], ["enable=True ~that", "4096+", "30", "more &lt;compute&gt;"]]
     replace(full_plan(), changes=()).save(tmp_path / "adaptive_batch" / "estimate.json")
