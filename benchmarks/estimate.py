@@ -35,7 +35,7 @@ import torchtune
 from omegaconf import OmegaConf
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.estimate import LengthEstimate, cuda_operators, parse_devices
+from adaptive_batch.estimate import LengthEstimate, parse_devices
 from adaptive_batch.memory import GIB, device_memory, parse_size
 from adaptive_batch.probe import Trial
 from adaptive_batch.torchtune import config_path, estimate_devices, set_up_terminal, shipped_configs
@@ -449,7 +449,6 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
     rows = []
     on_cuda = torch.cuda.is_available()
     name = device_here()
-    workspaces = 2 * cuda_operators.workspace_bytes(torch.cuda.get_device_capability()) if on_cuda else 0
     print(
         f"{'combination':<68} {'GiB':>6} {'planned':>7} {'true':>5} {'probe':>5} {'share':>6} {'worst error':>11} {'at bound':>9} {'true s':>7}"
     )
@@ -458,7 +457,7 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
         budget = budget_here(combination, memory)
         row: dict[str, Any] = {**asdict(combination), "budget_bytes": budget, "device": name}
         rows.append(row)
-        row["planned"] = bound_of(plan, budget - workspaces, maximum)
+        row["planned"] = bound_of(plan, budget, maximum)
         limits = {"device_memory": budget, "maximum": maximum}
         start = time.perf_counter()
         try:
@@ -475,7 +474,7 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
         if not on_cuda:
             allocated = {trial.batch_size: trial.peak_bytes or 0 for trial in result.trials if trial.fits}
         reserved = {trial.batch_size: trial.peak_bytes for trial in result.trials if trial.fits}
-        estimates = {size: said(plan, size) + workspaces for size in reserved}
+        estimates = {size: said(plan, size) for size in reserved}
         errors = {
             size: relative(allocated[size], estimates[size]) for size in reserved if size > 1
         }  # one is not traced

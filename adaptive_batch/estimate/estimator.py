@@ -16,7 +16,7 @@ from .tracker import StepTrace
 
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 _LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
-_ROUNDS = 3  # of a bound from sizes that were traced, and a trace of it and of one row more
+_ROUNDS = 3  # of a trace of a bound and of one row more, which may move it
 _STEPS = 4  # that are replayed: the first makes gradients and states, and from the third on they are alike
 _COLLATED_BYTES = 2**29  # of its batch, roughly: tokens are collated for real, which takes time and memory
 
@@ -29,7 +29,8 @@ def estimate_length(
     maximum: int,
     forward_backward: Run | None = None,
     of_steps: Callable[[int], Sequence[Run | Between]] | None = None,
-    checks: bool = True,
+    is_exact: bool = True,
+    explains: bool = True,
     allocator: AllocatorSettings | None = None,
 ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
     """Estimate what the step holds with rows of one length, and how many of them fit on each device.
@@ -41,7 +42,8 @@ def estimate_length(
         forward_backward: of that many rows; None for the step's own.
         of_steps: returns forward and backward of some steps that training takes with that many rows, whose lengths vary; None for
             rows of one length. It counts where there is an allocator, whose memory they fragment.
-        checks: by one more size, whose tensors are attributed to modules.
+        is_exact: what fits is traced itself, up to a batch that is large on the host; else it follows from two sizes.
+        explains: the curve is checked by one more size, whose tensors are attributed to modules.
         allocator: settings of the devices' caching allocator; None for a device without one, where each byte that is allocated
             is one that is taken.
 
@@ -64,21 +66,18 @@ def estimate_length(
         breakdowns.append(MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients))
     length = LengthEstimate(tokens, step.resident, tuple(breakdowns), one_row, step.optimizer_peak_bytes)
 
-    found = tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
-    most = min(maximum, _COLLATED_BYTES // (128 * tokens))
-
     def steps_of(rows: int) -> Sequence[Run | Between]:
         return of_steps(rows) if of_steps else [run] * _STEPS
 
-    for _ in range(_ROUNDS):
+    def fits() -> tuple[Fit, ...]:
         if allocator is None:
-            break
+            return tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
         bounds = ReplayedBounds(length, lambda rows: step.log(rows, steps_of(rows)), allocator, maximum=maximum)
-        found = tuple(bounds.fit(target.budget_bytes) for target in targets)
-        beside = {rows for fit in found for rows in (fit.max_batch_size, fit.max_batch_size + 1) if 0 < rows <= most}
-        if not checks or not sum(step.learn(rows, steps_of(rows)) for rows in beside):
-            break
-    if checks:
+        return tuple(bounds.fit(target.budget_bytes) for target in targets)
+
+    found = fits()
+    most = min(maximum, _COLLATED_BYTES // (128 * tokens))
+    if explains:  # at the bound, which is traced by that
         size = max(_LEAST_CHECKED, min(max(fit.max_batch_size for fit in found), most))
         third = step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
         check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
@@ -86,6 +85,12 @@ def estimate_length(
         pairs = zip(breakdowns, curve.lines, strict=True)
         named = tuple(replace(one, site=sites.get(line.operation, "")) for one, line in pairs)
         length = replace(length, breakdowns=named, check=check)
+    for _ in range(_ROUNDS if is_exact and allocator else 0):
+        beside = {rows for fit in found for rows in (fit.max_batch_size, fit.max_batch_size + 1) if 0 < rows <= most}
+        is_new = [step.learn(rows, steps_of(rows)) for rows in beside]
+        found = fits()
+        if not any(is_new):
+            break
     return length, found
 
 

@@ -117,7 +117,7 @@ def estimate_step(
     settings = AllocatorSettings.from_environment()
     fits: dict[int, Fit] = {}
     try:
-        for members in reversed(alike(found)):
+        for members in reversed(alike(found)):  # so that the first kind's length stays
             fake = FakeDevice(found[members[0]].kernels)
             with _fake_in_place(fake, model, optimizer) as twin:
                 step = FakeStep(
@@ -129,7 +129,10 @@ def estimate_step(
                     device=fake,
                 )
                 own = [targets[number] for number in members]
-                length, some = estimate_length(step, sequence_length, own, maximum=maximum, allocator=settings)
+                is_first = 0 in members
+                length, some = estimate_length(
+                    step, sequence_length, own, maximum=maximum, explains=is_first, allocator=settings
+                )
             fits.update(zip(members, some, strict=True))
     except Exception as error:
         if (remedy := needs_values(error)) is None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -393,16 +394,21 @@ class BoundFinder:
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:count]
 
-        numbers: list[int] = []
+        numbers = cache(partial(self.order, target))
 
         def in_order(begin: int, number: int) -> list[dict[str, Any]]:
-            if not numbers:
-                epochs = StepPlanner(self._data.dataset, self._data.batching(), layout=self._data.shapes).epochs
-                numbers.extend(i for i in epochs.order(Progress()).tolist() if int(lengths[i]) <= target)
-            taken = (numbers[i % len(numbers)] for i in range(begin, begin + number))
-            return [self._data.dataset[i] for i in taken] if numbers else rows(number)
+            taken = numbers()
+            if not taken:
+                return rows(number)
+            return [self._data.dataset[taken[i % len(taken)]] for i in range(begin, begin + number)]
 
         return WorstRows(rows, target, f"one row of {count(target, 'token')}", in_order)
+
+    def order(self, longest: int) -> list[int]:
+        """Return the numbers of the rows of up to so many tokens, in the order in which training's first epoch takes them."""
+        data = self._data
+        epochs = StepPlanner(data.dataset, data.batching(), layout=data.shapes).epochs
+        return [i for i in epochs.order(Progress()).tolist() if int(data.dataset.lengths[i]) <= longest]
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:

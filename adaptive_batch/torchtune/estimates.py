@@ -138,7 +138,7 @@ class Estimator:
         asked = self._settings.estimate
         wanted = [self._resolved(length) for length in asked.lengths_of(self._settings.probe)[1]]
         self._first_length = wanted[0]
-        lengths, fits, run = self._estimate(self._cfg, wanted, asked.world_size, checks=True)
+        lengths, fits, run = self._estimate(self._cfg, wanted, asked.world_size)
         self._skeleton = run.job.skeleton
         not_counted = list(run.left_out)
         if self._settings.fits_itself:
@@ -157,24 +157,25 @@ class Estimator:
         wanted: Sequence[int | str],
         world_size: int,
         *,
-        checks: bool = False,
+        is_change: bool = False,
         allocator: AllocatorSettings | None = None,
     ) -> tuple[tuple[LengthEstimate, ...], list[list[Fit]], FakeRun]:
-        """Return what each length holds (on the first device), what fits on each device, and the last run."""
-        lengths: list[LengthEstimate] = []
+        """Return what each length holds (on the first kind of device), what fits on each device, and that kind's run."""
         fits: list[list[Fit]] = [[] for _ in self._targets]
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
-        for members in self._alike:
-            targets = [self._targets[number] for number in members]
+        for members in reversed(self._alike):  # so that the first kind's stay
+            targets, lengths = [self._targets[number] for number in members], []
             with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
                 for one in wanted:
-                    is_last = one == wanted[-1] and len(lengths) < len(wanted)
-                    length, found = step.estimate(one, targets, checks=checks and is_last, allocator=allocator)
+                    explains = not is_change and 0 in members and one == wanted[-1]
+                    length, found = step.estimate(
+                        one, targets, is_exact=not is_change, explains=explains, allocator=allocator
+                    )
                     lengths.append(length)
                     for number, fit in zip(members, found, strict=True):
                         fits[number].append(fit)
-        return tuple(lengths[: len(wanted)]), fits, step.run
+        return tuple(lengths), fits, step.run
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -204,7 +205,8 @@ class Estimator:
             tokens = one.sequence_length or self._first_length
             try:
                 cfg = with_overrides(self._cfg, one.overrides)
-                _, fits, _ = self._estimate(cfg, [tokens], one.world_size or world_size, allocator=one.allocator)
+                ranks = one.world_size or world_size
+                _, fits, _ = self._estimate(cfg, [tokens], ranks, is_change=True, allocator=one.allocator)
             except Exception as error:  # components refuse each other in many ways
                 why = "" if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: "
                 yield Change(one.overrides, one.cost, refused=why + str(error).partition("\n")[0])
@@ -271,7 +273,13 @@ class _Step:
         return rows, tokens
 
     def estimate(
-        self, length: int | str, targets: Sequence[Target], *, checks: bool, allocator: AllocatorSettings | None
+        self,
+        length: int | str,
+        targets: Sequence[Target],
+        *,
+        is_exact: bool,
+        explains: bool,
+        allocator: AllocatorSettings | None,
     ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
         """Estimate one length and what fits of it; see :func:`adaptive_batch.estimate.estimate_length`."""
         rows, tokens = self._rows[length]
@@ -283,23 +291,24 @@ class _Step:
             maximum=self.run.job.settings.probe.maximum,
             forward_backward=run,
             of_steps=self._of_steps(run, tokens) if length == "longest" and allocator else None,
-            checks=checks,
+            is_exact=is_exact,
+            explains=explains,
             allocator=allocator,
         )
 
     def _of_steps(self, longest: Run, tokens: int) -> Callable[[int], Sequence[Run | Between]] | None:
         """A step of the longest rows, and training's first steps; None where all rows are of about one length."""
-        lengths = sorted(map(int, self.run.data.dataset.lengths))
-        shorter = lengths[len(lengths) // 2]
-        in_order = self._bounds.rows_of("longest").in_order
-        if tokens - shorter < _LEAST_SHORTER or in_order is None:
+        lengths = self.run.data.dataset.lengths
+        shorter = sorted(map(int, lengths))[len(lengths) // 2]
+        if tokens - shorter < _LEAST_SHORTER:
             return None
+        drawn = [int(lengths[row]) for row in self._bounds.order(tokens)]
         short = self.run.forward_backward(self._rows_of(self._bounds, shorter)[0])
         traces_alike(self._step, short)
 
         def of_steps(rows: int) -> list[Run | Between]:
-            of_each = (in_order(number * rows, rows) for number in range(_STEPS))
-            padded = (self.run.data.shapes.padded(max(len(row["tokens"]) for row in one)) for one in of_each)
+            of_each = (range(number * rows, (number + 1) * rows) for number in range(_STEPS))
+            padded = (self.run.data.shapes.padded(max(drawn[i % len(drawn)] for i in one)) for one in of_each)
             return [longest, *(Between(short, longest, Fraction(one - shorter, tokens - shorter)) for one in padded)]
 
         return of_steps
