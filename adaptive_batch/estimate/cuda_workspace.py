@@ -9,7 +9,9 @@ the sizes of all allocations are equal (tests/unit/estimate/test_cuda_kernels.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,7 @@ from adaptive_batch._util import round_up
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 
 _CUDA: Any = torch.backends.cuda
+_IN_PLACE = re.compile(r"__i[a-z]+__$|[a-z].*[a-z]_$").match  # names of functions
 
 # The most multiprocessors that a device of a compute capability has.
 _MULTIPROCESSORS = {
@@ -81,7 +84,10 @@ class CudaKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = self._instead.get(func) if args and type(args[0]) is FakeTensor else None
-        return (instead or func)(*args, **(kwargs or {}))
+        result = (instead or func)(*args, **(kwargs or {}))
+        if args and result is args[0] and _IN_PLACE(func.__name__) and _is_rearranged(result):
+            result.register_hook(partial(_as_strided_backward, result.stride()))
+        return result
 
     def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
         """The mode does not see what a call that it has seen calls in its turn."""
@@ -373,6 +379,17 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _run(function: Any, *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)
     return result
+
+
+def _is_rearranged(tensor: Tensor) -> bool:
+    """Whether it is another view of all of a tensor that needs a gradient."""
+    base = tensor._base if tensor.requires_grad else None
+    return base is not None and base.numel() == tensor.numel()
+
+
+def _as_strided_backward(stride: Sequence[int], gradient: Tensor) -> Tensor:
+    """Backward of a view that was changed in place: one of its memory, in place of the views that fake tensors repeat."""
+    return gradient.new_empty(gradient.numel()).as_strided(gradient.shape, stride)
 
 
 def free_last_first(held: list[Tensor]) -> None:

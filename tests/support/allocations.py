@@ -115,7 +115,35 @@ class Norm:
         )
 
 
-def on_fake_tensors(calls: Sequence[Attention | Norm], kernels: CudaKernels) -> list[tuple[Log, Log]]:
+@dataclass(frozen=True)
+class InPlace:
+    """A view of all of a tensor, or of a part, that is multiplied in place."""
+
+    view: str = "transposed"  # or "reshaped", "part", "itself"
+    rows: int = 2048
+    dim: int = 512
+
+    def forward(self, device: str) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+        """As of :class:`Attention`."""
+        tensor = torch.empty(self.rows, self.dim, device=device, requires_grad=True)
+
+        def call() -> torch.Tensor:
+            made = tensor + 1
+            views = {
+                "transposed": made.t,
+                "reshaped": lambda: made.view(-1),
+                "part": lambda: made[1:],
+                "itself": lambda: made,
+            }
+            return views[self.view]().mul_(2)
+
+        return call, lambda output: torch.autograd.grad(output, [tensor], torch.empty_like(output))
+
+
+Call = Attention | Norm | InPlace
+
+
+def on_fake_tensors(calls: Sequence[Call], kernels: CudaKernels) -> list[tuple[Log, Log]]:
     """Return the logs of forward and backward of each call."""
     operators = CudaOperators(kernels.capability, kernels.multiprocessors)
     with FakeTensorMode(), AttributedTracker(operators=operators) as tracker, kernels:
@@ -130,7 +158,7 @@ def _counted(tracker: AttributedTracker, call: Callable[[], Any]) -> tuple[Any, 
     ]
 
 
-def _logs(calls: Sequence[Attention | Norm], device: str, logged: Callable[..., Any]) -> list[tuple[Log, Log]]:
+def _logs(calls: Sequence[Call], device: str, logged: Callable[..., Any]) -> list[tuple[Log, Log]]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # cuBLAS takes its workspaces
         square = torch.empty(2, 8, 8, dtype=dtype, device=device, requires_grad=True)
         (square @ square).sum().backward()  # type: ignore[no-untyped-call]
@@ -143,7 +171,7 @@ def _logs(calls: Sequence[Attention | Norm], device: str, logged: Callable[..., 
     return logs
 
 
-def on_cuda(calls: Sequence[Attention | Norm], *, device: str) -> list[tuple[Log, Log]]:
+def on_cuda(calls: Sequence[Call], *, device: str) -> list[tuple[Log, Log]]:
     """The same on PyTorch's CUDA stack without a device, for a device of that name."""
     given = json.dumps([(type(call).__name__, asdict(call)) for call in calls])
     environment = os.environ | {"STUB_CUDA_DEVICE": device}
@@ -172,7 +200,8 @@ def _traced(call: Callable[[], Any]) -> tuple[Any, Log]:
 
 def main() -> None:
     """Write the logs of the calls that are read."""
-    calls = [{"Attention": Attention, "Norm": Norm}[kind](**fields) for kind, fields in json.load(sys.stdin)]
+    kinds = {kind.__name__: kind for kind in (Attention, Norm, InPlace)}
+    calls = [kinds[kind](**fields) for kind, fields in json.load(sys.stdin)]
     json.dump(_logs(calls, "cuda", _traced), sys.stdout)
 
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.allocations import Attention, Norm, on_cuda, on_fake_tensors
+from support.allocations import Attention, InPlace, Norm, on_cuda, on_fake_tensors
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -54,6 +54,7 @@ def drawn(count: int) -> list[Attention]:
     return calls
 
 
+IN_PLACE = [InPlace(view) for view in ("transposed", "reshaped", "part", "itself")]
 NORMS = [
     Norm(kind, dtype, weight, rows, dim, is_contiguous)
     for kind, (dtype, weight), (rows, dim), is_contiguous in product(
@@ -158,6 +159,7 @@ RECORDED = [  # on PyTorch 2.13.0+cu130, by on_cuda()
     ),
     ("h100", Norm(), [4194304, 4096], [4194304, 4096]),
     ("h100", Norm("layer_norm", "float32", "float32"), [8388608, 4096, 4096], [8388608, 8192, 8192]),
+    ("h100", InPlace(), [4194304], [4194304] * 5 + [-4, -5, -2, -1]),
 ]
 
 
@@ -169,7 +171,7 @@ def test_a_call_allocates_what_was_recorded_on_cuda(device, call, forward, backw
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.cuda_stack
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("calls", [GRID, drawn(300), NORMS], ids=["grid", "drawn", "norms"])
+@pytest.mark.parametrize("calls", [GRID, drawn(300), NORMS, IN_PLACE], ids=["grid", "drawn", "norms", "in place"])
 def test_calls_allocate_what_they_do_on_cuda_in_the_same_order(device, calls):
     capability, multiprocessors = DEVICES[device]
     counted = on_fake_tensors(calls, CudaKernels(capability, multiprocessors))
