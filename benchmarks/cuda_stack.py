@@ -1,14 +1,15 @@
 """Estimates, bounds and the search beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack without a device.
 
-    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only {cases,bounds,probe,recipe}] [--quick] [--output DIR]
+    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only {cases,bounds,probe,recipe,ranks}] [--quick] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new (tests/support/stack_runs.py); no
 kernel computes, and memory is accounted (tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the
 estimate says of each number of rows, and its replay of the allocator with default and with expandable segments, beside what PyTorch
 counted: bytes requested, allocated and reserved, and every segment with its blocks. `bounds`: the rows that are estimated to fit without a
 retry of the allocator beside brute force: the most rows that run six steps so, and those rows with varying lengths. `probe`: the
-search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a small
-model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and shares of the memory taken away and given back.
+search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a small model on a small device: the search, 200
+steps at its bound on rows of skewed lengths, and shares of the memory taken away and given back. `ranks`: estimated bounds beside brute
+force for a small model that FSDP divides between two processes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -324,6 +325,76 @@ def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any
     return table
 
 
+WIDE = {
+    "num_layers": 8,
+    "embed_dim": 512,
+    "intermediate_dim": 2048,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "max_seq_len": 512,
+}
+ROOMS = (3 * 2**28, 2**30, 2**31)
+OF_ONE_LENGTH = (
+    "dataset._component_=support.components.OfLengths",
+    *(f"~dataset.{key}" for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")),
+    "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
+    "on_out_of_memory=raise",
+    "save_last_epoch_only=True",
+    "epochs=1",
+    "device=cuda",
+)
+
+
+def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str, Any]]:
+    """Bounds that are estimated for each of two ranks that have so many bytes, beside the most rows that run without a retry."""
+    setup, table = make_setup(folder, **WIDE), []
+    print(f"{'GiB':>5} {'settings':<10} {'planned':>7} {'true':>5} {'fits':>5}  at the planned rows")
+    length = WIDE["max_seq_len"]
+    for room, (name, conf) in product(rooms, CONFS.items()):
+        capacity = CONTEXT_BYTES + room
+        on_stack = {
+            "STUB_CUDA_COUNT": 2,
+            "STUB_CUDA_KEEP": 65536,
+            "STUB_CUDA_DEVICE": "a100",
+            "STUB_CUDA_CAPACITY": capacity,
+            "PYTORCH_ALLOC_CONF": conf,
+        }
+        os.environ |= {key: str(value) for key, value in on_stack.items()}
+
+        @cache
+        def ended(rows: int) -> str:
+            lengths = f"dataset.lengths={[length] * (2 * STEPS_OF_BOUNDS * rows)}"
+            try:
+                output = setup.run(
+                    OURS, *OF_ONE_LENGTH, lengths, f"batch_size={rows}", f"micro_batch_size={rows}", ranks=2
+                ).output_dir
+            except AssertionError as error:
+                if "out of memory" not in str(error):
+                    raise
+                return "OOM"
+            return "retries" if int(float(losses(output, name="retries")[-1])) else "clean"
+
+        asked = (
+            "device=cuda",
+            "estimate.world_size=2",
+            f"estimate.devices=[{capacity}]",
+            f"estimate.sequence_lengths=[{length}]",
+        )
+        output = setup.run("adaptive_estimate", *asked, "estimate.changes=False").output_dir
+        fit = json.loads((output / "adaptive_batch" / "estimate.json").read_text())["devices"][0]["lengths"][0]
+        planned = fit["max_batch_size"]
+        entry = {"room": room, "settings": name, "planned": planned, "reserved": fit["reserved_bytes"]}
+        entry["true"] = largest(lambda rows: ended(rows) == "clean", start=planned)
+        entry["fits"] = largest(lambda rows: ended(rows) != "OOM", start=planned)
+        entry["at_planned"] = ended(planned) if planned else "no row"
+        table.append(entry)
+        print(
+            f"{room / 2**30:>5.2f} {name:<10} {planned:>7} {entry['true']:>5} {entry['fits']:>5}  {entry['at_planned']}",
+            flush=True,
+        )
+    return table
+
+
 def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
     """The bound that a search finds, beside brute force of rows of one length, and steps of varying lengths at it."""
     table = []
@@ -423,7 +494,7 @@ def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict
     return table
 
 
-PARTS = ("cases", "bounds", "probe", "recipe")
+PARTS = ("cases", "bounds", "probe", "recipe", "ranks")
 
 
 def main() -> None:
@@ -454,6 +525,9 @@ def main() -> None:
                 shares = (0.35,) if arguments.quick else (0.0, 0.1, 0.35, 0.6)
                 pairs = [(room, share) for room in (ROOM, LITTLE) for share in shares]
                 parts["recipe"] = measure_recipe(Path(folder), pairs)
+        if arguments.only in (None, "ranks"):
+            with tempfile.TemporaryDirectory() as folder:
+                parts["ranks"] = measure_bounds_on_ranks(Path(folder), ROOMS[:1] if arguments.quick else ROOMS)
     finally:
         runs.close()
     name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"
