@@ -1,8 +1,8 @@
 """PyTorch's caching allocator of CUDA memory, simulated: what it reserves, where it retries, where it is out of memory.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp for eager programs: pools of small and large blocks, the best fit, splitting
-and merging, and, when the device has no more, the release of what is cached. The driver gives memory at falling addresses. Not
-simulated: private pools (CUDA graphs), several streams, and any setting but ``expandable_segments``.
+and merging, blocks of each stream, and, when the device has no more, the release of what is cached. The driver gives memory at falling
+addresses. Not simulated: private pools (CUDA graphs), blocks that another stream still uses, and any setting but ``expandable_segments``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 
 from adaptive_batch._util import format_bytes, round_up
 from adaptive_batch.errors import SettingError
+
+from .step_log import STREAM
 
 MIB = 2**20
 _LEAST_BLOCK = 512
@@ -61,10 +63,10 @@ class AllocatorSettings:
 
 
 class _Pool:
-    """Free blocks of one kind, by size, order and address; unmapped ones of expandable segments, by address."""
+    """Free blocks of one kind and stream, by size, order and address; unmapped ones of expandable segments, by address."""
 
-    def __init__(self, *, is_small: bool, is_expandable: bool) -> None:
-        self.is_small = is_small
+    def __init__(self, *, is_small: bool, stream: int, is_expandable: bool) -> None:
+        self.is_small, self.stream = is_small, stream
         self.granule = _PAGE if is_small else 20 * MIB  # of what is asked of the driver
         self.least_remainder = _LEAST_BLOCK if is_small or is_expandable else _SMALL + 1
         self.free: list[tuple[int, int, Block]] = []
@@ -151,22 +153,22 @@ class CachingAllocator:
         self, capacity_bytes: int, settings: AllocatorSettings | None = None, *, total_bytes: int | None = None
     ) -> None:
         self.capacity_bytes, self.total_bytes = capacity_bytes, total_bytes or capacity_bytes
-        self._is_expandable = is_expandable = settings is not None and settings.expandable_segments
-        self._small, self._large = (_Pool(is_small=small, is_expandable=is_expandable) for small in (True, False))
+        self._is_expandable = settings is not None and settings.expandable_segments
+        self._pools: dict[tuple[int, bool], _Pool] = {}
         self._heads: dict[int, Block] = {}  # the first block of each segment
         self._lowest = _TOP
         self._replayed: list[Block | None] = []
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = self.num_retries = self.num_ooms = 0
         self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
 
-    def malloc(self, nbytes: int) -> Block:
-        """Allocate.
+    def malloc(self, nbytes: int, stream: int = 0) -> Block:
+        """Allocate, for a stream, which has blocks of its own.
 
         Raises:
             torch.OutOfMemoryError: not even after all that is cached went back; the message has the numbers.
         """
         size = round_up(nbytes, _LEAST_BLOCK)
-        pool = self._small if size <= _SMALL else self._large
+        pool = self._pools.get((stream, size <= _SMALL)) or self._new_pool(stream, is_small=size <= _SMALL)
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block.size - size >= pool.least_remainder:
             rest = block.split(size)
@@ -189,7 +191,7 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Give back every segment without a block in use; of expandable ones every such granule."""
-        for pool in (self._large, self._small):
+        for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self._is_expandable:
                     self._unmap(block)
@@ -199,11 +201,12 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def replay(self, log: Iterable[int]) -> None:
-        """Allocate n bytes for each n > 0, and free allocation number ~n for each n < 0; numbers go on from log to log."""
+        """Do what a log says (:mod:`.step_log`); the numbers of allocations go on from log to log."""
         blocks = self._replayed
         for entry in log:
             if entry > 0:
-                blocks.append(self.malloc(entry))
+                stream, nbytes = divmod(entry, STREAM)
+                blocks.append(self.malloc(nbytes, stream))
             else:
                 block, blocks[~entry] = blocks[~entry], None
                 assert block is not None, f"allocation {~entry} is freed twice"
@@ -219,7 +222,7 @@ class CachingAllocator:
                     if block.previous is None or not block.previous.is_mapped:
                         kind = "small" if block.pool.is_small else "large"
                         sizes = dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), 0)
-                        segment = {"address": block.address, "stream": 0, "segment_type": kind, **sizes}
+                        segment = {"address": block.address, "stream": block.pool.stream, "segment_type": kind, **sizes}
                         segments.append({**segment, "is_expandable": self._is_expandable, "blocks": []})
                     given, requested = (block.size, block.requested) if block.is_allocated else (0, 0)
                     segments[-1]["total_size"] += block.size
@@ -231,6 +234,11 @@ class CachingAllocator:
                     segments[-1]["blocks"].append(entry)
                 block = block.next
         return segments
+
+    def _new_pool(self, stream: int, *, is_small: bool) -> _Pool:
+        pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)
+        self._pools[stream, is_small] = pool
+        return pool
 
     def _best_fit(self, pool: _Pool, size: int) -> Block | None:
         """Take the smallest free block that is large enough; None if there is none."""

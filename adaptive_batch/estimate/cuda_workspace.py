@@ -47,7 +47,7 @@ def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[st
         "kernels and allocator are those of PyTorch's CUDA build, held against it without a device and not on a GPU": True,
         "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
         "what cuDNN takes by itself for attention on Hopper and Blackwell is not known": has_cudnn,
-        "the buffers of NCCL, and FSDP's streams: what is reserved is simulated as if all ran on one": world_size > 1,
+        "the buffers of NCCL, and what loading takes for a time on each rank": world_size > 1,
         "ROCm: attention is modelled as on CUDA, but is done by another library": any(
             name.startswith("gfx") for name in architectures
         ),

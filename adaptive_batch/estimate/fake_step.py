@@ -90,6 +90,7 @@ class FakeDevice:
         self._kernels = kernels
         self._counter: AttributedTracker | None = None
         self._on_host: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         self.loaded: Phase | None = None
 
     def build(self, build: Callable[[], nn.Module]) -> nn.Module:
@@ -137,6 +138,7 @@ class FakeDevice:
         self._counter = counter = AttributedTracker(
             operators=CudaOperators(kernels.capability, kernels.multiprocessors) if kernels else None,
             on_host=self._on_host,
+            streams=self._streams,
             explain=explain,
             names=names,
         )

@@ -1,7 +1,7 @@
 """The order in which training allocates and frees: what the caching allocator of a device is asked for, in bytes.
 
-A log is an array. A positive entry allocates so many bytes, and allocations are numbered from 0 on; a negative entry n frees the one
-that is numbered ``~n``.
+A log is an array. A positive entry allocates, and allocations are numbered from 0 on: its lower 48 bits are bytes, and those above
+them the number of the stream that they are for, 0 for the default one. A negative entry n frees the allocation that is numbered ``~n``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+
+STREAM = 2**48  # of an entry: stream x this + bytes
 
 
 @dataclass(frozen=True)

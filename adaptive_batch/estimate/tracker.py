@@ -19,7 +19,7 @@ from adaptive_batch._torch import FakeTensor, current_autograd_node, current_gra
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
 from .cuda_operators import CudaOperators
-from .step_log import Phase
+from .step_log import STREAM, Phase
 
 _LABEL = "adaptive_batch.module"  # of an autograd node
 
@@ -82,6 +82,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     Args:
         operators: of the estimated device, where it is no CPU.
         on_host: storages that are not on the device, those that are made here included.
+        streams: their numbers in the log, those that are met here included; a CPU's do nothing, but FSDP changes between them.
         explain: numbers of operations at which all live bytes are attributed to modules, for which `names` is needed.
     """
 
@@ -90,6 +91,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         *,
         operators: CudaOperators | None = None,
         on_host: WeakSet[torch.UntypedStorage] | None = None,
+        streams: dict[object, int] | None = None,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
     ) -> None:
@@ -101,6 +103,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._operators = operators
         self._instead = operators.instead if operators else {}
         self._on_host = on_host if on_host is not None else WeakSet()
+        self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
         self._explain = frozenset(explain)
         self._names = names
         self._is_counting, self._is_lifted, self._is_inside = True, False, False
@@ -175,7 +178,8 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         if size:
             self._numbers[key] = self._num_allocations
             self._num_allocations += 1
-            self.log.append(size)
+            stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+            self.log.append(stream * STREAM + size)
         if before is not None:
             self.log.append(~before)
 

@@ -62,7 +62,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resident: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._resizable: set[int] = set()
+        self._gathered: dict[int, None] = {}  # by FSDP, in its order
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count what is alive before anything runs."""
@@ -106,17 +106,22 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key)
         del self._storages[key]
-        self._resizable.discard(key)
+        self._gathered.pop(key, None)
 
-    def _see_resized(self, kwargs: dict[str, Any] | None) -> None:
-        """FSDP frees what it has gathered by resizing storages in place, which is no operation: look at them at each of its operations."""
-        for tensor in (kwargs or {}).get("out", ()):
+    def _see_gathered(self, tensors: Iterable[torch.Tensor]) -> None:
+        """FSDP has made room for what it gathers, by resizing storages in place, which is no operation."""
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             self._see(storage)
-            self._resizable.add(storage._cdata)
-        for key in tuple(self._resizable):
-            if (storage := self._storages[key]()) is not None:
+            self._gathered[storage._cdata] = None
+
+    def _see_freed(self) -> None:
+        """It frees them in the same way."""
+        for key in tuple(self._gathered):
+            storage = self._storages[key]()
+            if storage is not None and not storage.nbytes():
                 self._see(storage)
+                del self._gathered[key]
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has memory: DTensor works out shapes on some that have none, in operations that come by here."""
@@ -145,10 +150,12 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
+        if self._gathered:
+            self._see_freed()
         result = self._run(func, args, kwargs or {})
         self._see_all(result)
-        if getattr(func, "namespace", "") == "fsdp":
-            self._see_resized(kwargs if func is torch.ops.fsdp.split_with_sizes_copy.default else None)
+        if getattr(func, "namespace", "") == "fsdp" and func is torch.ops.fsdp.split_with_sizes_copy.default:
+            self._see_gathered((kwargs or {})["out"])
         self._record(func, args)
         self.check()
         return result

@@ -1,8 +1,15 @@
-"""What the recipe's steps ask of the allocator: as estimated on fake tensors, and on CUDA, be it the stack without a device."""
+"""What the recipe's steps ask of the allocator: as estimated on fake tensors, and on CUDA, be it the stack without a device.
+
+python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS    (rank zero writes its log)
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
+import os
+import subprocess
+import sys
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,17 +17,18 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from support.paths import subprocess_environment
+from support.stack_runs import NoWeights
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.estimate import CudaKernels, FakeDevice
+from adaptive_batch.estimate.step_log import STREAM
 from adaptive_batch.torchtune import Settings, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.torchtune.data import Data
 from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
 from adaptive_batch.torchtune.job import Job
 from adaptive_batch.torchtune.model import FullModel
-
-from .stack_runs import NoWeights
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -39,8 +47,8 @@ def peak_bytes(log: Sequence[int]) -> int:
     sizes, alive, peak = array("q"), 0, 0
     for entry in log:
         if entry > 0:
-            sizes.append(entry)
-            alive += entry
+            sizes.append(entry % STREAM)
+            alive += sizes[-1]
             peak = max(peak, alive)
         else:
             alive -= sizes[~entry]
@@ -74,10 +82,11 @@ def on_cuda(cfg: DictConfig, rows: int, tokens: int, *, steps: int = 3, micro_ba
         trainer.runner.run([made_up_row(tokens, packed=False)] * rows * micro_batches)
         trainer.step()
     log, numbers, count = array("q"), {}, 0
+    streams: dict[int, int] = {torch.cuda.default_stream().cuda_stream: 0}
     for event in memory._snapshot()["device_traces"][torch.cuda.current_device()]:
         if event["action"] == "alloc":
             numbers[event["addr"]] = count
-            log.append(event["size"])
+            log.append(streams.setdefault(event["stream"], len(streams)) * STREAM + event["size"])
             count += 1
         elif event["action"] == "free_completed" and event["addr"] in numbers:
             log.append(~numbers.pop(event["addr"]))
@@ -107,4 +116,29 @@ def _readable(log: Sequence[int], smallest: int) -> list[int]:
         if entry > 0:
             sizes.append(entry)
         entries.append(entry if entry > 0 else -sizes[~entry])
-    return [entry for entry in entries if abs(entry) >= smallest]
+    return [entry for entry in entries if abs(entry) % STREAM >= smallest]
+
+
+def on_ranks(name: str, rows: int, tokens: int, *, ranks: int) -> array[int]:
+    """Return the log of rank zero of several processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), __file__]
+    variables = subprocess_environment(STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1")
+    done = subprocess.run([*command, name, str(rows), str(tokens)], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return array("q", json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Print the log of rank zero."""
+    name, rows, tokens = sys.argv[1:]
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("cuda:nccl,cpu:gloo")
+    log = on_cuda(read(name), int(rows), int(tokens))
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(log.tolist()), flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

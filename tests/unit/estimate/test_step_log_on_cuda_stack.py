@@ -9,11 +9,16 @@ import gc
 
 import pytest
 import torch
-from support.step_logs import differences, estimated, on_cuda, peak_bytes, read
+from support.step_logs import differences, estimated, on_cuda, on_ranks, peak_bytes, read
+
+from adaptive_batch import distributed
+from adaptive_batch.estimate import AllocatorSettings, CachingAllocator
 
 pytestmark = [pytest.mark.cuda_stack, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
 
 SCALAR = 8  # bytes; the counts of label tokens and the sum of the losses of a step are not in the log
+TABLE = 2**20  # bytes; FSDP's kernels put pointers into tables of fewer
+ROTARY = 16777216  # bytes of the rotary embedding, which loading on ranks computes beside the one that it replaces
 PLAIN = "loss._component_=torch.nn.CrossEntropyLoss"
 
 SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9")
@@ -47,3 +52,17 @@ def test_the_log_is_what_the_allocator_is_asked_for(case):
     assert abs(peak_bytes(expected) - peak_bytes(got)) <= 4096
     found = differences(expected, got, smallest=SCALAR + 1) if case in EQUAL else []
     assert not found, found[:5]
+
+
+def test_the_log_of_a_rank_is_that_of_its_streams():
+    with distributed.fake_process_group(2):
+        expected = estimated(read("qwen2_5_0_5B"), 2, 512)
+    got = on_ranks("qwen2_5_0_5B", 2, 512, ranks=2)
+    assert not [found for found in differences(expected, got, smallest=TABLE) if str(ROTARY) not in found]
+    for settings in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
+        reserved = []
+        for log in (expected, got):
+            allocator = CachingAllocator(2**40, settings)
+            allocator.replay(log)
+            reserved.append(allocator.peak_reserved_bytes)
+        assert reserved[0] == pytest.approx(reserved[1], rel=0.01)
