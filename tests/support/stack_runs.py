@@ -40,6 +40,7 @@ class StackRun:
     steps: tuple[tuple[int, ...], ...]
     traced: bool = False
     probes: int = 0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
+    headroom: float = 0.0  # of that search
 
     @classmethod
     def fixed(cls, combination: Combination, rows: int, *, steps: int = 3, **more: Any) -> StackRun:
@@ -105,7 +106,7 @@ def train(run: StackRun) -> Outcome:
     if run.traced:
         torch.cuda.memory._record_memory_history(context=None, max_entries=10**7)
     cfg = run.combination.config()
-    cfg.on_out_of_memory, cfg.shuffle, cfg.probe.cache = "raise", True, True
+    cfg.on_out_of_memory, cfg.shuffle, cfg.probe.cache, cfg.probe.headroom = "raise", True, True, run.headroom
     job = Job(cfg, Settings.from_config(cfg))
     length = run.combination.length
     lengths = (length,) * 4096
@@ -223,7 +224,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         combination = Combination(**{**asked["combination"], "apart": tuple(asked["combination"]["apart"])})
-        run = StackRun(combination, tuple(map(tuple, asked["steps"])), asked["traced"], asked["probes"])
+        run = StackRun(**{**asked, "combination": combination, "steps": tuple(map(tuple, asked["steps"]))})
         child = os.fork()
         if not child:
             try:

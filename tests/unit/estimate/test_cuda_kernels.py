@@ -256,7 +256,8 @@ def test_real_tensors_are_left_alone():
 def test_dropout_keeps_a_byte_for_each_element():
     with FakeTensorMode(), CudaKernels():
         tensor = torch.empty(4, 8, requires_grad=True)
-        assert functional.dropout(tensor, 0.5).grad_fn.saved_tensors[0].dtype == torch.bool
+        output = functional.dropout(tensor, 0.5)
+        assert output.grad_fn.saved_tensors[0].dtype == torch.bool
         assert functional.dropout(tensor, 0.5, training=False) is tensor
 
 
