@@ -162,7 +162,8 @@ def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
     assert plan.optimizer_peak_bytes == result.trials[0].optimizer_peak_bytes
     for rows, peak in peaks.items():
         estimate = plan.one_row_bytes if rows == 1 else plan.curve.peak_bytes(rows)
-        assert estimate == pytest.approx(peak, rel=0.05 if combination.reshards else 1e-9)
+        # gloo may hold what it has sent until its next collective; NCCL's log is that of the estimate (test_step_log_on_cuda_stack)
+        assert estimate <= peak <= (1.15 if combination.reshards else 1) * estimate
 
 
 @pytest.mark.parametrize(
