@@ -24,7 +24,7 @@ from torchtune import config
 from torchtune.data import padded_collate_packed
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import FakeDevice, read_estimate
+from adaptive_batch.estimate import FakeDevice, FakeStep, read_estimate
 from adaptive_batch.torchtune import Settings, config_path, estimate_devices, shipped_configs
 from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
 
@@ -112,6 +112,16 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     on_cuda, _ = planned(cfg, device="cuda", estimate={"sequence_lengths": [64]})
     assert any(sentence.startswith("flex attention: packed rows") for sentence in on_cuda.left_out)
     assert huge.numel() == 5 * 2**34
+
+
+def test_what_fits_is_traced_itself_at_each_length_and_on_each_kind_of_device(monkeypatch):
+    learn, learned = FakeStep.learn, []
+    monkeypatch.setattr(FakeStep, "learn", lambda *args: learned.append(args[:2]) or learn(*args))
+    asked = {"devices": ["H100", "L4"], "sequence_lengths": [32, 64]}
+    plan, _ = small(device="cuda", probe={"maximum": 9}, estimate=asked)
+    assert [[fit.max_batch_size for fit in device.lengths] for device in plan.devices] == [[9, 9], [9, 9]]
+    assert len({step for step, _ in learned}) == 2
+    assert [rows for _, rows in learned].count(9) >= 4
 
 
 @pytest.mark.slow

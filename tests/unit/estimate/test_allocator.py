@@ -6,6 +6,7 @@ import torch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import allocator as module
 from adaptive_batch.estimate.allocator import AllocatorSettings, CachingAllocator
+from adaptive_batch.estimate.step_log import STREAM
 
 MIB = 2**20
 GIB = 2**30
@@ -21,6 +22,20 @@ def sizes(allocator):
         tuple(block["size"] / MIB * (1 if block["state"] == "inactive" else -1) for block in segment["blocks"])
         for segment in reversed(allocator.segments())
     ]
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expandable_segments", [False, True])
+def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(expandable_segments):
+    device = allocator(64 * MIB, expandable_segments=expandable_segments)
+    device.replay([STREAM + 40 * MIB, ~0])
+    device.replay([STREAM + 40 * MIB, ~1])
+    assert (device.reserved_bytes, device.num_retries) == (40 * MIB, 0)
+    device.replay([40 * MIB])
+    assert (device.reserved_bytes, device.num_retries) == (40 * MIB, 1)
+    assert [segment["stream"] for segment in device.segments()] == [0]
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
