@@ -116,7 +116,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._gathered[storage._cdata] = None
 
     def _see_freed(self) -> None:
-        """It frees them in the same way."""
+        """Look for what FSDP has freed since the last operation, which it does in the same way."""
         for key in tuple(self._gathered):
             storage = self._storages[key]()
             if storage is not None and not storage.nbytes():
