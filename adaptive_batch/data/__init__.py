@@ -6,10 +6,12 @@ from .dataset import IGNORE_INDEX, DatasetAdapter, RowLength, check_loss, label_
 from .epoch_planner import Batching, plan_token_batches
 from .lengths import Measured, count_rows, longest_rows, measure_rows, row_lengths
 from .micro_batches import (
+    KINDS,
     UNIFORM,
     MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
+    MicroBatchTime,
     largest_divisor,
     micro_batches,
     split_by_rows,
@@ -21,6 +23,7 @@ from .token_sampler import batches_by_tokens, plan_batches
 
 __all__ = [
     "IGNORE_INDEX",
+    "KINDS",
     "LONG_ROWS",
     "ORDERS",
     "UNIFORM",
@@ -30,6 +33,7 @@ __all__ = [
     "MicroBatch",
     "MicroBatchLayout",
     "MicroBatchLimit",
+    "MicroBatchTime",
     "RowLength",
     "RowSampler",
     "StepPlanner",

@@ -38,6 +38,8 @@ def balance_by_tokens(
 
     Other layouts and units leave less to choose:
 
+    - grouped or packed: rows sorted by length are dealt in turns that reverse, so that all ranks have much the same ones,
+      which cut alike.
     - ``lengths`` alike, or by rows where a rank can run all of its rows at once: a rank has one group, of neighbours.
     - equal ``rows``, or ``both``: as many rows to each rank, or one more to some; by tokens, of much the same lengths.
     - by rows otherwise: micro-batches keep the order of the step, so rows are divided in turn.
@@ -58,6 +60,8 @@ def balance_by_tokens(
     by_length = torch.sort(torch.as_tensor(lengths), descending=True, stable=True)
     order: list[int] = by_length.indices.tolist()
     real: list[int] = by_length.values.tolist()
+    if layout.kind != "padded":
+        return [sorted(order[rank :: 2 * ranks] + order[2 * ranks - 1 - rank :: 2 * ranks]) for rank in range(ranks)]
     if layout.uniform in ("rows", "both"):
         return in_turn if limit.unit == "rows" else [sorted(order[rank::ranks]) for rank in range(ranks)]
 

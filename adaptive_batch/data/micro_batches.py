@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
+
+import torch
 
 from adaptive_batch._util import count, round_up
 
 Row = TypeVar("Row")
 
 UNIFORM = ("rows", "lengths", "both")
+KINDS = ("padded", "grouped", "packed")
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,40 @@ class MicroBatchLimit:
 
 
 @dataclass(frozen=True)
-class MicroBatchLayout:
-    """What the shapes of micro-batches must keep to, for pipelines and compiled graphs.
+class MicroBatchTime:
+    """What forward and backward of a micro-batch take, modelled; in seconds where it was measured, else in any unit.
 
     Attributes:
+        fixed: whatever it holds: launching kernels, gathering and reducing parameters.
+        row: for each row.
+        token: for each token that is run, padding included.
+        pair: for each pair of tokens of a row that attention compares, the square of its length.
+    """
+
+    fixed: float = 256.0  # as much as so many tokens: of that order on CPUs and GPUs
+    row: float = 0.0
+    token: float = 1.0
+    pair: float = 0.0
+
+    def of_row(self, length: torch.Tensor) -> torch.Tensor:
+        """Return what rows of these lengths add: float64."""
+        length = length.double()
+        return self.row + self.token * length + self.pair * length**2
+
+    def of(self, pieces: Sequence[MicroBatch]) -> float:
+        """Return what micro-batches take, one after the other."""
+        rows = [length for piece in pieces for length in piece.lengths]
+        return len(pieces) * self.fixed + float(self.of_row(torch.tensor(rows)).sum())
+
+
+@dataclass(frozen=True)
+class MicroBatchLayout:
+    """How the rows of a micro-batch lie in it, and what the shapes of micro-batches must keep to.
+
+    Attributes:
+        kind: ``padded``: rows are padded to the longest, and there are as few micro-batches as can be; ``grouped``: the same,
+            rows sorted by length and cut where they take least time; ``packed``: rows lie one after the other, without padding.
+        time: that a micro-batch takes.
         uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one length; ``both``; or None.
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
         longest: what the model takes at most, which no rounding passes; None for no limit.
@@ -52,6 +85,8 @@ class MicroBatchLayout:
     pad_to_multiple_of: int = 1
     longest: int | None = None
     shortest: int = 1
+    kind: str = "padded"
+    time: MicroBatchTime = field(default_factory=MicroBatchTime)
 
     def padded(self, length: int) -> int:
         """Return the length, in tokens, that rows of up to `length` tokens are padded to; at least one, which a model needs."""
@@ -60,7 +95,9 @@ class MicroBatchLayout:
         return rounded if self.longest is None else max(length, min(rounded, self.longest))
 
     def padded_tokens(self, lengths: Sequence[int]) -> int:
-        """Return the tokens that a micro-batch of rows of these lengths runs, padding included: rows x the longest."""
+        """Return the tokens that a micro-batch of rows of these lengths runs: packed their sum, else rows x the longest."""
+        if self.kind == "packed":
+            return sum(lengths)
         return len(lengths) * self.padded(max(lengths, default=0))
 
     def rows_within(self, limit: MicroBatchLimit, length: int) -> int:
@@ -74,16 +111,23 @@ class MicroBatch:
 
     Attributes:
         rows: their positions in the step, in order.
-        length: tokens that each is padded to.
+        length: tokens that each is padded to; of packed rows the mean, rounded up.
+        packed: tokens of each row where they are packed; else empty.
     """
 
     rows: list[int]
     length: int
+    packed: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens that are run of each row, padding included."""
+        return self.packed or [self.length] * len(self.rows)
 
     @property
     def padded_tokens(self) -> int:
         """Tokens that are run, padding included."""
-        return len(self.rows) * self.length
+        return sum(self.packed) or len(self.rows) * self.length
 
 
 def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
@@ -116,10 +160,11 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def micro_batches(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout | None = None
 ) -> list[MicroBatch]:
-    """Split the rows of a step into as few micro-batches as limit and layout allow.
+    """Split the rows of a step into micro-batches, as limit and layout ask for.
 
-    By rows they stay in their order; by tokens they are grouped by length. A row that alone is above the limit is a
-    micro-batch by itself.
+    Padded there are as few as can be: by rows they stay in their order, by tokens they are grouped by length. Grouped, the
+    time that the layout models is least. Packed they stay in their order by rows, and by tokens are as few as first-fit
+    decreasing finds. A row that alone is above the limit is a micro-batch by itself.
 
     Args:
         lengths: tokens of each row of the step.
@@ -129,13 +174,21 @@ def micro_batches(
     layout = layout or MicroBatchLayout()
     if not lengths:
         return []
+    if layout.kind == "packed":
+        cut = (
+            split_by_rows(range(len(lengths)), limit.amount) if limit.unit == "rows" else _packed(lengths, limit.amount)
+        )
+        of_rows = [tuple(lengths[row] for row in piece) for piece in cut]
+        return [MicroBatch(piece, -(-sum(each) // len(each)), each) for piece, each in zip(cut, of_rows, strict=True)]
     padded = [layout.padded(length) for length in lengths]
     longest = max(padded)
     by_length = sorted(range(len(lengths)), key=padded.__getitem__, reverse=True)
     most = layout.rows_within(limit, max(lengths))
     if layout.uniform in ("rows", "both"):
         most = largest_divisor(len(lengths), at_most=most)
-    if limit.unit == "rows":
+    if layout.kind == "grouped":
+        pieces = _grouped_by_time(padded, [layout.rows_within(limit, length) for length in padded], layout.time)
+    elif limit.unit == "rows":
         pieces = split_by_rows(range(len(lengths)), most)
     elif layout.uniform is None:
         pieces = _grouped(padded, limit.amount)
@@ -171,8 +224,44 @@ def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         fewest.append(fewest[first] + 1)
         area.append(least)
         begin.append(best)
+    return _cut(order, begin)
+
+
+def _cut(order: Sequence[int], begin: Sequence[int]) -> list[list[int]]:
+    """Cut rows into groups from the end, `begin` being where the group that ends at each position begins."""
     groups, end = [], len(order)
     while end:
         groups.append(sorted(order[begin[end] : end]))
         end = begin[end]
     return groups
+
+
+def _grouped_by_time(lengths: Sequence[int], most: Sequence[int], time: MicroBatchTime) -> list[list[int]]:
+    """Group rows so that the sum of the groups' times is least; `most` has for each row the rows of a group that it is longest of.
+
+    As in :func:`_grouped`, rows sorted by length are cut into neighbours.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    of_row = time.of_row(torch.tensor([lengths[row] for row in order])).tolist()
+    least, begin = torch.zeros(len(order) + 1, dtype=torch.float64), [0]
+    fewer = torch.arange(len(order), -1, -1, dtype=torch.float64)
+    for end, row in enumerate(order, start=1):
+        first = max(0, end - most[row])
+        times = torch.add(least[first:end], fewer[len(order) - end + first : len(order)], alpha=of_row[end - 1])
+        begin.append(first + int(times.argmin()))
+        least[end] = times[begin[end] - first] + time.fixed
+    return _cut(order, begin)
+
+
+def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Put rows, the longest first, each into the first micro-batch that has room (first-fit decreasing: Johnson, 1973)."""
+    pieces: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        number = next((number for number, left in enumerate(room) if left >= lengths[row]), len(room))
+        if number == len(room):
+            pieces.append([])
+            room.append(max_tokens)
+        pieces[number].append(row)
+        room[number] -= lengths[row]
+    return [sorted(piece) for piece in pieces]

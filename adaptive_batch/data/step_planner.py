@@ -27,9 +27,10 @@ Event = Callable[..., object]  # event(kind, message, **facts)
 
 
 class Limits(Protocol):
-    """What one micro-batch may hold at a batch size; `bound` is the most rows that were tried and fit, None if not known."""
+    """What one micro-batch may hold at a batch size, and how; `bound` is the most rows that were tried and fit, None if not known."""
 
     bound: int | None
+    layout: MicroBatchLayout
 
     def of(self, batch_size: int) -> MicroBatchLimit: ...
 
@@ -127,6 +128,11 @@ class StepPlanner:
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold at the current batch size."""
         return self.limits.of(self.batch_size) if self.limits else MicroBatchLimit(self.batch_size)
+
+    @property
+    def layout(self) -> MicroBatchLayout:
+        """How rows lie in a micro-batch now."""
+        return self.limits.layout if self.limits else self._layout
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
@@ -233,13 +239,13 @@ class StepPlanner:
     def rows_of_rank(self, numbers: Sequence[int], limit: MicroBatchLimit) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among `numbers`.
 
-        They are balanced by tokens where micro-batches are made by tokens; else they are distributed in turn, as torch's
+        They are balanced by tokens where micro-batches are made by tokens or by length; else they are distributed in turn, as torch's
         sampler does.
         """
-        ranks, rank, layout = distributed.data_parallel_size(), distributed.data_parallel_rank(), self._layout
+        ranks, rank, layout = distributed.data_parallel_size(), distributed.data_parallel_rank(), self.layout
         if ranks == 1:
             return range(len(numbers))
-        if limit.unit == "tokens" or layout.uniform is not None:
+        if limit.unit == "tokens" or layout.uniform is not None or layout.kind != "padded":
             lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]

@@ -3,6 +3,7 @@
 from .curve_cache import CachedCurve
 from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
+from .throughput import Throughput, TimedTrial, find_fastest
 from .trial import DryRun
 
 __all__ = [
@@ -13,7 +14,10 @@ __all__ = [
     "Predictive",
     "ProbeResult",
     "Search",
+    "Throughput",
+    "TimedTrial",
     "Trial",
+    "find_fastest",
     "load_latest",
     "load_result",
     "run_search",

@@ -14,10 +14,11 @@ from adaptive_batch import distributed
 from adaptive_batch._util import atomic_write, count, format_bound, format_bytes, rows_fit
 
 from .search import Search, Trial
+from .throughput import Throughput
 
 log = logging.getLogger("adaptive_batch")
 
-_FORMAT = 3
+_FORMAT = 4
 _KEPT = 31  # results of other lengths, devices or settings that a file keeps
 
 
@@ -37,6 +38,7 @@ class ProbeResult:
         maximum: the most rows that would have been tried; 0 where it is not known.
         max_batch_size_with_retries: the largest size that was tried and ran, be it that the allocator gave back its cache and
             asked again; None where no trial of a larger size than `max_batch_size` did, 0 where one could have.
+        throughput: what is fastest within the bound; None where that was not asked.
     """
 
     max_batch_size: int
@@ -50,6 +52,7 @@ class ProbeResult:
     budgets_of_ranks: tuple[int, ...] = ()
     maximum: int = 0
     max_batch_size_with_retries: int | None = None
+    throughput: Throughput | None = None
 
     @property
     def bound(self) -> str:
@@ -110,7 +113,8 @@ class ProbeResult:
             lines.append(
                 f"max_batch_size_with_retries: {with_retries or 'not tried'} (the allocator gives back its cache and asks again, which is slow)"
             )
-        return "\n".join([*lines, f"max_batch_size: {self.bound}{cached}{rounded}"])
+        lines.append(f"max_batch_size: {self.bound}{cached}{rounded}")
+        return "\n".join([*lines, self.throughput.table()] if self.throughput else lines)
 
 
 def run_search(
@@ -209,6 +213,7 @@ def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
         values = {name: record[name] for name in ProbeResult.__dataclass_fields__}
         trials = tuple(Trial(**trial) for trial in values.pop("trials"))
         values |= {name: tuple(values[name]) for name in ("seconds", "budgets_of_ranks")}
+        values["throughput"] = values["throughput"] and Throughput.from_dict(values["throughput"])
         result = ProbeResult(trials=trials, **values)
         if not {trial.batch_size for trial in trials if trial.fits} >= {result.max_batch_size, result.batch_size}:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")

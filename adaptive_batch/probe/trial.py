@@ -5,8 +5,9 @@ With several ranks all try the same at the same time, and what does not fit on o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
 
@@ -141,6 +142,29 @@ class DryRun:
         retried = usage is None and self._retried
         return Trial(batch_size, usage is not None, peak, self.optimizer_peak_bytes, trace, retried)
 
+    def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
+        """Run micro-batches one after the other; return the seconds of each, of the slowest rank, None where they do not fit.
+
+        Where memory is counted, which takes time, it is not.
+        """
+        seconds: list[float] = []
+
+        def run() -> None:
+            for forward_backward in runs:
+                start = time.perf_counter()
+                forward_backward()
+                if self._memory.device.type != "cpu":
+                    torch.accelerator.synchronize()
+                seconds.append(time.perf_counter() - start)
+
+        usage = self._measure(run, "timing micro-batches", self.budget_bytes, prepare=False, is_timed=True)
+        self._drop_gradients()
+        return (
+            None
+            if usage is None
+            else [each / 1e9 for each in distributed.all_reduce_max([int(1e9 * s) for s in seconds])]
+        )
+
     def _run_steps(self, steps: Iterator[list[Callable[[], object]]]) -> None:
         for micro_batches in steps:
             for forward_backward in micro_batches:
@@ -212,7 +236,13 @@ class DryRun:
         self._forward_backward(1)
 
     def _measure(
-        self, run: Callable[[], object], what: str, budget_bytes: int, *, prepare: bool = True
+        self,
+        run: Callable[[], object],
+        what: str,
+        budget_bytes: int,
+        *,
+        prepare: bool = True,
+        is_timed: bool = False,
     ) -> Usage | None:
         """Run, and return what it used; None where it does not fit. Memory is released after the except block has been left."""
         fits = has_run = self._retried = False
@@ -222,7 +252,9 @@ class DryRun:
             if prepare:
                 self._prepare_gradients()
             is_prepared = True
-            with self._memory.measure(self._resident(), budget_bytes=budget_bytes) as usage:
+            counts_in_python = self._memory.granularity_bytes == 1
+            measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
+            with nullcontext(Usage(0)) if is_timed and counts_in_python else measuring as usage:
                 run()
                 has_run = True
             self._retried = usage.retried

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.schedules import Progress
-from adaptive_batch.training import MaxBatchSearch, WorstRows
+from adaptive_batch.training import Choices, MaxBatchSearch, WorstRows
 
 from .config_errors import as_dict
 from .data import Data
@@ -154,7 +155,13 @@ class BoundFinder:
         return settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens)
 
     def of_training(
-        self, trainer: Trainer, *, length: int | str, batch_size: int, keeps_batch: bool = False
+        self,
+        trainer: Trainer,
+        *,
+        length: int | str,
+        batch_size: int,
+        keeps_batch: bool = False,
+        choices: Choices | None = None,
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
 
@@ -163,6 +170,7 @@ class BoundFinder:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             batch_size: that training begins with, unless it is to be found.
             keeps_batch: `batch_size` is a checkpoint's, and is kept whatever fits.
+            choices: also find what is fastest.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first; if it has to be several,
@@ -175,7 +183,7 @@ class BoundFinder:
         settings = self.settings
         step_rows = batch_size * settings.gradient_accumulation_steps
         several = self.has_several or (settings.gradient_accumulation_steps > 1 and not self._fits_whole_step)
-        first = self._of_rows_of(trainer, length, accumulates=several)
+        first = self._of_rows_of(trainer, length, accumulates=several, choices=choices)
         if several or step_rows <= first.max_batch_size or not (keeps_batch or self._fits_whole_step):
             return [first]
         if settings.optimizer_in_bwd:
@@ -188,10 +196,39 @@ class BoundFinder:
             )
         return [first, self._of_rows_of(trainer, length, accumulates=True)]
 
-    def _of_rows_of(self, trainer: Trainer, length: int | str, *, accumulates: bool) -> ProbeResult:
+    def _of_rows_of(
+        self, trainer: Trainer, length: int | str, *, accumulates: bool, choices: Choices | None = None
+    ) -> ProbeResult:
         rounds = self.settings.probe.round_to_power_of_two and self.settings.use_maximum_batch_size
-        rows = self._trials.get(length) or self.rows_of(length)
-        return self._find(trainer, rows, maximum=self.most_rows, accumulates=accumulates, rounds=rounds, path=self.path)
+        return self._find(
+            trainer,
+            self._trials.get(length) or self.rows_of(length),
+            maximum=self.most_rows,
+            accumulates=accumulates,
+            rounds=rounds,
+            path=self.path,
+            choices=choices,
+        )
+
+    def choices(self, trainer: Trainer) -> Choices | None:
+        """Return what the fastest micro-batches are chosen from; None where as much at once as fits is wanted."""
+        settings, cfg, data = self.settings, self._job.cfg, self._data
+        # a compiled model is compiled anew for shapes that it has not seen, which no trial of a few of them shows
+        if not settings.chooses_fastest or cfg.compile:
+            return None
+        kinds = [settings.micro_batch_layout] if settings.micro_batch_layout else ["grouped"]
+        if settings.micro_batch_layout is None:
+            if settings.uniform_micro_batches or settings.measures_noise:
+                kinds = ["padded"]
+            elif why := data.why_unpacked or trainer.why_unpacked():
+                log.info("rows are not packed: %s", why)
+            else:
+                kinds.append("packed")
+        rows = settings.step_rows
+        if settings.batch_tokens:
+            rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
+        whole = settings.batch_changes or settings.grows
+        return Choices(tuple(kinds), "rows" if settings.micro_batch_size else "tokens", 0 if whole else rows)
 
     @property
     def has_several(self) -> bool:
@@ -200,7 +237,8 @@ class BoundFinder:
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
         holds_more = self._job.ranks > distributed.data_parallel_size()  # each rank, than batch_size
         grows_beyond = settings.grows and settings.grow_beyond_maximum
-        return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more
+        cuts = settings.chooses_fastest or settings.micro_batch_layout == "grouped"
+        return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits as far as it is known without a trial: rows (0 where unknown), the tokens of each, and the source."""
@@ -256,6 +294,7 @@ class BoundFinder:
         rounds: bool = False,
         evaluates: bool = False,
         path: Path | None = None,
+        choices: Choices | None = None,
     ) -> ProbeResult:
         data, probe, runner = self._data, self.settings.probe, trainer.runner
         maximum = distributed.minimum(maximum)
@@ -266,7 +305,16 @@ class BoundFinder:
             allocator = [runner.retry.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
             # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
             about = round(math.log(max(1, budget), 1.01))
-            return fingerprint(self.settings_name(rows.length), allocator, maximum, accumulates, rounds, shapes, about)
+            return fingerprint(
+                self.settings_name(rows.length),
+                allocator,
+                maximum,
+                accumulates,
+                rounds,
+                shapes,
+                about,
+                choices and asdict(choices),
+            )
 
         def expected() -> MemoryCurve | None:
             known = curve.read()
@@ -281,7 +329,8 @@ class BoundFinder:
             return load_result(path, fingerprint=fingerprint_of(budget)) if path and probe.cache else None
 
         def evaluate(tried: list[Any]) -> object:
-            return runner.evaluate(data.collate_val(tried, data.shapes_val.padded(rows.length)), is_trial=True)
+            length = data.shapes_val.padded(rows.length)
+            return runner.evaluate(tried, loss=data.loss_val(runner.loss), length=length, is_trial=True)
 
         result = MaxBatchSearch(
             runner,
@@ -301,6 +350,7 @@ class BoundFinder:
             trained=self._trials[probe.sequence_length] if evaluates else None,
             known=known,
             expected=expected,
+            choices=choices,
         )
         if not result.from_cache:
             curve.learn(result.trials)

@@ -184,6 +184,7 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     warmup = scheduler.get("num_warmup_steps") if isinstance(scheduler, Mapping) else None
     two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
     validates, by_rule = s.run_val_every_n_steps is not None, rule is not None
+    kind, packs = s.micro_batch_layout, s.micro_batch_layout == "packed"
     for name in ("lr_scheduler", "checkpointer", "metric_logger"):
         if config.get(name) is not None:
             check_block(name, config[name])
@@ -260,6 +261,17 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "change batch_size or micro_batch_size so that one divides the other",
         ),
         (
+            kind not in (None, "padded") and s.uniform_micro_batches,
+            "micro_batch_layout",
+            f"uniform_micro_batches={s.uniform_micro_batches} needs padded rows; remove one",
+        ),
+        (
+            packs and s.pad_to_multiple_of > 1,
+            "micro_batch_layout",
+            f"packed rows have no padding, and pad_to_multiple_of is {s.pad_to_multiple_of}; remove one",
+        ),
+        (packs and why_unpacked(config), "micro_batch_layout", f"{why_unpacked(config)}; give grouped"),
+        (
             by_rule and s.gradient_accumulation_steps > 1,
             "gradient_accumulation_steps",
             "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1",
@@ -286,7 +298,18 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         )
 
 
-def _values(config: Mapping[str, Any], key: str) -> list[Any]:
+def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
+    """Return why the rows of a micro-batch cannot be packed as configured; empty where nothing speaks against it."""
+    checks = (
+        (config.get("collate_fn"), "collate_fn makes batches of its own"),
+        (config.get("compile"), "compile is on, and packed micro-batches are of ever other shapes"),
+        (int(config.get("tensor_parallel_dim", 1) or 1) > 1, "tensor_parallel_dim divides attention among ranks"),
+        (any(_values(config, "dataset.packed")), "dataset.packed is True: its rows are packed already"),
+    )
+    return next((why for applies, why in checks if applies), "")
+
+
+def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
     """Return what is given for a key; for a dotted one in a block, or in each of a list of blocks."""
     name, _, inner = key.partition(".")
     given = config.get(name)
@@ -317,6 +340,7 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
         ),
         (s.measures_noise, noise_key, "there is no gradient left to measure; remove it"),
         *((config.get(key), key, f"{one}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
+        (s.micro_batch_layout == "grouped", "micro_batch_layout", f"{one}; remove it"),
         (less, "micro_batch_size", f"{one}; remove it"),
     )
     for wrong, key, why in checks:
@@ -425,6 +449,8 @@ def _hides_noise(settings: Settings) -> str:
         return (
             "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size"
         )
+    if settings.micro_batch_layout == "grouped":
+        return "grouped micro-batches are of rows of a length, so they are no random part of a step; remove micro_batch_layout"
     if settings.sample_order == "seqlen":
         return "rows come sorted by length, so a micro-batch is no random part of a step"
     if whole_steps or (stays and isinstance(size, int) and isinstance(rows, int) and size >= rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any
@@ -18,9 +18,9 @@ from adaptive_batch import distributed
 from adaptive_batch.data import Batching, MicroBatchLayout, count_rows, plan_token_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.training import MicroBatchLimits, lengthened
+from adaptive_batch.training import MicroBatchLimits, RowLoss, lengthened
 
-from .checks import TOKEN_KEYS
+from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
 from .job import Job
 from .keys import load_function
@@ -62,6 +62,7 @@ class Data:
             signature(collate).bind([], padding_idx=self.pad_id, ignore_idx=self._ignored)
         self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
         self.collate: Collate = padded_collate_packed if packed else self._padded
+        self._packed_val = packed_val
         self._collate_val: Collate = padded_collate_packed if packed_val else self._padded
         self.dataset = Rows(
             job, "dataset", dataset, name=_names(job.cfg.dataset), real_tokens=self._without_padding if packed else None
@@ -98,17 +99,22 @@ class Data:
         Where ranks gather the output layer by itself, they do so for each chunk of the sequence that the loss asks for, and all
         must have as many: n chunks where there are n (n - 1) + 1 tokens or more, fewer below that.
         """
+        kind = self._settings.micro_batch_layout or "padded"
         if packed:
-            return MicroBatchLayout(uniform)
+            return MicroBatchLayout(uniform, kind=kind)
         job, multiple, shortest = self._job, self._settings.pad_to_multiple_of, 1
         if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
             chunks = getattr(job.loss_fn, "num_output_chunks", 1)
             shortest = min(chunks * (chunks - 1) + 1, job.max_seq_len or sys.maxsize)
-        return MicroBatchLayout(uniform, multiple, job.max_seq_len if multiple > 1 else None, shortest)
+        return MicroBatchLayout(uniform, multiple, job.max_seq_len if multiple > 1 else None, shortest, kind)
 
-    def collate_val(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
-        """Collate rows of validation to at least that many tokens each."""
-        return self._of_all(rows, self._collate_val(self._lengthened(rows, length)))
+    def loss_val(self, loss: RowLoss) -> RowLoss:
+        """Return the loss of rows of validation, of training's loss."""
+
+        def collate(rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
+            return self._of_all(rows, self._collate_val(self._lengthened(rows, length)))
+
+        return replace(loss, collate=collate, pack=None if self._packed_val else loss.pack)
 
     def collate_to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
         """Collate rows to at least that many tokens each."""
@@ -190,6 +196,8 @@ class Data:
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
+        if settings.micro_batch_layout == "packed" and (why := self.why_unpacked):
+            raise SettingError("micro_batch_layout", "packed", f"{why}; give grouped")
         if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
             _ = self.dataset.lengths  # a row that the model does not take is refused now, not when training asks
         if isinstance(settings.micro_batch_tokens, int):
@@ -221,13 +229,25 @@ class Data:
                 remedy = "no row that is validated on has a label; see its train_on_input and masks"
                 raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
 
+    @property
+    def _measured_by_more(self) -> list[str]:
+        return sorted(set(self.read_row(0)) - _MEASURED_BY_TOKENS)
+
+    @property
+    def why_unpacked(self) -> str:
+        """Why the rows of a micro-batch cannot be packed; empty where they can."""
+        others = ", ".join(self._measured_by_more)
+        why = "pad_to_multiple_of is set" if self._settings.pad_to_multiple_of > 1 else why_unpacked(self._job.cfg)
+        return why or (f"rows have {others}" if others else "")
+
     def _check_tokens_measure_rows(self) -> None:
         settings = self._settings
         keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
+        keys += ["micro_batch_layout"] if settings.micro_batch_layout in ("grouped", "packed") else []
         keys += ["pad_to_multiple_of"] if settings.pad_to_multiple_of > 1 else []
         if not keys:
             return
-        others = sorted(set(self.read_row(0)) - _MEASURED_BY_TOKENS)
+        others = self._measured_by_more
         if not others:
             return
         key = next((key for key in keys if self._job.cfg.get(key) is not None), keys[0])

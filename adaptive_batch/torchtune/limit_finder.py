@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from adaptive_batch._util import atomic_write, count, rows_fit
 from adaptive_batch.data import MicroBatchLimit, largest_divisor, longest_rows
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
+from adaptive_batch.probe import Throughput
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
@@ -74,6 +76,10 @@ class LimitFinder:
             if rows := self._lost.get(key):
                 message = f"a trial {which}of {count(rows, 'row')} ended all ranks, so whether they fit is not known; up to half are tried"
                 self._record.event("indeterminate", message, rows=rows)
+        if saved and saved["limits"]["throughput"]:  # a run that is resumed cuts its steps as it did
+            limits.throughput = Throughput.from_dict(saved["limits"]["throughput"])
+        if settings.micro_batch_layout == "packed" and (why := self._trainer.why_unpacked()):
+            raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
         if settings.needs_bound:
             batch_size = self._search(batch_size, keeps_batch=keeps_batch)
         if saved:
@@ -94,8 +100,13 @@ class LimitFinder:
     def _search(self, batch_size: int, *, keeps_batch: bool) -> int:
         """Search for the bound, log the table, and refuse a configured batch that is above it; return the batch to train with."""
         settings, limits = self._settings, self.limits
+        choices = self._bounds.choices(self._trainer) if limits.throughput is None else None
         results = self._bounds.of_training(
-            self._trainer, length=settings.probe.sequence_length, batch_size=batch_size, keeps_batch=keeps_batch
+            self._trainer,
+            length=settings.probe.sequence_length,
+            batch_size=batch_size,
+            keeps_batch=keeps_batch,
+            choices=choices,
         )
         for result in results:
             out_of_memory = 0 if result.from_cache else result.num_out_of_memory
@@ -112,6 +123,7 @@ class LimitFinder:
             )
         bound, scheduled = result.max_batch_size, settings.batch_size_schedule is not None
         limits.set_bound(bound, tried_length=result.sequence_length)
+        self._use(result.throughput or limits.throughput)
         limits.learn_cost(result)
         if keeps_batch:
             if batch_size > bound:
@@ -130,6 +142,27 @@ class LimitFinder:
             remedy += "micro_batch_size=auto, or allow more memory"
             raise SettingError("batch_size", batch_size, remedy)
         return batch_size
+
+    def _use(self, fastest: Throughput | None) -> None:
+        """Take what is fastest, found now or before a checkpoint was saved; at most what fits here."""
+        limits = self.limits
+        if fastest is None:
+            return
+        most = limits.tried_tokens if fastest.limit.unit == "tokens" else limits.bound or 1
+        limit = replace(fastest.limit, amount=min(fastest.limit.amount, most))
+        limits.choose(replace(fastest, limit=limit))
+        self._trainer.runner.layout = limits.layout
+        message = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}: {fastest.tokens_per_second:,.0f} tokens/s in trials"
+        trials = [
+            {
+                "layout": one.kind,
+                **asdict(one.limit),
+                "tokens_per_second": one.tokens_per_second,
+                "padding": one.padding,
+            }
+            for one in fastest.trials
+        ]
+        self._record.event("micro_batch_layout", message, layout=fastest.kind, **asdict(limit), trials=trials)
 
     def try_longer(self, rows: list[dict[str, Any]], *, batch_size: int) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its length fit.

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from adaptive_batch._util import check_bool, check_share, check_whole
-from adaptive_batch.data import LONG_ROWS, ORDERS, UNIFORM
+from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
 from adaptive_batch.memory import check_device_memory, parse_size
@@ -50,6 +50,7 @@ from .keys import (
 from .names import check_names
 
 SEARCHES = ("predict", "binary", "halve")
+OBJECTIVES = ("throughput", "largest")
 
 
 def _length(name: str, value: Any) -> int | str:
@@ -128,6 +129,13 @@ class ProbeSettings:
         "`predict`: chooses each next size so that it fits by what the peaks have shown. `binary`: bisection of 1 to `maximum`. "
         "`halve`: `maximum`, then half of it, until one fits",
         default="predict",
+    )
+    objective: str = key(
+        one_of(*OBJECTIVES),
+        "what `auto` takes within the bound: `throughput`: the micro-batches that train the most real tokens a second, timed in a "
+        "few trials; `largest`: as much at once as fits",
+        default="throughput",
+        needs=("micro_batch_size=auto", "micro_batch_tokens=auto", "batch_tokens"),
     )
     device_memory: int | float | str | None = key(
         checked(check_device_memory),
@@ -276,16 +284,24 @@ class Settings:
     )
     micro_batch_size: int | str | None = key(
         auto_or_whole,
-        "rows at once: null = `batch_size`; `auto` = as many as fit, the bound unrounded; or a number. The rows of a step run as "
-        "as few micro-batches as that allows; a `batch_size` above the bound is then no error",
+        "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see `probe.objective`); or a number. The rows "
+        "of a step run as as few micro-batches as that allows; a `batch_size` above the bound is then no error",
         default=None,
         resume="report",
     )
     micro_batch_tokens: int | str | None = key(
         auto_or_whole,
-        "padded tokens at once: `auto` = the bound times the probed length; or a number, at least the longest row. The rows of a "
-        "step are grouped by length, so that there are as few micro-batches as can be and, of these, the least padding. Not "
-        "together with `micro_batch_size`, and not for rows with images, which tokens do not measure",
+        "tokens at once, padding included: `auto` = what is fastest within the bound (see `probe.objective`); or a number, at least "
+        "the longest row. The rows of a step are grouped by length, so that there are as few micro-batches as can be and, of these, "
+        "the least padding. Not together with `micro_batch_size`, and not for rows with images, which tokens do not measure",
+        default=None,
+        resume="report",
+    )
+    micro_batch_layout: str | None = key(
+        one_of(*KINDS),
+        "how the rows of a micro-batch lie in it; which rows a step has never changes. `padded`: to the longest; `grouped`: the same, "
+        "sorted by length within the step and cut where that takes least time; `packed`: one after the other without padding, "
+        "positions restart and no row sees another. null: `padded`, or with `auto` the fastest",
         default=None,
         resume="report",
     )
@@ -494,6 +510,11 @@ class Settings:
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
 
     @property
+    def chooses_fastest(self) -> bool:
+        """Whether a micro-batch holds what is fastest, rather than as much as fits; with the optimizer in backward a step is one."""
+        return self.fits_itself and self.probe.objective == "throughput" and not self.optimizer_in_bwd
+
+    @property
     def needs_bound(self) -> bool:
         """Whether training needs to know the largest batch that fits."""
         has_own_number = isinstance(self.micro_batch_size or self.micro_batch_tokens, int)
@@ -509,6 +530,7 @@ class Settings:
             or self.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
             or any((self.micro_batch_size, self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
+            or self.micro_batch_layout in ("grouped", "packed")
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,6 +21,8 @@ from adaptive_batch.training import (
     RowLoss,
     count_shifted_labels,
     norm_to_clip,
+    pack_rows,
+    why_not_packed,
 )
 
 from .data import Data
@@ -58,6 +60,7 @@ class Trainer:
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             cast(Any, model).set_num_output_chunks(self._loss_fn.num_output_chunks)
         self.model, self._device, self._builder = model, job.device, job.builder
+        self._data = data
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         configured = MicroBatchLimit(settings.batch_size)
@@ -71,6 +74,7 @@ class Trainer:
                 row_length=lambda row: len(row["tokens"]),
                 num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
+                pack=self._pack,
             ),
             retry=OOMRetry(
                 limit or (lambda: configured),
@@ -119,6 +123,28 @@ class Trainer:
 
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)
+
+    def _pack(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Pack rows into one sequence; torchtune's models compare its length with what a row may have, which each row was."""
+        batch = pack_rows(rows, ignore_index=self._loss_fn.ignore_index)
+        if hasattr(self.model, "max_seq_len"):
+            self.model.max_seq_len = max(cast(int, self.model.max_seq_len), batch["tokens"].shape[-1])
+        return batch
+
+    def why_unpacked(self) -> str:
+        """Return why packed rows would not train this model as padded ones do; empty where they would. Ranks ask together."""
+
+        def token_loss(batch: dict[str, Any]) -> torch.Tensor:
+            self.runner.loss.to_device(batch)
+            labels = self.runner.loss.count_labels(batch)
+            return self.mean_loss(batch) * labels
+
+        rows = [self._data.read_row(row) for row in range(2)]
+        loss, ignored = self.runner.loss, self._loss_fn.ignore_index
+        longest = int(self._data.dataset.lengths.max())
+        return why_not_packed(
+            self.model, token_loss, rows, collate=loss.collate, ignore_index=ignored, longest_row=longest
+        )
 
     def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the mean loss of a batch over its label tokens; position `i` predicts the label at `i + 1`."""

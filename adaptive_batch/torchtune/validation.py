@@ -70,11 +70,7 @@ class Validation:
             )
         self._evaluator = Evaluator(
             runner,
-            replace(
-                runner.loss,
-                collate=data.collate_val,
-                dummy_row=lambda: data.dataset_val[0],
-            ),
+            replace(data.loss_val(runner.loss), dummy_row=lambda: data.dataset_val[0]),
             limit=limit,
             layout=data.shapes_val,
             on_change=limit_finder.lower_in_validation,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -30,7 +31,7 @@ class Evaluator:
         runner: trains the model, which is in evaluation mode while it is evaluated.
         loss: how rows of the evaluation become a batch; what a batch's loss is, the runner knows.
         limit: of one micro-batch; an out-of-memory error lowers it, and never training's.
-        layout: of micro-batches; None for nothing.
+        layout: of micro-batches, whose kind is training's; None for nothing else.
         on_change: takes every lowered limit.
 
     Attributes:
@@ -97,11 +98,13 @@ class Evaluator:
     def _attempt(self, rows: Sequence[Any]) -> tuple[float, int]:
         retry, sharding, length = self._retry, self._runner.sharding, self._loss.row_length
         loss_sum, label_tokens = 0.0, 0
-        pieces = micro_batches(list(map(length, rows)), self.limit, self._layout)
+        kind = "padded" if self._loss.pack is None else self._runner.layout.kind
+        layout = replace(self._layout, kind=kind, time=self._runner.layout.time)
+        pieces = micro_batches(list(map(length, rows)), self.limit, layout)
 
         def run_piece(piece: MicroBatch, those: Sequence[Any], *, counts: bool) -> None:
             nonlocal loss_sum, label_tokens
-            loss, count = self._runner.evaluate(self._loss.collate(those, piece.length))
+            loss, count = self._runner.evaluate(those, loss=self._loss, length=piece.length)
             if counts:
                 loss_sum, label_tokens = loss_sum + loss, label_tokens + count
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from adaptive_batch._util import count, rows_fit
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.probe import ProbeResult
+from adaptive_batch.probe import ProbeResult, Throughput
 
 from .oom_retry import LimitChange, LimitCost
 
@@ -23,6 +23,8 @@ class MicroBatchLimits:
         layout: of micro-batches.
 
     Attributes:
+        layout: of micro-batches, from the next step on.
+        throughput: what is fastest, which ``auto`` takes; None for as much as fits.
         bound: the most rows, of `tried_length` tokens, that were tried and fit; None where none was sought.
         tried_length: the longest row that was tried, in tokens; 0 where none was.
         lowered: what a micro-batch may hold at most after it ran out of memory; None where it has not.
@@ -41,7 +43,8 @@ class MicroBatchLimits:
         layout: MicroBatchLayout | None = None,
     ) -> None:
         self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
-        self._layout = layout or MicroBatchLayout()
+        self.layout = layout or MicroBatchLayout()
+        self.throughput: Throughput | None = None
         self.lowered: MicroBatchLimit | None = None
         self.ceiling: MicroBatchLimit | None = None
         self.good_steps = self.relapses = 0
@@ -55,7 +58,9 @@ class MicroBatchLimits:
     def of(self, batch_size: int) -> MicroBatchLimit:
         """Return what a micro-batch may hold now, at a batch size."""
         rows, tokens = self.micro_batch_size, self.micro_batch_tokens
-        if tokens is not None:
+        if self.throughput is not None:
+            limit = self.throughput.limit
+        elif tokens is not None:
             limit = MicroBatchLimit(self.tried_tokens if tokens == "auto" else int(tokens), "tokens")
         elif rows is not None:
             limit = MicroBatchLimit((self.bound or 0) if rows == "auto" else int(rows))
@@ -66,7 +71,7 @@ class MicroBatchLimits:
     @property
     def tried_tokens(self) -> int:
         """Padded tokens of the largest micro-batch that was tried and fits."""
-        return self._layout.padded_tokens([self.tried_length] * (self.bound or 0))
+        return self.layout.padded_tokens([self.tried_length] * (self.bound or 0))
 
     @property
     def splits(self) -> bool:
@@ -80,7 +85,7 @@ class MicroBatchLimits:
             SettingError: a configured size is above what fits; it is never cut in silence.
         """
         rows, tokens = self.micro_batch_size, self.micro_batch_tokens
-        most = self._layout.padded_tokens([tried_length] * bound)
+        most = self.layout.padded_tokens([tried_length] * bound)
         if isinstance(rows, int) and rows > bound:
             raise SettingError("micro_batch_size", rows, f"{rows_fit(bound)}; give {bound} or less")
         if isinstance(tokens, int) and tokens > most:
@@ -89,6 +94,12 @@ class MicroBatchLimits:
         if bound != self.bound:
             self.lowered = self.ceiling = self._held = None
         self.bound, self.tried_length = bound, tried_length
+
+    def choose(self, fastest: Throughput | None) -> None:
+        """Take what is fastest, and its layout, from the next step on; None changes nothing."""
+        if fastest is not None:
+            self.throughput = fastest
+            self.layout = replace(self.layout, kind=fastest.kind, time=fastest.time)
 
     def learn_cost(self, result: ProbeResult) -> None:
         """Take from a search what its bound needed, and what a row more."""
@@ -101,7 +112,7 @@ class MicroBatchLimits:
         farther = rows - fewest.batch_size
         slope = (peak - (fewest.peak_bytes or 0)) / farther if 2 * farther >= rows else mean
         row = max(mean / 2, min(mean, slope))
-        tokens = self._layout.padded_tokens([result.sequence_length]) if self.micro_batch_tokens is not None else 1
+        tokens = self.layout.padded_tokens([result.sequence_length]) if self.of(rows).unit == "tokens" else 1
         self.cost = LimitCost(rows * tokens, peak, row / tokens)
 
     def hold(self, limit: MicroBatchLimit) -> None:
@@ -140,6 +151,7 @@ class MicroBatchLimits:
         """Return the state as plain values."""
         return {
             **self.lowered_from(),
+            "throughput": self.throughput and asdict(self.throughput),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
             "lowered": self.lowered and asdict(self.lowered),

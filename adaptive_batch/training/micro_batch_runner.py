@@ -7,7 +7,8 @@ weight 0, and one that runs out of memory issues dummy collectives until the ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -22,6 +23,7 @@ from adaptive_batch.memory import RandomState, TensorSnapshot, is_out_of_memory
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
+from .packing import rows_apart
 
 Row = Any
 Batch = dict[str, Any]
@@ -39,6 +41,7 @@ class RowLoss:
         row_length: tokens of a row.
         num_real_tokens: those of them that are not padding.
         dummy_row: a row that has a label, for a rank that has none left; needed where there are several.
+        pack: ``pack(rows)`` makes one batch on the host in which rows lie one after the other; None where they cannot.
     """
 
     collate: Callable[[Sequence[Row], int], Batch]
@@ -48,6 +51,7 @@ class RowLoss:
     row_length: Callable[[Row], int]
     num_real_tokens: Callable[[Row], int]
     dummy_row: Callable[[], Row] | None = None
+    pack: Callable[[Sequence[Row]], Batch] | None = None
 
 
 def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
@@ -94,13 +98,14 @@ class MicroBatchRunner:
         model: its gradients are summed; they must be clear when :meth:`run` begins.
         loss: of its rows.
         retry: has the limit of a micro-batch, and runs a step again that ran out of memory.
-        layout: what micro-batches are padded to and whether they are alike; None for nothing.
+        layout: of micro-batches; None for rows that are padded, and nothing else.
         max_grad_norm: clip the norm of all gradients to this; infinity measures it, and None does neither.
         scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as it comes.
         measures_noise: sample the gradient's noise in each step; not with the optimizer in backward, which leaves no gradient.
         sharding: of the model; needed where there are several ranks.
 
     Attributes:
+        layout: of micro-batches, from the next step on.
         is_trial: whether what runs now is a trial, and not training.
     """
 
@@ -126,12 +131,12 @@ class MicroBatchRunner:
         self._measures_noise = measures_noise
         self._device = retry.memory.device
         # Ranks agree on how many there are before they run: the same rows are not split twice.
-        self._split = lru_cache(maxsize=1)(lambda lengths, limit: micro_batches(lengths, limit, self.layout))
+        self._split = lru_cache(maxsize=1)(micro_batches)
         self._running_statistics = _running_statistics(model)
 
     def num_micro_batches(self, rows: Sequence[Row]) -> int:
         """Return how many micro-batches some rows are now."""
-        return len(self._split(tuple(map(self.loss.row_length, rows)), self.retry.limit()))
+        return len(self._split(tuple(map(self.loss.row_length, rows)), self.retry.limit(), self.layout))
 
     def run(self, rows: Sequence[Row], *, num_micro_batches: int | None = None) -> StepResult:
         """Leave in the gradients the mean over the label tokens of all `rows`, clipped.
@@ -167,7 +172,7 @@ class MicroBatchRunner:
         try:
             for is_last in (False, True):
                 self.try_rows([row], is_last=is_last)
-            self.evaluate(self.collate([row]), is_trial=True)
+            self.evaluate([row], is_trial=True)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -178,8 +183,8 @@ class MicroBatchRunner:
         """Run one micro-batch as :meth:`run` does, whether it has labels or not, and forget what it computed."""
         self.is_trial = True
         try:
-            with self.sharding.micro_batch(is_last=is_last):
-                batch = self.collate(rows)  # which is there until the micro-batch has ended, as in training
+            # The batch is there until the micro-batch has ended, as in training.
+            with self.sharding.micro_batch(is_last=is_last), self._collated(rows, self.loss) as batch:
                 mean, count = self._loss_and_labels(batch)
                 token_loss = mean * count
                 (token_loss if self._scale_gradients else mean).backward()  # type: ignore[no-untyped-call]
@@ -192,24 +197,39 @@ class MicroBatchRunner:
             self.try_rows(rows)
         self.try_rows(rows, is_last=False)
 
-    def evaluate(self, batch: Batch, *, is_trial: bool = False) -> tuple[float, int]:
-        """Return the sum of the token losses of a collated batch and its label tokens, without gradients.
+    def evaluate(
+        self, rows: Sequence[Row], *, loss: RowLoss | None = None, length: int = 0, is_trial: bool = False
+    ) -> tuple[float, int]:
+        """Return the sum of the token losses of a micro-batch and its label tokens, without gradients.
 
         One without any label is run only in a trial, or where other ranks may have some.
-        """
-        if not is_trial and distributed.world_size() == 1 and not self.loss.count_labels(batch):
-            return 0.0, 0
-        self.is_trial = is_trial
-        try:
-            with torch.no_grad(), self.sharding.micro_batch(evaluates=True):
-                mean, count = self._loss_and_labels(batch)
-                return (mean * count).item() if count else 0.0, int(count)
-        finally:
-            self.is_trial = False
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
-        """Return one batch on the host, padded as the layout asks for."""
-        return self.loss.collate(rows, self.layout.padded(max(map(self.loss.row_length, rows))))
+        Args:
+            rows: of the micro-batch.
+            loss: how they become a batch; None as in training.
+            length: tokens that they are padded to at least.
+            is_trial: whether this is one.
+        """
+        with self._collated(rows, loss or self.loss, length) as batch:
+            if not is_trial and distributed.world_size() == 1 and not self.loss.count_labels(batch):
+                return 0.0, 0
+            self.is_trial = is_trial
+            try:
+                with torch.no_grad(), self.sharding.micro_batch(evaluates=True):
+                    mean, count = self._loss_and_labels(batch)
+                    return (mean * count).item() if count else 0.0, int(count)
+            finally:
+                self.is_trial = False
+
+    @contextmanager
+    def _collated(self, rows: Sequence[Row], loss: RowLoss, length: int = 0) -> Iterator[Batch]:
+        """Give one batch on the host, as the layout asks for, of at least so many tokens a row; packed rows stay apart within."""
+        lengths = list(map(loss.row_length, rows))
+        if self.layout.kind != "packed" or loss.pack is None:
+            yield loss.collate(rows, length or self.layout.padded(max(lengths)))
+            return
+        with rows_apart(lengths):
+            yield loss.pack(rows)
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""
@@ -235,14 +255,15 @@ class MicroBatchRunner:
         if together:
             self.sharding.reset()  # a forward of another's, as in its own validation, leaves parameters gathered
         lengths, limit = tuple(map(self.loss.row_length, rows)), retry.limit()
-        pieces = self._split(lengths, limit)
+        pieces = self._split(lengths, limit, self.layout)
         retry.current = fullest = limit.fullest(pieces) if pieces else self._dummy_micro_batch()
         count = num_micro_batches or max(1, distributed.maximum(len(pieces)))
         assert len(pieces) <= count, f"{len(pieces)} micro-batches on this rank, and {count} were agreed upon"
         assert self._scale_gradients or count == 1, "with the optimizer in backward a step is one micro-batch"
         sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self._device)
         # Grouped by length, the first micro-batch is no random sample of the step.
-        in_order = limit.unit == "rows" or (not together and len(set(lengths)) == 1)
+        by_rows = limit.unit == "rows" and self.layout.kind != "grouped"
+        in_order = by_rows or (not together and len(set(lengths)) == 1)
         measures = self._measures_noise and in_order and count > 1 and _copies_of_each_row() == 1
         # What is measured after the first has to be reduced by then.
         reduced = [number + 1 == count or (measures and number == 0) for number in range(count)]
@@ -271,30 +292,32 @@ class MicroBatchRunner:
 
     def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums, *, is_last: bool) -> None:
         """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is None or has no label."""
-        together, labels = distributed.world_size() > 1, None
         with self.sharding.micro_batch(is_last=is_last):
             if piece is not None:
-                batch = self.loss.collate([rows[i] for i in piece.rows], piece.length)
-                sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
-                labels = self.loss.count_labels(batch)
-            if not labels:  # its mean would be 0/0, and 0 times that is no zero
-                if not together:
-                    return
-                labels = None
-                row = self._dummy_row()
-                batch = self.loss.collate([row], self.layout.padded(self.loss.row_length(row)))
-            mean, count = self._loss_and_labels(batch)
-            token_loss = mean * (0 if labels is None else count)
-            if labels is not None:
-                sums.add(token_loss.detach(), labels if together else count)
-            if not self._scale_gradients and not together:
-                token_loss = mean
-            elif not self._scale_gradients:  # each parameter is stepped as soon as its gradient is there
-                sums.all_reduce_sum()
-                if not sums.label_tokens:
-                    return  # on no rank is there anything to step by
-                token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
-            token_loss.backward()  # type: ignore[no-untyped-call]
+                with self._collated([rows[i] for i in piece.rows], self.loss, piece.length) as batch:
+                    sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
+                    if labels := self.loss.count_labels(batch):
+                        self._backward(batch, labels, sums)
+                        return
+            if distributed.world_size() > 1:  # its mean would be 0/0, and 0 times that is no zero
+                with self._collated([self._dummy_row()], self.loss) as batch:
+                    self._backward(batch, None, sums)
+
+    def _backward(self, batch: Batch, labels: torch.Tensor | None, sums: _Sums) -> None:
+        """Add the gradients of a batch of so many labels; None for one of weight 0."""
+        together = distributed.world_size() > 1
+        mean, count = self._loss_and_labels(batch)
+        token_loss = mean * (0 if labels is None else count)
+        if labels is not None:
+            sums.add(token_loss.detach(), labels if together else count)
+        if not self._scale_gradients and not together:
+            token_loss = mean
+        elif not self._scale_gradients:  # each parameter is stepped as soon as its gradient is there
+            sums.all_reduce_sum()
+            if not sums.label_tokens:
+                return  # on no rank is there anything to step by
+            token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
+        token_loss.backward()  # type: ignore[no-untyped-call]
 
     def _finish(self, sums: _Sums, count: int, sample: tuple[torch.Tensor, torch.Tensor] | None) -> StepResult:
         """Count the label tokens of all ranks and divide the gradients by them; fails where any rank has failed."""

@@ -11,7 +11,6 @@ from support.sharded_model import (
     Decoder,
     bits,
     by_hand,
-    collate,
     divided,
     make_rows,
     relative_error,
@@ -148,7 +147,7 @@ def standing_in() -> dict[str, Any]:
     sharding = run.sharding
     run.try_rows(my_rows(), is_last=False)
     run.try_rows(my_rows())
-    run.evaluate(collate(my_rows()))
+    run.evaluate(my_rows())
     model.zero_grad(set_to_none=True)
     if distributed.rank() == 1:
         sharding.run_dummy_collectives(is_last=False)
@@ -159,7 +158,7 @@ def standing_in() -> dict[str, Any]:
         run.try_rows(my_rows(), is_last=False)
         kept = sum(1 for _ in sharding.kept_gradients())
         run.try_rows(my_rows())
-        run.evaluate(collate(my_rows()))
+        run.evaluate(my_rows())
     gradients = sum(parameter.grad is not None for parameter in model.parameters())
     sharding.reset()
     model.zero_grad(set_to_none=True)

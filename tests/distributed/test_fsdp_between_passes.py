@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_on_ranks
-from support.sharded_model import Decoder, collate, divided, make_rows, runner_of, whole_parameters
+from support.sharded_model import Decoder, divided, make_rows, runner_of, whole_parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -75,7 +75,7 @@ def collectives_around(model: Any, between: str) -> tuple[int, int]:
     before = collectives_of_a_step(model, accumulates)
     if between == "a validation":
         model.eval()
-        accumulates.evaluate(collate(make_rows(ROWS)))
+        accumulates.evaluate(make_rows(ROWS))
         model.train()
     else:
         own_forward(model)

@@ -11,7 +11,6 @@ from support.ranks import run_on_ranks
 from support.sharded_model import (
     Decoder,
     Row,
-    collate,
     divided,
     make_rows,
     runner_of,
@@ -138,7 +137,7 @@ def burdened(sync: bool, phase: str, whom: tuple[int, ...]) -> dict[str, Any]:
 
 
 def evaluate(trained: Trained, size: int) -> None:
-    trained.runner.evaluate(collate(rows(size)), is_trial=True)
+    trained.runner.evaluate(rows(size), is_trial=True)
 
 
 def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]:

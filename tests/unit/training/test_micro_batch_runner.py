@@ -1,5 +1,7 @@
 """Gradients are sums of token losses over one count of label tokens, however a step is split."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -146,9 +148,11 @@ def test_padding_is_counted_per_micro_batch():
 
 
 def test_rows_are_padded_with_the_token_given_and_have_no_labels_there():
-    net = model()
-    shapes = MicroBatchLayout(pad_to_multiple_of=4)
-    batch = runner(net, MicroBatchLimit(2), layout=shapes, pad_id=7).collate([row(3), row(5)])
+    net, shapes, batches = model(), MicroBatchLayout(pad_to_multiple_of=4), []
+    run = runner(net, MicroBatchLimit(2), layout=shapes, pad_id=7)
+    run.loss = replace(run.loss, to_device=lambda batch: batches.append(dict(batch)))
+    run.try_rows([row(3), row(5)])
+    (batch,) = batches
     assert batch["tokens"].shape == batch["labels"].shape == (2, 8)
     assert batch["tokens"][1, 5:].tolist() == [7] * 3
     assert (batch["labels"][1, 5:] == IGNORED).all()

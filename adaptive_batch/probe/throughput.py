@@ -1,0 +1,195 @@
+"""The fastest micro-batches: which layout and size train the most real tokens a second, found by a few timed trials.
+
+The largest that fits is a bound and no aim: from some size on more tokens at once are hardly faster, while rows of uneven
+lengths are padded more. A step has the same rows in any layout, so the time of its micro-batches decides. It is modelled as
+linear in what they hold (:class:`.MicroBatchTime`), fitted to micro-batches that were timed, and corrected by what trials of
+a near size took beside it. The best by that is tried, until it is one that was.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from adaptive_batch._util import format_bytes
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, MicroBatchTime, micro_batches
+
+log = logging.getLogger("adaptive_batch")
+
+MAX_TRIALS = 6
+_ALIKE = 0.01  # of two sizes that are expected to differ by less, the smaller is taken: it leaves memory
+
+
+@dataclass(frozen=True)
+class TimedTrial:
+    """A layout and a limit that were timed.
+
+    Attributes:
+        kind: of the layout.
+        limit: of a micro-batch.
+        tokens_per_second: real tokens of a device, the optimizer's step included.
+        padding: share of the tokens that were run.
+        peak_bytes: of the largest such micro-batch; None where it was not tried.
+    """
+
+    kind: str
+    limit: MicroBatchLimit
+    tokens_per_second: float
+    padding: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What is fastest.
+
+    Attributes:
+        kind: of the layout.
+        limit: of a micro-batch.
+        time: of a micro-batch in this layout, as the trials have shown it.
+        trials: in their order.
+    """
+
+    kind: str
+    limit: MicroBatchLimit
+    time: MicroBatchTime
+    trials: tuple[TimedTrial, ...]
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Throughput:
+        """Build it from what ``asdict`` returned."""
+        trials = (TimedTrial(**{**one, "limit": MicroBatchLimit(**one["limit"])}) for one in saved["trials"])
+        limit, time = MicroBatchLimit(**saved["limit"]), MicroBatchTime(**saved["time"])
+        return cls(saved["kind"], limit, time, tuple(trials))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the trial of what is fastest."""
+        return next(one for one in self.trials if (one.kind, one.limit) == (self.kind, self.limit)).tokens_per_second
+
+    def with_peak(self, peak_bytes: int | None) -> Throughput:
+        """Return the same, with the peak of what is fastest."""
+        mine = (self.kind, self.limit)
+        peaks = (replace(one, peak_bytes=peak_bytes) if (one.kind, one.limit) == mine else one for one in self.trials)
+        return replace(self, trials=tuple(peaks))
+
+    def table(self) -> str:
+        """Aligned text: a line for each trial, then what is fastest."""
+        lines = [f"{'layout':>8} {'at once':>15} {'peak':>10} {'padding':>8} {'tokens/s':>9}"]
+        for one in self.trials:
+            at_once = f"{one.limit.amount:,} {one.limit.unit}"
+            peak = "-" if one.peak_bytes is None else format_bytes(one.peak_bytes)
+            lines.append(f"{one.kind:>8} {at_once:>15} {peak:>10} {one.padding:>8.1%} {one.tokens_per_second:>9,.0f}")
+        return "\n".join([*lines, f"fastest: {self.kind}, up to {self.limit.amount:,} {self.limit.unit} at once"])
+
+
+def find_fastest(
+    run: Callable[[list[MicroBatch], MicroBatchLayout], list[float] | None],
+    *,
+    steps: Sequence[Sequence[int]],
+    sample: Sequence[int],
+    layouts: Sequence[MicroBatchLayout],
+    limits: Callable[[MicroBatchLayout], Sequence[MicroBatchLimit]],
+    step_seconds: float = 0.0,
+) -> Throughput | None:
+    """Find the layout and the limit whose micro-batches take least time for the same rows.
+
+    Args:
+        run: runs micro-batches of the sample, and returns the seconds of each; None where they do not fit.
+        steps: tokens of each row of some steps of training, whose time is modelled.
+        sample: tokens of each row that is run in a trial, those of a step or a part of one.
+        layouts: to choose from.
+        limits: of each, ascending.
+        step_seconds: that a step takes beside its micro-batches.
+
+    Returns:
+        What is fastest; None where nothing that was tried fits.
+    """
+    tried: dict[tuple[str, MicroBatchLimit], TimedTrial] = {}
+    timings: dict[str, list[tuple[MicroBatch, float]]] = {layout.kind: [] for layout in layouts}
+    times = {layout.kind: layout.time for layout in layouts}
+    too_large = dict.fromkeys(times, math.inf)
+    share = sum(sample) / sum(map(sum, steps)) * len(steps)  # of the step that a sample is
+
+    def time(layout: MicroBatchLayout, limit: MicroBatchLimit) -> None:
+        layout = replace(layout, time=times[layout.kind])
+        pieces = micro_batches(sample, limit, layout)
+        seconds = run(pieces, layout)
+        if seconds is None:
+            too_large[layout.kind] = min(too_large[layout.kind], limit.amount)
+            return
+        timings[layout.kind] += zip(pieces, seconds, strict=True)
+        times[layout.kind] = fitted(timings[layout.kind])
+        padding = 1 - sum(sample) / sum(piece.padded_tokens for piece in pieces)
+        rate = sum(sample) / (sum(seconds) + share * step_seconds)
+        tried[layout.kind, limit] = trial = TimedTrial(layout.kind, limit, rate, padding)
+        log.info("timed %s, up to %d %s at once: %.0f tokens/s", trial.kind, limit.amount, limit.unit, rate)
+
+    def seconds_of(layout: MicroBatchLayout, limit: MicroBatchLimit) -> float:
+        layout = replace(layout, time=times[layout.kind])
+        modelled = sum(layout.time.of(micro_batches(lengths, limit, layout)) for lengths in steps)
+        near = min(
+            (other for kind, other in tried if kind == layout.kind),
+            key=lambda other: abs(math.log(other.amount / limit.amount)),
+        )
+        pieces = micro_batches(sample, near, layout)
+        measured = sum(sample) / tried[layout.kind, near].tokens_per_second - share * step_seconds
+        return modelled * measured / layout.time.of(pieces) + step_seconds * len(steps)
+
+    def left() -> list[tuple[MicroBatchLayout, MicroBatchLimit]]:
+        return [
+            (layout, limit) for layout in layouts for limit in limits(layout) if limit.amount < too_large[layout.kind]
+        ]
+
+    for layout in layouts:
+        while layout.kind not in (kind for kind, _ in tried):
+            smaller = [limit for one, limit in left() if one is layout]
+            if not smaller:
+                break
+            time(layout, smaller[len(smaller) // 2])
+    for _ in range(MAX_TRIALS - len(tried)):
+        expected = {one: seconds_of(*one) for one in left() if any(kind == one[0].kind for kind, _ in tried)}
+        if not expected:
+            return None
+        first = min(expected, key=expected.__getitem__)
+        alike = [one for one, seconds in expected.items() if seconds <= (1 + _ALIKE) * expected[first]]
+        layout, limit = min((one for one in alike if one[0] is first[0]), key=lambda one: one[1].amount)
+        if (layout.kind, limit) in tried:
+            break
+        time(layout, limit)
+    trials = tuple(tried.values())
+    fastest = max(trials, key=lambda trial: trial.tokens_per_second)
+    return Throughput(fastest.kind, fastest.limit, times[fastest.kind], trials)
+
+
+def fitted(timings: Sequence[tuple[MicroBatch, float]]) -> MicroBatchTime:
+    """Fit the time of micro-batches to those that were timed: non-negative least squares of relative errors.
+
+    Few or similar micro-batches do not tell the parts from each other, so some that behave as :class:`.MicroBatchTime` does
+    by default, at the mean speed of the others, are added with a tenth of the weight.
+    """
+    seconds = [each for _, each in timings]
+    usual = MicroBatchTime()
+    made_up = [MicroBatch([0] * rows, length) for rows, length in ((1, 64), (8, 128), (1, 1024), (16, 512))]
+    speed = sum(seconds) / sum(usual.of([piece]) for piece, _ in timings)
+    pieces = [piece for piece, _ in timings] + made_up
+    target = torch.tensor([*seconds, *(speed * usual.of([piece]) for piece in made_up)], dtype=torch.float64)
+    features = torch.tensor(
+        [(1, len(piece.rows), piece.padded_tokens, sum(n * n for n in piece.lengths)) for piece in pieces],
+        dtype=torch.float64,
+    )
+    weight = torch.tensor([1.0] * len(timings) + [0.1] * len(made_up)) / target.clamp(min=1e-9)
+    features, target = features * weight[:, None], target * weight
+    scale = features.norm(dim=0)
+    features /= scale
+    gram, found = features.T @ features, torch.zeros(len(scale), dtype=torch.float64)
+    of_target = features.T @ target
+    for _ in range(500):  # coordinate descent, which for so few unknowns comes to the least
+        for unknown in range(len(scale)):
+            found[unknown] = (of_target[unknown] - gram[unknown] @ found + found[unknown]).clamp(min=0)
+    return MicroBatchTime(*(found / scale).tolist())
