@@ -9,7 +9,7 @@ from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, count_shi
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import LimitChange, OOMPolicy, OOMRetry, lengthened
-from .packing import PackedAttention, pack_rows, rows_apart
+from .packing import PackedAttention, pack_rows, rows_apart, why_not_packed
 from .step import agree_on_step, differences, same_answers
 from .step_rate import StepRate
 
@@ -41,4 +41,5 @@ __all__ = [
     "pack_rows",
     "rows_apart",
     "same_answers",
+    "why_not_packed",
 ]

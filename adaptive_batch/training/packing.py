@@ -11,79 +11,49 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
+
+from adaptive_batch.memory import RandomState
 
 Row = Mapping[str, Any]
 Batch = dict[str, Any]
 
 
 class PackedAttention:
-    """What stands in for `scaled_dot_product_attention`: causal attention of each row alone, whatever mask is given.
+    """Causal attention of each row alone, in place of `scaled_dot_product_attention`; `calls` counts them, `dtype` is the last's."""
 
-    Args:
-        lengths: tokens of each row, in their order in the sequence.
-        attend: PyTorch's `scaled_dot_product_attention`.
-
-    Attributes:
-        calls: how many it has taken.
-        dtype: of the last query.
-    """
-
-    def __init__(self, lengths: Sequence[int], attend: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, lengths: Sequence[int], attend: Callable[..., Tensor]) -> None:
         self.calls, self.dtype = 0, torch.float32
-        self._lengths, self._tokens, self._attend = list(lengths), sum(lengths), attend
-        self._ends: dict[torch.device, torch.Tensor] = {}
+        self._lengths, self._longest, self._attend = list(lengths), max(lengths), attend
+        self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """Return ``[1, heads, tokens, head_dim]``, as the query is.
-
-        Raises:
-            ValueError: the call is of another shape, so that rows cannot be kept apart in it.
-        """
-        if any(one.dim() != 4 or one.shape[0] != 1 or one.shape[2] != self._tokens for one in (query, key, value)):
-            shapes = " and ".join(str(list(one.shape)) for one in (query, key))
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) -> Tensor:
+        """Return ``[1, heads, tokens, head_dim]``, as the query is; raise ValueError where a tensor is of another shape."""
+        tensors, tokens = (query, key, value), sum(self._lengths)
+        if any(one.dim() != 4 or one.shape[::2] != (1, tokens) for one in tensors):
             raise ValueError(
-                f"attention of query and key {shapes} in packed rows of {self._tokens} tokens in all, which are kept apart "
-                "where both are [1, heads, tokens, head_dim]"
+                f"attention of {list(query.shape)} to {list(key.shape)} cannot keep packed rows of {tokens} tokens in all apart; "
+                "it can where both are [1, heads, tokens, head_dim]"
             )
         self.calls, self.dtype = self.calls + 1, query.dtype
-        is_even = not dropout_p and query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0
-        if query.is_cuda and is_even:
-            params = SDPAParams(query, key, value, None, 0.0, True, enable_gqa)
-            if can_use_flash_attention(params):
-                return self._by_kernel(query, key, value, scale)
-        rows = zip(*(torch.split(one, self._lengths, 2) for one in (query, key, value)), strict=True)
-        how = {"dropout_p": dropout_p, "is_causal": True, "scale": scale, "enable_gqa": enable_gqa}
-        # Joined as kernels lay them out, [1, tokens, heads, head_dim], which models go on to ask for.
+        how = dict(zip(("attn_mask", "dropout_p"), given, strict=False)) | how | {"attn_mask": None, "is_causal": True}
+        is_even = query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0 and not how.get("dropout_p")
+        if query.is_cuda and is_even and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True)):
+            self._ends = self._ends.to(query.device)
+            where = self._ends, self._ends, self._longest, self._longest
+            out = _varlen_attention()(*(one[0].transpose(0, 1) for one in tensors), *where, scale=how.get("scale"))
+            return out.transpose(0, 1)[None]
+        rows = zip(*(torch.split(one, self._lengths, 2) for one in tensors), strict=True)
+        # Joined as [1, tokens, heads, head_dim], which kernels return and models go on to ask for.
         return torch.cat([self._attend(*row, **how).transpose(1, 2) for row in rows], 1).transpose(1, 2)
-
-    def _by_kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        if query.device not in self._ends:
-            ends = torch.tensor([0, *accumulate(self._lengths)], dtype=torch.int32)
-            self._ends[query.device] = ends.to(query.device)
-        where = 2 * (self._ends[query.device],) + 2 * (max(self._lengths),)
-        rows = (one[0].transpose(0, 1) for one in (query, key, value))
-        out: torch.Tensor = _varlen_attention()(*rows, *where, scale=scale)
-        return out.transpose(0, 1)[None]
 
 
 @cache
-def _varlen_attention() -> Callable[..., torch.Tensor]:
-    """PyTorch's kernel for rows of several lengths, causal and for grouped heads, as each version of it is asked for that."""
-    attend: Any = import_module("torch.nn.attention.varlen").varlen_attn  # which takes two seconds to import
+def _varlen_attention() -> Callable[..., Tensor]:
+    """PyTorch's kernel for rows of several lengths, as its version is asked for causal attention and grouped heads."""
+    attend: Any = import_module("torch.nn.attention.varlen").varlen_attn  # takes two seconds to import
     options = {"window_size": (-1, 0), "is_causal": True, "enable_gqa": True}
     return partial(attend, **{name: options[name] for name in signature(attend).parameters if name in options})
 
@@ -92,20 +62,20 @@ def _varlen_attention() -> Callable[..., torch.Tensor]:
 def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` is causal attention of each row of one sequence alone.
 
-    Forward and backward both run inside, since activation checkpointing attends again in backward. A call costs time and
-    memory in proportion to the sum of the squares of the lengths and to the sum of the lengths: in half precision on CUDA
-    it is one of `torch.nn.attention.varlen`, and elsewhere, as with dropout, one of each row. On a CPU that took two
-    thirds of the time of rows of like length padded together.
+    Forward and backward both run inside: with activation checkpointing, backward attends again. In half precision on CUDA
+    a call is one of `torch.nn.attention.varlen`; elsewhere, and with dropout, it is one call for each row, which on a CPU
+    took two thirds to four fifths of the time of rows of like length padded together.
 
-    The function is replaced in its module, where models look it up, and for all threads. A `TorchFunctionMode` added 2 to
-    11% to small steps, and PyTorch switches modes off where a backward computes activations again.
+    The function is replaced where models look it up, for all threads. A `TorchFunctionMode` would see every other function
+    too, which made small steps 2 to 11% slower, and PyTorch switches it off where backward computes activations again.
 
     Args:
         lengths: tokens of each row, in their order in the sequence.
     """
     attend: Any = functional.scaled_dot_product_attention
     assert not isinstance(attend, PackedAttention), "rows are apart already"
-    functional.scaled_dot_product_attention = packed = PackedAttention(lengths, attend)
+    packed: Any = PackedAttention(lengths, attend)
+    functional.scaled_dot_product_attention = packed
     try:
         yield packed
     finally:
@@ -116,14 +86,14 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     """Return one batch of rows laid end to end, on the host.
 
     Args:
-        rows: without padding; of ``tokens`` (torchtune) or ``input_ids`` (transformers), and ``labels``.
-        ignore_index: the label of tokens that no loss is computed of.
+        rows: without padding, of ``labels`` and ``tokens`` (torchtune) or ``input_ids`` (transformers).
+        ignore_index: the label that no loss is computed of. The first of each row becomes it, so that after the shift by
+            one no row predicts another's token.
 
     Returns:
-        The tokens and ``labels``, both [1, tokens], and the positions within the rows, as ``input_pos`` or
-        ``position_ids``. The first label of each row is ignored, so that after the shift by one no row predicts
-        another's token. With ``input_ids`` there is an ``attention_mask`` of one element and four dimensions, for which
-        transformers makes no mask of [tokens, tokens].
+        What rows have, and positions within the rows as ``input_pos`` or ``position_ids``: all ``[1, tokens]``. For
+        transformers also an ``attention_mask`` of four dimensions and one element, in whose place none of
+        ``[tokens, tokens]`` is made.
     """
     is_transformers = "tokens" not in rows[0]
     name = "input_ids" if is_transformers else "tokens"
@@ -134,6 +104,69 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     starts = lengths.cumsum(0) - lengths
     labels[starts] = ignore_index
     positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
-    batch = {name: ids, "labels": labels, "position_ids" if is_transformers else "input_pos": positions}
-    mask = {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)} if is_transformers else {}
-    return {key: value[None] for key, value in batch.items()} | mask
+    batch = {name: ids[None], "labels": labels[None]}
+    if not is_transformers:
+        return batch | {"input_pos": positions[None]}
+    return batch | {"position_ids": positions[None], "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+
+
+def why_not_packed(
+    model: nn.Module,
+    token_loss: Callable[[Batch], Tensor | float],
+    rows: Sequence[Row],
+    *,
+    collate: Callable[[Sequence[Row], int], Batch],
+    ignore_index: int,
+    longest_row: int,
+) -> str:
+    """Return why packed rows would not train the model as rows alone do, and what to do about it; "" if they would.
+
+    The loss of two short rows, packed in both orders, is compared with that of each alone; rounding may change it by a small share of
+    what it changes that one row sees the other. It is five forward passes in evaluation mode, and changes nothing.
+
+    Args:
+        model: called by `token_loss`, which returns the sum of the token losses of a batch that is on the host.
+        rows: two of the dataset, as for :func:`pack_rows`; their first tokens are used, all of them as labels.
+        collate: makes an ordinary batch of rows, padded to a length.
+        longest_row: tokens of the dataset's longest row.
+    """
+    config: Any = getattr(model, "config", None)  # of transformers
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    is_full = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
+    windows: list[Any] = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if not is_full and (seen := min((one for one in windows if one), default=longest_row)) < longest_row:
+        return (
+            f"a layer attends to {seen} tokens, and packed to all {longest_row} of the longest row: cut rows to these"
+        )
+    name = "tokens" if "tokens" in rows[0] else "input_ids"
+    short = [
+        {key: one[:tokens] if isinstance(one, list) or getattr(one, "ndim", False) else one for key, one in row.items()}
+        | {"labels": row[name][:tokens]}
+        for row, tokens in zip(rows, (5, 8), strict=False)
+    ]
+    lengths = [len(row[name]) for row in short]
+    modes = [(module, module.training) for module in model.modules()]
+    random_state = RandomState(next(model.parameters()).device)
+    model.eval()
+    try:
+        with torch.no_grad():
+            alone, packed = sum(float(token_loss(collate([row], len(row[name])))) for row in short), []
+            for order, parts in ((1, lengths), (-1, lengths[::-1]), (1, [sum(lengths)])):
+                with rows_apart(parts) as attention:
+                    packed.append(float(token_loss(pack_rows(short[::order], ignore_index=ignore_index))))
+    except (TypeError, ValueError) as error:
+        return f"it does not run on packed rows: {error}"
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        random_state.restore()
+    if not attention.calls:
+        return "it does not attend by torch's scaled_dot_product_attention: load a model of transformers with attn_implementation='sdpa'"
+    rounding = max(torch.finfo(attention.dtype).eps, 2**-10)  # float32's too, where CUDA multiplies in TF32
+    allowed = rounding**0.5 * abs(packed.pop() - alone) + rounding / 8 * abs(alone)
+    if all(abs(one - alone) <= allowed for one in packed):
+        return ""
+    return (
+        f"the loss of two rows is {packed[0]:.6g} packed, {packed[1]:.6g} in the other order and {alone:.6g} alone: the model must be "
+        f"causal, use {'input_pos' if name == 'tokens' else 'position_ids'}, and mix tokens by torch's scaled_dot_product_attention alone"
+    )

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
+from torchtune.models.gemma2 import gemma2
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config
 
-from adaptive_batch.training import pack_rows, rows_apart
+from adaptive_batch.training import pack_rows, rows_apart, why_not_packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,7 +197,7 @@ def test_attention_is_pytorchs_again_outside_even_after_an_error():
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 6, 8), (3, 5, 8)])
 def test_attention_of_another_shape_is_refused(shape):
-    with rows_apart([2, 3]), pytest.raises(ValueError, match=r"in packed rows of 5 tokens in all"):
+    with rows_apart([2, 3]), pytest.raises(ValueError, match=r"cannot keep packed rows of 5 tokens in all apart"):
         functional.scaled_dot_product_attention(*[torch.randn(shape)] * 3)
 
 
@@ -228,3 +229,122 @@ def test_rows_are_as_they_were_after_packing():
     rows = [{"tokens": torch.tensor([1, 2]), "labels": torch.tensor([1, 2])}]
     pack_rows(rows, ignore_index=IGNORED)
     assert rows[0]["labels"].tolist() == [1, 2]
+
+
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+
+
+def from_config(config, **settings):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, **settings)
+
+
+class Small(nn.Module):
+    """A decoder whose attention, positions and mixing of tokens are as asked for."""
+
+    def __init__(self, *, attend=functional.scaled_dot_product_attention, takes_positions=True, mixes=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.ids, self.places = nn.Embedding(VOCABULARY, 32), nn.Embedding(64, 32)
+        self.project, self.out = nn.Linear(32, 96), nn.Linear(32, VOCABULARY)
+        self.dropout, self.attend, self.takes_positions, self.mixes = nn.Dropout(), attend, takes_positions, mixes
+
+    def forward(self, tokens, input_pos=None):
+        if not self.takes_positions or input_pos is None:
+            input_pos = torch.arange(tokens.shape[1])
+        hidden = self.dropout(self.ids(tokens) + self.places(input_pos))
+        if self.mixes:
+            hidden = hidden + functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        heads = self.project(hidden).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        attend = self.attend or functional.scaled_dot_product_attention
+        return self.out(hidden + attend(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def matmul_attention(query, key, value, *, is_causal):
+    weights = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    later = torch.ones(weights.shape[-2:], dtype=torch.bool).triu(1)
+    return weights.masked_fill(later, -torch.inf).softmax(-1) @ value
+
+
+def half(model):
+    return model.to(torch.bfloat16)
+
+
+def reason(model, *, name="tokens", longest_row=40):
+    """Why the check refuses a model, given rows of the dataset."""
+
+    def collate(rows, length):
+        assert {len(row[name]) for row in rows} == {length}
+        return padded(rows, name=name)
+
+    rows = random_rows([12, 30, 17], name=name)
+    return why_not_packed(
+        model,
+        lambda batch: loss_of(model, batch),
+        rows,
+        collate=collate,
+        ignore_index=IGNORED,
+        longest_row=longest_row,
+    )
+
+
+ACCEPTED = {
+    "llama3_2": lambda: torchtune_model(llama3_2),
+    "llama3_2 in float32, logits in one": lambda: llama3_2(**SHAPE),
+    "qwen2 in bfloat16": lambda: half(torchtune_model(qwen2, checkpointing=True)),
+    "transformers": transformers_model,
+    "transformers in bfloat16": lambda: half(transformers_model()),
+    "learned positions, transformers": lambda: from_config(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4), attn_implementation="sdpa"
+    ),
+    "learned positions": lambda: Small(attend=None),
+    "a window longer than rows, transformers": lambda: from_config(MistralConfig(**WIDE, sliding_window=40)),
+    "no window in use, transformers": lambda: from_config(Qwen2Config(**WIDE, sliding_window=8)),
+}
+REFUSED = {
+    "gemma2": (
+        lambda: gemma2(**SHAPE, head_dim=8, query_pre_attn_scalar=8),
+        "does not attend by torch's scaled_dot_product",
+    ),
+    "matmul": (lambda: Small(attend=matmul_attention), "does not attend by torch's scaled_dot_product"),
+    "matmul in bfloat16": (lambda: half(Small(attend=matmul_attention)), "does not attend by"),
+    "a function taken before": (lambda: Small(), "does not attend by torch's scaled_dot_product"),
+    "eager, transformers": (
+        lambda: from_config(LlamaConfig(**WIDE), attn_implementation="eager"),
+        "attn_implementation='sdpa'",
+    ),
+    "its own positions": (lambda: Small(attend=None, takes_positions=False), "use input_pos"),
+    "its own positions in bfloat16": (lambda: half(Small(attend=None, takes_positions=False)), "use input_pos"),
+    "a convolution": (
+        lambda: Small(attend=None, mixes=True),
+        "mix tokens by torch's scaled_dot_product_attention alone",
+    ),
+    "a convolution in bfloat16": (lambda: half(Small(attend=None, mixes=True)), "mix tokens by"),
+    "no positions": (lambda: nn.Sequential(Small(attend=None)), "unexpected keyword argument"),
+    "a window, transformers": (
+        lambda: from_config(MistralConfig(**WIDE, sliding_window=39)),
+        "a layer attends to 39 tokens, and packed to all 40 of the longest row",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_a_model_that_keeps_rows_apart_is_packed(case):
+    assert reason(ACCEPTED[case](), name="input_ids" if "transformers" in case else "tokens") == ""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_does_not_is_refused(case):
+    build, message = REFUSED[case]
+    assert message in reason(build(), name="input_ids" if "transformers" in case else "tokens")
+
+
+def test_the_check_leaves_training_modes_random_numbers_and_gradients():
+    model = Small(attend=None).train()
+    model.dropout.eval()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    assert reason(model) == ""
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in (model, model.ids, model.dropout)] == [True, True, False]
+    assert all(one.grad is None for one in model.parameters())
