@@ -52,11 +52,13 @@ def padded(rows, *, name="tokens"):
     }
 
 
-def loss_of(model, batch):
+def loss_of(model, batch, *, in_float32=True):
     """The sum of the token losses of a batch, of a model of torchtune or transformers."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     logits = model(**inputs)
     logits = torch.cat(logits, 1) if isinstance(logits, list) else getattr(logits, "logits", logits)
+    if in_float32 and logits.dtype.itemsize == 2:
+        logits = logits.float()
     labels = batch["labels"][:, 1:].flatten()
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
 
@@ -231,7 +233,14 @@ def test_rows_are_as_they_were_after_packing():
     assert rows[0]["labels"].tolist() == [1, 2]
 
 
-WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+WIDE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "num_key_value_heads": 2,
+}
 
 
 def from_config(config, **settings):
@@ -270,7 +279,7 @@ def half(model):
     return model.to(torch.bfloat16)
 
 
-def reason(model, *, name="tokens", longest_row=40):
+def reason(model, *, name="tokens", longest_row=40, **options):
     """Why the check refuses a model, given rows of the dataset."""
 
     def collate(rows, length):
@@ -280,7 +289,7 @@ def reason(model, *, name="tokens", longest_row=40):
     rows = random_rows([12, 30, 17], name=name)
     return why_not_packed(
         model,
-        lambda batch: loss_of(model, batch),
+        lambda batch: loss_of(model, batch, **options),
         rows,
         collate=collate,
         ignore_index=IGNORED,
@@ -337,6 +346,11 @@ def test_a_model_that_keeps_rows_apart_is_packed(case):
 def test_a_model_that_does_not_is_refused(case):
     build, message = REFUSED[case]
     assert message in reason(build(), name="input_ids" if "transformers" in case else "tokens")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_that_is_rounded_to_half_precision_is_no_reason(dtype):
+    assert reason(torchtune_model(qwen2).to(dtype), in_float32=False) == ""
 
 
 def test_the_check_leaves_training_modes_random_numbers_and_gradients():
