@@ -6,6 +6,7 @@ A step is everything from one logged step to the next: data, forward, backward, 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from torchtune.training.metric_logging import DiskLogger
 from adaptive_batch.torchtune import config_path
 
 NUM_RESAMPLES = 10_000
+WAIT_SECONDS, MOST_WAITS = 0.005, 200  # for what goes on in the background when a turn ends
 
 
 class Enough(Exception):
@@ -41,7 +43,9 @@ class Relay:
 
     Attributes:
         seconds: of every step of each recipe.
-        cpu_seconds: of the processor in the same steps, which other programs on the machine lengthen less.
+        cpu_seconds: of the processor in the same steps, all threads and workers included, which other programs on the
+            machine lengthen less. What a recipe still does in the background when its turn ends is waited for and counts
+            here, but in no `seconds`.
     """
 
     def __init__(
@@ -72,8 +76,9 @@ class Relay:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         self.seconds[name].append(time.perf_counter() - self._start)
-        self.cpu_seconds[name].append(time.process_time() - self._cpu_start)
+        self.cpu_seconds[name].append(processor_seconds() - self._cpu_start)
         if self._after_step is None or self._after_step(name, len(self.seconds[name])):
+            self.cpu_seconds[name][-1] += idle_after()
             self._may_run[self._following(name)].release()
             self._begin(name)
         else:
@@ -99,10 +104,30 @@ class Relay:
         self._start_clocks()
 
     def _start_clocks(self) -> None:
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._start, self._cpu_start = time.perf_counter(), processor_seconds()
 
     def _following(self, name: str) -> str:
         return self._running[(self._running.index(name) + 1) % len(self._running)]
+
+
+def processor_seconds() -> float:
+    """CPU time of this process and its workers so far."""
+    ended = os.times()
+    total = time.process_time() + ended.children_user + ended.children_system
+    if sys.platform == "linux":  # a process's clock has a number: clock_getcpuclockid(3)
+        total += sum(time.clock_gettime((~worker.pid << 3) | 2) for worker in multiprocessing.active_children())
+    return total
+
+
+def idle_after() -> float:
+    """Wait until neither another thread nor a worker computes; return the CPU time that this took."""
+    start = last = processor_seconds()
+    for _ in range(MOST_WAITS):
+        time.sleep(WAIT_SECONDS)
+        before, last = last, processor_seconds()
+        if last - before < WAIT_SECONDS / 5:
+            break
+    return last - start
 
 
 class TurnLogger(DiskLogger):
