@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from adaptive_batch.memory import RandomState
 
-from .micro_batch_runner import Batch, Row
+Row = Any
+Batch = dict[str, Any]
 
 
 class PackedAttention:
