@@ -332,7 +332,7 @@ REFUSED = {
     "no positions": (lambda: nn.Sequential(Small(attend=None)), "unexpected keyword argument"),
     "a window, transformers": (
         lambda: from_config(MistralConfig(**WIDE, sliding_window=39)),
-        "a layer attends to 39 tokens, and packed to all 40 of the longest row",
+        "a layer sees 39 tokens, and packed it would see all 40 of the longest row",
     ),
 }
 
