@@ -9,7 +9,7 @@ from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, count_shi
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import LimitChange, OOMPolicy, OOMRetry, lengthened
-from .packing import PackedAttention, pack_rows, rows_apart, why_not_packed
+from .packing import pack_rows, rows_apart, why_not_packed
 from .step import agree_on_step, differences, same_answers
 from .step_rate import StepRate
 
@@ -26,7 +26,6 @@ __all__ = [
     "NonfiniteSteps",
     "OOMPolicy",
     "OOMRetry",
-    "PackedAttention",
     "RowLoss",
     "Sampling",
     "StepOptions",

@@ -203,12 +203,13 @@ def test_attention_of_another_shape_is_refused(shape):
         functional.scaled_dot_product_attention(*[torch.randn(shape)] * 3)
 
 
-def test_dropout_drops_within_rows():
+@pytest.mark.parametrize(("given", "named"), [((), {"dropout_p": 0.5}), ((None, 0.5, True), {})])
+def test_dropout_drops_within_rows(given, named):
     lengths = [4, 7]
     query, key, _ = attended(lengths)
     value = torch.eye(11, dtype=torch.float64).expand(1, 3, 11, 11)
     with rows_apart(lengths):
-        weights = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+        weights = functional.scaled_dot_product_attention(query, key, value, *given, **named)
     assert torch.equal(weights, weights * torch.block_diag(torch.ones(4, 4), torch.ones(7, 7)).tril())
     assert (weights == 0).sum() > (weights.shape[1] * (121 - 10 - 28)) + 10
 
@@ -332,7 +333,7 @@ REFUSED = {
     "no positions": (lambda: nn.Sequential(Small(attend=None)), "unexpected keyword argument"),
     "a window, transformers": (
         lambda: from_config(MistralConfig(**WIDE, sliding_window=39)),
-        "a layer attends to 39 tokens, and packed to all 40 of the longest row",
+        "a layer sees 39 tokens, and packed it would see all 40 of the longest row",
     ),
 }
 
