@@ -23,6 +23,7 @@ log = logging.getLogger("adaptive_batch")
 
 MAX_TRIALS = 6
 _ALIKE = 0.01  # of two sizes that are expected to differ by less, the smaller is taken: it leaves memory
+_NEAR = 0.08  # what is expected to take so much longer may prove faster, and is tried
 
 
 @dataclass(frozen=True)
@@ -111,60 +112,78 @@ def find_fastest(
         What is fastest; None where nothing that was tried fits.
     """
     tried: dict[tuple[str, MicroBatchLimit], TimedTrial] = {}
+    error: dict[tuple[str, MicroBatchLimit], float] = {}  # of what was tried: measured seconds over modelled ones
     timings: dict[str, list[tuple[MicroBatch, float]]] = {layout.kind: [] for layout in layouts}
     times = {layout.kind: layout.time for layout in layouts}
-    too_large = dict.fromkeys(times, math.inf)
+    too_large = dict.fromkeys(times, math.inf)  # what did not fit
     share = sum(sample) / sum(map(sum, steps)) * len(steps)  # of the step that a sample is
 
-    def time(layout: MicroBatchLayout, limit: MicroBatchLimit) -> None:
-        layout = replace(layout, time=times[layout.kind])
-        pieces = micro_batches(sample, limit, layout)
+    def left(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
+        return [limit for limit in limits(layout) if limit.amount < too_large[layout.kind]]
+
+    def time(layout: MicroBatchLayout, pieces: list[MicroBatch]) -> list[float]:
         seconds = run(pieces, layout)
         if seconds is None:
-            too_large[layout.kind] = min(too_large[layout.kind], limit.amount)
-            return
+            by_rows = limits(layout)[0].unit == "rows"
+            too_large[layout.kind] = max(len(piece.rows) if by_rows else piece.padded_tokens for piece in pieces)
+            return []
         timings[layout.kind] += zip(pieces, seconds, strict=True)
         times[layout.kind] = fitted(timings[layout.kind])
-        padding = 1 - sum(sample) / sum(piece.padded_tokens for piece in pieces)
-        rate = sum(sample) / (sum(seconds) + share * step_seconds)
-        tried[layout.kind, limit] = trial = TimedTrial(layout.kind, limit, rate, padding)
-        log.info("timed %s, up to %d %s at once: %.0f tokens/s", trial.kind, limit.amount, limit.unit, rate)
+        return seconds
+
+    def calibrate(layout: MicroBatchLayout) -> None:
+        """Time rows of the sample in small and in large micro-batches."""
+        while sizes := left(layout):
+            pieces = []
+            for begin, limit in enumerate((sizes[0], sizes[-1])):
+                numbers = range(begin, len(sample), 2)
+                for piece in micro_batches([sample[number] for number in numbers], limit, layout):
+                    pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
+            if time(layout, pieces):
+                break
 
     def seconds_of(layout: MicroBatchLayout, limit: MicroBatchLimit) -> float:
         layout = replace(layout, time=times[layout.kind])
         modelled = sum(layout.time.of(micro_batches(lengths, limit, layout)) for lengths in steps)
-        near = min(
-            (other for kind, other in tried if kind == layout.kind),
-            key=lambda other: abs(math.log(other.amount / limit.amount)),
-        )
-        pieces = micro_batches(sample, near, layout)
-        measured = sum(sample) / tried[layout.kind, near].tokens_per_second - share * step_seconds
-        return modelled * measured / layout.time.of(pieces) + step_seconds * len(steps)
-
-    def left() -> list[tuple[MicroBatchLayout, MicroBatchLimit]]:
-        return [
-            (layout, limit) for layout in layouts for limit in limits(layout) if limit.amount < too_large[layout.kind]
-        ]
+        near = [other for kind, other in error if kind == layout.kind]
+        nearest = min(near, key=lambda other: abs(math.log(other.amount / limit.amount)), default=None)
+        return modelled * (error[layout.kind, nearest] if nearest else 1.0)
 
     for layout in layouts:
-        while layout.kind not in (kind for kind, _ in tried):
-            smaller = [limit for one, limit in left() if one is layout]
+        calibrate(layout)
+    while len(tried) < MAX_TRIALS - len(layouts):  # what does not fit leaves fewer
+        expected = {(layout, limit): seconds_of(layout, limit) for layout in layouts for limit in left(layout)}
+        if not expected:
+            break
+        first = min(expected, key=expected.__getitem__)
+        alike, near_it = (
+            [one for one in expected if one[0] is first[0] and expected[one] <= (1 + most) * expected[first]]
+            for most in (_ALIKE, _NEAR)
+        )
+        layout, limit = min(alike, key=lambda one: one[1].amount)
+        if (
+            layout.kind,
+            limit,
+        ) in tried:  # and smaller ones may be faster than the line says, such as those that a cache holds
+            smaller = [one for _, one in near_it if one.amount < limit.amount and (layout.kind, one) not in tried]
             if not smaller:
                 break
-            time(layout, smaller[len(smaller) // 2])
-    for _ in range(MAX_TRIALS - len(tried)):
-        expected = {one: seconds_of(*one) for one in left() if any(kind == one[0].kind for kind, _ in tried)}
-        if not expected:
-            return None
-        first = min(expected, key=expected.__getitem__)
-        alike = [one for one, seconds in expected.items() if seconds <= (1 + _ALIKE) * expected[first]]
-        layout, limit = min((one for one in alike if one[0] is first[0]), key=lambda one: one[1].amount)
-        if (layout.kind, limit) in tried:
-            break
-        time(layout, limit)
-    trials = tuple(tried.values())
-    fastest = max(trials, key=lambda trial: trial.tokens_per_second)
-    return Throughput(fastest.kind, fastest.limit, times[fastest.kind], trials)
+            limit = smaller[-1]
+        layout = replace(layout, time=times[layout.kind])
+        pieces = micro_batches(sample, limit, layout)
+        modelled = layout.time.of(pieces)
+        if not (seconds := time(layout, pieces)):
+            continue
+        error[layout.kind, limit] = sum(seconds) / modelled
+        padding = 1 - sum(sample) / sum(piece.padded_tokens for piece in pieces)
+        rate = sum(sample) / (sum(seconds) + share * step_seconds)
+        tried[layout.kind, limit] = TimedTrial(layout.kind, limit, rate, padding)
+        log.info("timed %s, up to %d %s at once: %.0f tokens/s", layout.kind, limit.amount, limit.unit, rate)
+    if not tried:
+        return None
+    kinds = {layout.kind: layout for layout in layouts}
+    kind, limit = min(tried, key=lambda one: seconds_of(kinds[one[0]], one[1]))
+    return Throughput(kind, limit, times[kind], tuple(tried.values()))
 
 
 def fitted(timings: Sequence[tuple[MicroBatch, float]]) -> MicroBatchTime:

@@ -16,7 +16,7 @@ ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={L
 WATCHED = ("model._component_=support.components.watched", "metric_logger._component_=support.components.Watching")
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")  # AdamW would turn rounding into steps
 DROPOUT = "model.attn_dropout=0.2"
-BASE = (*ROWS, *WATCHED, *SGD, "epochs=1", "batch_size=16")
+BASE = (*ROWS, *WATCHED, *SGD, "epochs=1", "batch_size=16", "probe.objective=largest")
 SMALL_MEMORY = "probe.device_memory=10MiB"
 MUCH_MEMORY = "probe.device_memory=1GiB"
 

@@ -87,7 +87,8 @@ def test_a_step_takes_rows_until_the_next_is_too_much(small):
 def test_what_is_run_at_once_changes_no_step(small):
     whole = small.run_in_process(OURS, *BASE, "epochs=1")
     steps = [sorted(step) for step in epochs_of_steps(whole)[0]]
-    for overrides in (("micro_batch_tokens=64",), ("micro_batch_tokens=null", "probe.device_memory=6MiB")):
+    largest = ("micro_batch_tokens=null", "probe.device_memory=6MiB", "probe.objective=largest")
+    for overrides in (("micro_batch_tokens=64",), largest):
         split = small.run_in_process(OURS, *BASE, "epochs=1", *overrides)
         assert [sorted(step) for step in epochs_of_steps(split)[0]] == steps
         assert max(figures(split, "micro_batches")) > 1

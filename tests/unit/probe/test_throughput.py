@@ -1,0 +1,96 @@
+"""The fastest micro-batches: the choice against every choice there is, on machines that are made up."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from adaptive_batch.data import KINDS, MicroBatch, MicroBatchLayout, MicroBatchLimit, MicroBatchTime, micro_batches
+from adaptive_batch.probe import Throughput, find_fastest
+from adaptive_batch.probe.throughput import MAX_TRIALS, fitted
+
+LIMITS = [MicroBatchLimit(256 << power, "tokens") for power in range(6)]
+LAYOUTS = [MicroBatchLayout(kind=kind) for kind in ("grouped", "packed")]
+
+
+@dataclass
+class Machine:
+    """Takes the modelled time of each layout, and more the larger a micro-batch is, up to what fits; counts its trials."""
+
+    times: dict[str, MicroBatchTime]
+    slowdown: float = 0.0  # for each 1000 tokens
+    noise: float = 0.0
+    fits: int = 10**9
+    trials: int = 0
+
+    def seconds(self, piece: MicroBatch, kind: str) -> float:
+        return self.times[kind].of([piece]) * (1 + self.slowdown * piece.padded_tokens / 1000)
+
+    def run(self, pieces: list[MicroBatch], layout: MicroBatchLayout) -> list[float] | None:
+        self.trials += 1
+        if any(piece.padded_tokens > self.fits for piece in pieces):
+            return None
+        return [self.seconds(piece, layout.kind) * (1 + random.uniform(0, self.noise)) for piece in pieces]
+
+    def of_steps(self, steps: list[list[int]], kind: str, limit: MicroBatchLimit, time: MicroBatchTime) -> float:
+        layout = MicroBatchLayout(kind=kind, time=time)
+        return sum(self.seconds(piece, kind) for lengths in steps for piece in micro_batches(lengths, limit, layout))
+
+
+def drawn_steps(sigma: float) -> list[list[int]]:
+    return [[min(256, 1 + int(random.lognormvariate(4.2, sigma))) for _ in range(32)] for _ in range(8)]
+
+
+def search(machine: Machine, steps: list[list[int]]) -> Throughput | None:
+    return find_fastest(machine.run, steps=steps, sample=steps[0], layouts=LAYOUTS, limits=lambda layout: LIMITS)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0])
+def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: int) -> None:
+    random.seed(seed)
+    steps = drawn_steps(sigma)
+    token = 1e-4
+    times = {
+        kind: MicroBatchTime(
+            token * random.choice([20, 200, 2000]), token * random.choice([0, 20]), token, token / 1000
+        )
+        for kind in KINDS
+    }
+    machine = Machine(times, slowdown=random.choice([0, 0.02, 0.05]), noise=0.01)
+    found = search(machine, steps)
+    assert found is not None
+    assert len(found.trials) < machine.trials <= MAX_TRIALS  # two were to calibrate
+    took = machine.of_steps(steps, found.kind, found.limit, found.time)
+    every = [machine.of_steps(steps, layout.kind, limit, times[layout.kind]) for layout in LAYOUTS for limit in LIMITS]
+    assert took <= 1.03 * min(every)
+
+
+def test_what_does_not_fit_is_not_taken_and_nothing_larger_is_tried() -> None:
+    random.seed(0)
+    times = dict.fromkeys(KINDS, MicroBatchTime(1.0, 0, 1e-4, 0))
+    steps, machine = drawn_steps(1.0), Machine(times, fits=1500)
+    found = search(machine, steps)
+    assert found is not None
+    layout = MicroBatchLayout(kind=found.kind, time=found.time)
+    assert all(piece.padded_tokens <= 1500 for piece in micro_batches(steps[0], found.limit, layout))
+    assert search(Machine(times, fits=1), drawn_steps(1.0)) is None
+
+
+def test_the_time_of_a_micro_batch_is_found_again() -> None:
+    random.seed(0)
+    time = MicroBatchTime(0.02, 0.001, 1e-4, 2e-7)
+    pieces = [MicroBatch([0] * random.randint(1, 30), random.randint(8, 1000)) for _ in range(40)]
+    found = fitted([(piece, time.of([piece])) for piece in pieces])
+    for piece in pieces:
+        assert found.of([piece]) == pytest.approx(time.of([piece]), rel=0.02)
+
+
+def test_a_result_is_read_as_it_was_written() -> None:
+    from dataclasses import asdict
+
+    random.seed(0)
+    found = search(Machine(dict.fromkeys(KINDS, MicroBatchTime())), drawn_steps(1.0))
+    assert found is not None
+    assert Throughput.from_dict(asdict(found)) == found
+    assert f"fastest: {found.kind}" in found.with_peak(2**30).table()
