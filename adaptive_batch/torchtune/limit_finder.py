@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +144,12 @@ class LimitFinder:
         return batch_size
 
     def _use(self, fastest: Throughput | None) -> None:
-        """Take what is fastest, found now or before a checkpoint was saved; at most what fits here."""
-        limits = self.limits
+        """Take what is fastest, found now or before a checkpoint was saved."""
+        self.limits.choose(fastest)
+        self._trainer.runner.layout = self.limits.layout
         if fastest is None:
             return
-        most = limits.tried_tokens if fastest.limit.unit == "tokens" else limits.bound or 1
-        limit = replace(fastest.limit, amount=min(fastest.limit.amount, most))
-        limits.choose(replace(fastest, limit=limit))
-        self._trainer.runner.layout = limits.layout
+        limit = fastest.limit
         message = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}: {fastest.tokens_per_second:,.0f} tokens/s in trials"
         trials = [
             {

@@ -94,6 +94,10 @@ class MicroBatchLimits:
         if bound != self.bound:
             self.lowered = self.ceiling = self._held = None
         self.bound, self.tried_length = bound, tried_length
+        if self.throughput is not None:  # found where more fits
+            limit = self.throughput.limit
+            most = min(limit.amount, bound if limit.unit == "rows" else self.tried_tokens)
+            self.throughput = replace(self.throughput, limit=replace(limit, amount=most))
 
     def choose(self, fastest: Throughput | None) -> None:
         """Take what is fastest, and its layout, from the next step on; None changes nothing."""
@@ -169,6 +173,8 @@ class MicroBatchLimits:
         A lowered limit is kept where it was lowered from the same bound under the same settings, and grows back from there.
         """
         self.num_out_of_memory = state["num_out_of_memory"]
+        if self.throughput is None and state["throughput"]:
+            self.choose(Throughput.from_dict(state["throughput"]))
         self.lowered = self.ceiling = self._held = None
         if any(state[key] != value for key, value in self.lowered_from().items()):
             return

@@ -28,10 +28,13 @@ from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import (
+    IGNORE_INDEX,
+    KINDS,
     LONG_ROWS,
     ORDERS,
     Batching,
     DatasetAdapter,
+    MicroBatchLayout,
     MicroBatchLimit,
     RowLength,
     StepPlanner,
@@ -55,7 +58,7 @@ from adaptive_batch.schedules import (
 )
 
 from .limits import MicroBatchLimits
-from .max_batch_search import MaxBatchSearch, WorstRows
+from .max_batch_search import Choices, MaxBatchSearch, WorstRows
 from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult
 from .model_checks import (
     check_gradients_are_clear,
@@ -68,6 +71,7 @@ from .model_checks import (
 )
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import LimitChange, OOMPolicy, OOMRetry
+from .packing import pack_rows, why_not_packed
 from .step import agree_on_step
 from .step_rate import StepRate
 
@@ -127,6 +131,9 @@ class StepOptions:
         memory: of the model's device; None asks torch.
         on_nonfinite_loss: of a step whose loss is NaN or infinite ``warn`` logs a line; ``skip`` and ``stop`` look at the norm of
             its gradients too; ``skip`` leaves no gradients, so that ``optimizer.step()`` changes nothing, and ``stop`` raises.
+        micro_batch_layout: ``padded``, ``grouped`` or ``packed``; None for padded, or with ``micro_batch_tokens="auto"`` what
+            :meth:`AdaptiveLoop.find_bound` finds fastest. Packed rows are mappings with ``labels`` and ``tokens`` or ``input_ids``, of
+            which :func:`pack_rows` makes the batch in the place of `collate`.
 
     Raises:
         SettingError: a value cannot be used.
@@ -139,8 +146,11 @@ class StepOptions:
     sync_gradients_every_micro_batch: bool = True
     memory: DeviceMemory | None = None
     on_nonfinite_loss: str = "warn"
+    micro_batch_layout: str | None = None
 
     def __post_init__(self) -> None:
+        if self.micro_batch_layout is not None:
+            _check_choice("micro_batch_layout", self.micro_batch_layout, KINDS)
         norm = self.max_grad_norm
         is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
         if norm is not None and not (is_number and 0 < norm < math.inf):
@@ -255,7 +265,12 @@ class AdaptiveLoop:
         if needs_noise_scale(batch_size_schedule):
             remedy = "this loop measures nothing that it could follow; give steps, linear_ramp or ramp_by_doubling"
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
-        self._limits = MicroBatchLimits(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
+        self._written_layout = options.micro_batch_layout
+        self._limits = MicroBatchLimits(
+            micro_batch_size=micro_batch_size,
+            micro_batch_tokens=micro_batch_tokens,
+            layout=MicroBatchLayout(kind=self._written_layout or "padded"),
+        )
         clock = Clock.from_config(lr_clock)
         self._steps = StepPlanner(
             self._rows, batching, counts_tokens=clock.counts_tokens, asks_rank_zero=True, event=self._log_event
@@ -277,7 +292,10 @@ class AdaptiveLoop:
             ),
             max_grad_norm=norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss),
             sharding=sharding,
+            layout=self._limits.layout,
         )
+        if self._written_layout == "packed" and (why := self._why_not_packed()):
+            raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
         self._runner.retry.limits = self._limits
         self._nonfinite = NonfiniteSteps(options.on_nonfinite_loss, runner=self._runner, event=self._log_event)
         several = distributed.world_size() > 1
@@ -316,6 +334,33 @@ class AdaptiveLoop:
             row_length=self._rows.length,
             num_real_tokens=self._rows.length,
             dummy_row=lambda: self._labelled_row,
+            pack=lambda rows: {"batch": pack_rows(rows, ignore_index=IGNORE_INDEX)},
+        )
+
+    def _why_not_packed(self) -> str:
+        """Return why packed rows would not train the model as padded ones do; empty where they would. Ranks ask together."""
+        rows = [self._rows[number] for number in range(min(2, len(self._rows)))]
+        if is_compiled(self._model):
+            return "the model is compiled, and packed micro-batches are of ever other shapes"
+        if len(rows) < 2 or not all(
+            isinstance(row, Mapping) and "labels" in row and row.keys() & {"tokens", "input_ids"} for row in rows
+        ):
+            return "rows are no mappings with `labels` and `tokens` or `input_ids`"
+        loss = self._runner.loss
+
+        def token_loss(batch: dict[str, Any]) -> torch.Tensor:
+            batch = batch if "batch" in batch else {"batch": batch}
+            loss.to_device(batch)
+            count = loss.count_labels(batch)
+            return loss.mean_loss(batch) * count
+
+        return why_not_packed(
+            self._model,
+            token_loss,
+            rows,
+            collate=loss.collate,
+            ignore_index=IGNORE_INDEX,
+            longest_row=int(self._rows.lengths.max()),
         )
 
     # --- the bound --------------------------------------------------------------------------------------------------
@@ -327,6 +372,7 @@ class AdaptiveLoop:
         headroom: float = 0.05,
         maximum: int = 4096,
         round_to_power_of_two: bool = False,
+        objective: str = "throughput",
     ) -> ProbeResult:
         """Find the most of the longest rows whose whole training step fits; training is left as it was, bit for bit.
 
@@ -338,6 +384,8 @@ class AdaptiveLoop:
             headroom: share of that which is left free.
             maximum: no larger size is tried.
             round_to_power_of_two: also try the power of two at or below the bound, which is the result's `batch_size`.
+            objective: what ``micro_batch_tokens="auto"`` takes: ``throughput``, the micro-batches that train most tokens a second
+                within the bound, found by a few timed trials; or ``largest``, as much at once as fits.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -348,6 +396,7 @@ class AdaptiveLoop:
         check_share("headroom", headroom)
         check_whole("maximum", maximum)
         check_bool("round_to_power_of_two", round_to_power_of_two)
+        _check_choice("objective", objective, ("throughput", "largest"))
         self._rate.restore()  # of a step that was left out: a trial is none of training's steps
         reshard(self._model)
         ranks, rows = distributed.data_parallel_size(), self._rows
@@ -366,6 +415,7 @@ class AdaptiveLoop:
             WorstRows(rows.longest, rows.length(longest), rows.describe(longest), self._rows_in_order()),
             maximum=min(maximum, max(1, len(rows) // ranks)),
             round_to_power_of_two=round_to_power_of_two,
+            choices=self._choices() if objective == "throughput" else None,
         )
         # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
         splits = self._steps.batching.grow_beyond_maximum or self._limits.splits or self._steps.ranks > ranks
@@ -379,9 +429,22 @@ class AdaptiveLoop:
         finally:
             rows.forget()
         self._limits.set_bound(found.max_batch_size, tried_length=found.sequence_length)
+        self._limits.choose(found.throughput)
+        self._runner.layout = self._limits.layout
         self._limits.learn_cost(found)
         self._bound_accumulates = splits
         return found
+
+    def _choices(self) -> Choices | None:
+        is_known = self._limits.throughput is not None  # of a saved state, so that steps are cut as they were
+        if self._limits.micro_batch_tokens != "auto" or is_known or is_compiled(self._model):
+            return None
+        kinds = ["grouped"] if self._why_not_packed() else ["grouped", "packed"]
+        batching = self._steps.batching
+        rows = self._rows_at_most(self.batch_size)
+        if batching.batch_tokens:
+            rows = max(1, int(batching.batch_tokens / self._rows.lengths.double().mean()))
+        return Choices([self._written_layout] if self._written_layout else kinds, "tokens", rows)
 
     def _rows_in_order(self) -> Callable[[int, int], list[Any]]:
         order = self._steps.epochs.order(self.progress.at_epoch_start()).tolist()
@@ -600,6 +663,7 @@ class AdaptiveLoop:
             self._limits.bound, self._limits.tried_length = bound, state["limits"]["tried_length"]
             self._bound_accumulates = state["bound_accumulates"]
         self._limits.load_state_dict(state["limits"])
+        self._runner.layout = self._limits.layout
         self._rate.load_state_dict(state["learning_rate"])
 
     @cached_property
