@@ -1,7 +1,7 @@
 """Known accelerators: what a size or a name in ``estimate.devices`` stands for.
 
 Each line of devices.csv has the total capacity that CUDA or ROCm gave for such a device in public: in an out-of-memory message,
-or in a query of its properties. That is less than the name promises. Drivers differ by some hundred MiB, so it is the lowest
+or in a query of its properties. The rest is of data sheets; a field is empty where they state nothing. That capacity is less than the name promises. Drivers differ by some hundred MiB, so it is the lowest
 figure that was found; ECC, which takes 3 GiB of a card with 48 GB of GDDR6, is on if the source says so. Names that
 ``torch.cuda.get_device_name()`` gives are among the other names.
 """
@@ -21,6 +21,7 @@ from adaptive_batch.memory import parse_size
 
 from .cuda_workspace import CudaKernels
 from .result import Target
+from .roofline import DeviceSpeed
 
 # What a process takes on the device outside PyTorch's allocator: the driver's context, kernels, libraries. An out-of-memory message gives
 # it: the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
@@ -47,6 +48,7 @@ class EstimatedDevice:
     architecture: str = ""
     multiprocessors: int = 0
     other_names: tuple[str, ...] = ()
+    speed: DeviceSpeed | None = None
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -70,7 +72,12 @@ class EstimatedDevice:
         share = f" ({headroom:.0%})" if isinstance(headroom, float) else ""
         taken = (("the CUDA context", context_bytes), (f"headroom{share}", kept))
         return Target(
-            self.describe(), self.total_bytes, free - kept, tuple(one for one in taken if one[1]), self.source
+            self.describe(),
+            self.total_bytes,
+            free - kept,
+            tuple(one for one in taken if one[1]),
+            self.source,
+            self.speed,
         )
 
 
@@ -79,12 +86,20 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", _MAKERS.sub("", name.lower()))
 
 
+def _speed(bandwidth: str, *tflops: str) -> DeviceSpeed | None:
+    fp16, bf16, tf32, fp32 = (float(one) * 1e12 if one else None for one in tflops)
+    return DeviceSpeed(fp16, bf16, tf32, fp32, float(bandwidth) * 1e9) if bandwidth else None
+
+
 def _read_devices() -> tuple[EstimatedDevice, ...]:
     with Path(__file__).with_name("devices.csv").open(newline="", encoding="utf-8") as file:
         return tuple(
-            EstimatedDevice(name, int(size), source, architecture, int(number), tuple(filter(None, others.split("; "))))
-            for name, architecture, number, size, source, others in list(csv.reader(file))[1:]
-        )
+            EstimatedDevice(
+                name, int(size), source, architecture, int(number), tuple(filter(None, others.split("; "))),
+                _speed(bandwidth, *tflops),
+            )
+            for name, architecture, number, size, source, others, *tflops, bandwidth, _ in list(csv.reader(file))[1:]
+        )  # fmt: skip
 
 
 DEVICES = _read_devices()

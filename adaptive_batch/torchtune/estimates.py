@@ -212,7 +212,9 @@ class Estimator:
                 yield Change(one.overrides, one.cost, refused=why + str(error).partition("\n")[0])
             else:
                 bounds = (some[0].max_batch_size for some in fits)
-                yield Change(one.overrides, one.cost, tuple(None if rows == maximum else rows for rows in bounds))
+                speeds = tuple(some[0].modelled_tokens_per_second for some in fits)
+                rows = tuple(None if rows == maximum else rows for rows in bounds)
+                yield Change(one.overrides, one.cost, rows, modelled_tokens_per_second=speeds)
 
     @contextmanager
     def _step(

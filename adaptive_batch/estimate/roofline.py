@@ -1,0 +1,128 @@
+"""How long operations take at least, by a device's data sheet: each as long as the slower of its arithmetic and its traffic.
+
+This is the roofline model (Williams, Waterman, Patterson: Roofline: an insightful visual performance model for multicore
+architectures, CACM 52(4), 2009). FLOPs are counted by PyTorch's formulas, and each operation reads its inputs and writes its outputs once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+Cost = tuple[torch.dtype, int, int]  # of an operation: the dtype of its arithmetic, FLOPs, bytes read and written
+
+_FREE = {aten._unsafe_view, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}  # fmt: skip
+_WRITTEN = (aten.copy_, aten.fill_, aten.zero_, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones)  # fmt: skip
+_LOOKED_UP = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward)
+_NOT_READ = {**dict.fromkeys((*_WRITTEN, *_LOOKED_UP), 0), aten.nll_loss_backward: 1}  # places of arguments
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Peaks of a device by its data sheet, of multiplying dense matrices and of its memory; None where it states none."""
+
+    fp16_flops_per_second: float | None
+    bf16_flops_per_second: float | None
+    tf32_flops_per_second: float | None
+    fp32_flops_per_second: float | None
+    bytes_per_second: float
+
+    def flops_per_second(self, dtype: torch.dtype) -> float | None:
+        """Return the peak in a dtype; float32 is multiplied as TF32 where PyTorch is set to."""
+        takes_tf32 = torch.get_float32_matmul_precision() != "highest" and self.tf32_flops_per_second is not None
+        return {
+            torch.float16: self.fp16_flops_per_second,
+            torch.bfloat16: self.bf16_flops_per_second,
+            torch.float32: self.tf32_flops_per_second if takes_tf32 else self.fp32_flops_per_second,
+        }.get(dtype)
+
+
+BY_FLOPS = DeviceSpeed(1.0, 1.0, 1.0, 1.0, math.inf)  # of a device that is not known: times compare by arithmetic alone
+
+
+class Roofline:
+    """The least time of forward and backward at any number of rows: each operation's cost is a straight line in them.
+
+    Args:
+        few, more: rows of two steps that run the same operations, and the costs of these in their order.
+    """
+
+    def __init__(self, few: tuple[int, Sequence[Cost]], more: tuple[int, Sequence[Cost]]) -> None:
+        self._few, self._more = few[0], more[0]
+        self._lines = Counter(zip(few[1], more[1], strict=True))
+
+    def seconds(self, rows: int, speed: DeviceSpeed) -> float | None:
+        """Return the sum over operations of max(FLOPs / peak of their dtype, bytes / bandwidth); None where a peak is not known."""
+        share, total = (rows - self._few) / (self._more - self._few), 0.0
+        for ((dtype, *few), (_, *more)), number in self._lines.items():
+            flops, moved = (below + (above - below) * share for below, above in zip(few, more, strict=True))
+            peak = speed.flops_per_second(dtype) if flops else math.inf
+            if peak is None:
+                return None
+            total += number * max(flops / peak, moved / speed.bytes_per_second)
+        return total
+
+    def tokens_per_second(self, rows: int, tokens: int, speed: DeviceSpeed | None) -> float | None:
+        """Return the most tokens a second of rows of so many tokens; None where nothing is known of the device, or for no rows."""
+        seconds = self.seconds(rows, speed) if rows and speed else None
+        return rows * tokens / seconds if seconds else None
+
+
+def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost | None:
+    """Return the cost of an operation that has run; None for one that moves nothing, such as a view."""
+    kind = _kind(func)
+    if kind is None:
+        return None
+    formula, not_read = kind
+    read = [value for place, value in enumerate(args) if place != not_read]
+    moved = num_bytes(read) + num_bytes([*kwargs.values()]) + num_bytes(result)
+    if formula is None:
+        return torch.float32, 0, moved
+    first = result if isinstance(result, torch.Tensor) else result[0]
+    return first.dtype, int(formula(*args, **kwargs, out_val=result)), moved
+
+
+def num_bytes(values: Any) -> int:
+    """Return the bytes of the tensors among some values; of one that is expanded, those that it has."""
+    if isinstance(values, torch.Tensor):
+        return min(values.numel() * values.element_size(), values.untyped_storage().nbytes())
+    return sum(map(num_bytes, values)) if isinstance(values, tuple | list) else 0
+
+
+def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> int:
+    """Return the FLOPs of an attention's forward, whose kernels leave out what a causal mask hides; backward has 2.5 times as many."""
+    rows = math.prod(query.shape[:-1])
+    return 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
+
+
+@cache
+def _kind(func: Any) -> tuple[Callable[..., int] | None, int | None] | None:
+    """The formula of an operation's FLOPs, and the place of an argument that it does not read; None for one that moves nothing."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet in _FREE or getattr(func, "is_view", False):
+        return None
+    return _FORMULAS.get(packet), _NOT_READ.get(packet)
+
+
+def _on_cpu(query: Any, key: Any, value: Any, dropout: float = 0.0, is_causal: bool = False, **_: Any) -> int:
+    return attention_flops(query, key, value, is_causal)
+
+
+def _on_cpu_backward(_: Any, query: Any, key: Any, value: Any, *others: Any, **__: Any) -> int:
+    return attention_flops(query, key, value, is_causal=others[3]) * 5 // 2
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _on_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _on_cpu_backward,
+}
