@@ -65,7 +65,7 @@ class CudaKernels(TorchFunctionMode):
         multiprocessors: how many the device has; None is taken as the most that one of its capability has.
 
     Attributes:
-        costs: of these calls, in the order in which they run.
+        costs: of attention and norms, in the order in which they run.
     """
 
     def __init__(self, compute_capability: tuple[int, int] | None = None, multiprocessors: int | None = None) -> None:
@@ -79,7 +79,7 @@ class CudaKernels(TorchFunctionMode):
             functional.multi_head_attention_forward: self._multi_head_attention,
             **dict.fromkeys((functional.rms_norm, torch.rms_norm), self._rms_norm),
             **dict.fromkeys((functional.layer_norm, torch.layer_norm), self._layer_norm),
-            **dict.fromkeys((functional.dropout, torch.dropout), self.dropout),
+            **dict.fromkeys((functional.dropout, torch.dropout), _dropout),
         }
 
     @classmethod
@@ -121,7 +121,7 @@ class CudaKernels(TorchFunctionMode):
         kernel = self.kernel(query, key, value, attn_mask, *how)
         mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
         if kernel == "math":
-            return _math_attention(self, query, key, value, mask, *how)
+            return _math_attention(query, key, value, mask, *how)
         if kernel == "flash" and head_dim % 8:
             query, key, value = (functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value))
         if kernel == "efficient" and mask is not None:
@@ -130,7 +130,7 @@ class CudaKernels(TorchFunctionMode):
             mask = mask.expand(*query.shape[:3], keys)
         function = {"cudnn": _CudnnAttention, "flash": _FlashAttention, "efficient": _EfficientAttention}[kernel]
         flops = attention_flops(query, key, value, is_causal)
-        output = self.run(function, query, key, value, mask, dropout_p, self, flops=flops)
+        output = self._counted(function, query, key, value, mask, dropout_p, self, flops=flops)
         return output if output.shape[-1] == head_dim else output[..., :head_dim]
 
     def kernel(
@@ -176,28 +176,19 @@ class CudaKernels(TorchFunctionMode):
     ) -> Tensor:
         if weight is not None and weight.dtype != input.dtype:  # native/layer_norm.cpp: then it is not fused
             return torch.rms_norm(input, normalized_shape, weight, eps)
-        return self.run(_Norm, self, len(normalized_shape), 1, input, weight)
+        return self._counted(_Norm, self, len(normalized_shape), 1, input, weight)
 
     def _layer_norm(
         self, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, *_: Any, **__: Any
     ) -> Tensor:
-        return self.run(_Norm, self, len(normalized_shape), 2, input, weight, bias)
+        return self._counted(_Norm, self, len(normalized_shape), 2, input, weight, bias)
 
-    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """Return what dropout does."""
-        if inplace or not training or not 0 < p < 1:
-            return functional.dropout(input, p, training, inplace)
-        return self.run(_Dropout, input)
-
-    def run(self, function: Any, *args: Any, flops: int = 0) -> Tensor:
-        """Run a kernel that allocates and computes nothing, and note its cost and that of its backward."""
-        result: Tensor = function.apply(*args)
+    def _counted(self, function: Any, *args: Any, flops: int = 0) -> Tensor:
+        result = _run(function, *args)
         given, dtype = num_bytes(args), result.dtype
         moved = given + num_bytes(result)
         self.costs.append((dtype, flops, moved))
-        if (
-            result.grad_fn is not None
-        ):  # it reads the same and a gradient in place of the result, and writes those of what was given
+        if result.grad_fn is not None:  # it has the gradient in place of the result, and writes those of what was given
             result.grad_fn.register_prehook(lambda _: self.costs.append((dtype, flops * 5 // 2, moved + given)))
         return result
 
@@ -338,6 +329,12 @@ class _Dropout(torch.autograd.Function):
         return torch.empty_like(gradient)
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return functional.dropout(input, p, training, inplace)
+    return _run(_Dropout, input)
+
+
 class _SafeSoftmax(torch.autograd.Function):
     """native/transformers/attention.cpp: ``_safe_softmax``."""
 
@@ -358,14 +355,7 @@ class _SafeSoftmax(torch.autograd.Function):
 
 
 def _math_attention(
-    device: CudaKernels,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, enable_gqa: bool
 ) -> Tensor:
     """native/transformers/attention.cpp: ``_scaled_dot_product_attention_math``."""
     dtype = query.dtype
@@ -384,8 +374,8 @@ def _math_attention(
     weights = held[4].matmul(held[5].transpose(-2, -1) * 1.0)
     if held[3] is not None:
         weights.add_(held[3])
-    weights = _SafeSoftmax.apply(weights)  # type: ignore[no-untyped-call]
-    weights = device.dropout(weights, dropout)
+    weights = _run(_SafeSoftmax, weights)
+    weights = _dropout(weights, dropout)
     unused = weights.to(dtype)
     output = weights.matmul(held[6]).to(dtype)
     free_last_first(held)
@@ -399,6 +389,11 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     held = [torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype)]
     result = torch.where(mask, held[0], held[1])
     free_last_first(held)
+    return result
+
+
+def _run(function: Any, *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
     return result
 
 

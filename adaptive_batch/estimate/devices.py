@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from adaptive_batch._util import format_bytes, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import parse_size
 
 from .cuda_workspace import CudaKernels
 from .result import Target
-from .roofline import DeviceSpeed
+from .roofline import BY_FLOPS, DeviceSpeed
 
 # What a process takes on the device outside PyTorch's allocator: the driver's context, kernels, libraries. An out-of-memory message gives
 # it: the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
@@ -86,19 +88,14 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", _MAKERS.sub("", name.lower()))
 
 
-def _speed(bandwidth: str, *tflops: str) -> DeviceSpeed | None:
-    fp16, bf16, tf32, fp32 = (float(one) * 1e12 if one else None for one in tflops)
-    return DeviceSpeed(fp16, bf16, tf32, fp32, float(bandwidth) * 1e9) if bandwidth else None
-
-
 def _read_devices() -> tuple[EstimatedDevice, ...]:
     with Path(__file__).with_name("devices.csv").open(newline="", encoding="utf-8") as file:
         return tuple(
             EstimatedDevice(
                 name, int(size), source, architecture, int(number), tuple(filter(None, others.split("; "))),
-                _speed(bandwidth, *tflops),
+                DeviceSpeed(tuple(float(one) * 1e12 if one else None for one in peaks), float(rate) * 1e9) if rate else None,
             )
-            for name, architecture, number, size, source, others, *tflops, bandwidth, _ in list(csv.reader(file))[1:]
+            for name, architecture, number, size, source, others, *peaks, rate, _ in list(csv.reader(file))[1:]
         )  # fmt: skip
 
 
@@ -127,6 +124,17 @@ def find_device(name_or_size: Any) -> EstimatedDevice:
             near = f"; {nearest(name_or_size.upper(), begin_so or names)}"
         raise SettingError(_KEY, name_or_size, _REMEDY + near) from None
     return EstimatedDevice(format_bytes(total_bytes), total_bytes)
+
+
+def this_device(device: torch.device, budget_bytes: int) -> EstimatedDevice:
+    """Return the device at hand with what may be used of it; without a data sheet, no source and FLOPs alone as its speed."""
+    if device.type != "cuda":
+        return EstimatedDevice(device.type, budget_bytes, speed=BY_FLOPS)
+    it = torch.cuda.get_device_properties(device)
+    known = _BY_NAME.get(_plain(it.name))
+    speed, source = (known.speed, f"the data sheet of {known.name}") if known else (BY_FLOPS, "")
+    kind = f"sm_{it.major}{it.minor}"
+    return EstimatedDevice(it.name, budget_bytes, source, kind, it.multi_processor_count, speed=speed)
 
 
 def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:

@@ -305,19 +305,15 @@ class MemoryEstimate:
             return ""
         length = self.lengths[0]
         now = [self.bound(length, device) for device in self.devices]
-        fits = [self.fit(length, device).modelled_tokens_per_second for device in self.devices]
-        known = [number for number, speed in enumerate(fits) if speed]  # devices
-
-        def line(name: str, bounds: Sequence[int | None], speeds: Sequence[float | None]) -> list[str]:
-            pairs = enumerate(map(self.format_rows, bounds))
-            return [name, *(one for n, rows in pairs for one in (rows, *([_rounded(speeds[n])] if n in known else ())))]
-
-        names = enumerate(device.name for device in self.devices)
-        cells = [["key=value", *(one for n, name in names for one in (name, *([_MODELLED] if n in known else ())))]]
-        cells.append(line("(as it is)", now, fits))
-        cells += [line(" ".join(one.overrides), one.bounds, one.modelled_tokens_per_second) for one in self.changes]
+        columns = [["key=value", "(as it is)", *(" ".join(one.overrides) for one in self.changes)]]
+        for number, device in enumerate(self.devices):
+            bounds = [now[number], *(one.bounds[number] for one in self.changes)]
+            columns.append([device.name, *map(self.format_rows, bounds)])
+            if speed := self.fit(length, device).modelled_tokens_per_second:
+                speeds = [speed, *(one.modelled_tokens_per_second[number] for one in self.changes)]
+                columns.append([_MODELLED, *map(_rounded, speeds)])
         costs = ("  what it costs", "", *(f"  {one.cost}" for one in self.changes))
-        lines = [f"{line}{cost}" for line, cost in zip(_aligned(cells), costs, strict=True)]
+        lines = [f"{line}{cost}" for line, cost in zip(_aligned(zip(*columns, strict=True)), costs, strict=True)]
         return "\n".join([f"what one change would bring, in rows of {count(length.sequence_length, 'token')}:", *lines])
 
     def _bytes_per_row(self, length: LengthEstimate, rows: int) -> float:

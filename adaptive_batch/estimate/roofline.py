@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,29 +23,39 @@ _FREE = {aten._unsafe_view, aten.lift_fresh, aten.empty, aten.empty_like, aten.e
 _WRITTEN = (aten.copy_, aten.fill_, aten.zero_, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones)  # fmt: skip
 _LOOKED_UP = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward)
 _NOT_READ = {**dict.fromkeys((*_WRITTEN, *_LOOKED_UP), 0), aten.nll_loss_backward: 1}  # places of arguments
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, dropout=0.0, is_causal=False, **_: (
+        attention_flops(query, key, value, is_causal)
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, query, key, value, *others, **__: (
+        attention_flops(query, key, value, others[3]) * 5 // 2
+    ),
+}
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Peaks of a device by its data sheet, of multiplying dense matrices and of its memory; None where it states none."""
+    """Peaks of a device by its data sheet.
 
-    fp16_flops_per_second: float | None
-    bf16_flops_per_second: float | None
-    tf32_flops_per_second: float | None
-    fp32_flops_per_second: float | None
+    Attributes:
+        flops_per_second: of dense matrices in fp16, bf16, TF32 and fp32; None where it states none.
+        bytes_per_second: of its memory.
+    """
+
+    flops_per_second: tuple[float | None, ...]
     bytes_per_second: float
 
-    def flops_per_second(self, dtype: torch.dtype) -> float | None:
-        """Return the peak in a dtype; float32 is multiplied as TF32 where PyTorch is set to."""
-        takes_tf32 = torch.get_float32_matmul_precision() != "highest" and self.tf32_flops_per_second is not None
-        return {
-            torch.float16: self.fp16_flops_per_second,
-            torch.bfloat16: self.bf16_flops_per_second,
-            torch.float32: self.tf32_flops_per_second if takes_tf32 else self.fp32_flops_per_second,
-        }.get(dtype)
+    def peak(self, dtype: torch.dtype) -> float | None:
+        """Return FLOPs a second in a dtype; float32 is multiplied as TF32 where PyTorch is set to."""
+        fp16, bf16, tf32, fp32 = self.flops_per_second
+        of_32 = tf32 if tf32 and torch.get_float32_matmul_precision() != "highest" else fp32
+        return {torch.float16: fp16, torch.bfloat16: bf16, torch.float32: of_32}.get(dtype)
 
 
-BY_FLOPS = DeviceSpeed(1.0, 1.0, 1.0, 1.0, math.inf)  # of a device that is not known: times compare by arithmetic alone
+BY_FLOPS = DeviceSpeed(
+    (1.0, 1.0, 1.0, 1.0), math.inf
+)  # of a device that is not known: times compare by arithmetic alone
 
 
 class Roofline:
@@ -65,7 +74,7 @@ class Roofline:
         share, total = (rows - self._few) / (self._more - self._few), 0.0
         for ((dtype, *few), (_, *more)), number in self._lines.items():
             flops, moved = (below + (above - below) * share for below, above in zip(few, more, strict=True))
-            peak = speed.flops_per_second(dtype) if flops else math.inf
+            peak = speed.peak(dtype) if flops else math.inf
             if peak is None:
                 return None
             total += number * max(flops / peak, moved / speed.bytes_per_second)
@@ -79,10 +88,10 @@ class Roofline:
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost | None:
     """Return the cost of an operation that has run; None for one that moves nothing, such as a view."""
-    kind = _kind(func)
-    if kind is None:
+    packet = getattr(func, "overloadpacket", func)
+    if packet in _FREE or getattr(func, "is_view", False):
         return None
-    formula, not_read = kind
+    not_read, formula = _NOT_READ.get(packet), _FORMULAS.get(packet)
     read = [value for place, value in enumerate(args) if place != not_read]
     moved = num_bytes(read) + num_bytes([*kwargs.values()]) + num_bytes(result)
     if formula is None:
@@ -102,27 +111,3 @@ def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     """Return the FLOPs of an attention's forward, whose kernels leave out what a causal mask hides; backward has 2.5 times as many."""
     rows = math.prod(query.shape[:-1])
     return 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
-
-
-@cache
-def _kind(func: Any) -> tuple[Callable[..., int] | None, int | None] | None:
-    """The formula of an operation's FLOPs, and the place of an argument that it does not read; None for one that moves nothing."""
-    packet = getattr(func, "overloadpacket", func)
-    if packet in _FREE or getattr(func, "is_view", False):
-        return None
-    return _FORMULAS.get(packet), _NOT_READ.get(packet)
-
-
-def _on_cpu(query: Any, key: Any, value: Any, dropout: float = 0.0, is_causal: bool = False, **_: Any) -> int:
-    return attention_flops(query, key, value, is_causal)
-
-
-def _on_cpu_backward(_: Any, query: Any, key: Any, value: Any, *others: Any, **__: Any) -> int:
-    return attention_flops(query, key, value, is_causal=others[3]) * 5 // 2
-
-
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _on_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _on_cpu_backward,
-}

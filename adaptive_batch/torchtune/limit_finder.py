@@ -12,9 +12,11 @@ from adaptive_batch._util import atomic_write, count, rows_fit
 from adaptive_batch.data import MicroBatchLimit, largest_divisor, longest_rows
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
+from adaptive_batch.probe import ProbeResult
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
+from .advice import advise
 from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
@@ -39,7 +41,8 @@ class LimitFinder:
     def __init__(
         self, job: Job, data: Data, trainer: Trainer, bounds: BoundFinder, record: RunLog, *, run: str = ""
     ) -> None:
-        self._data, self._trainer, self._settings = data, trainer, job.settings
+        self._job, self._data, self._trainer, self._settings = job, data, trainer, job.settings
+        self._found: ProbeResult | None = None
         self._bounds, self._record, self._run = bounds, record, run
         self._lost_file = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._lost: dict[str, Any] = {}  # what is to be known when training is started again
@@ -89,6 +92,8 @@ class LimitFinder:
             (longest,) = longest_rows(data.dataset.lengths, 1)
             if int(data.dataset.lengths[longest]) > limits.tried_length:
                 self.try_longer([data.read_row(longest)], batch_size=batch_size)
+        if self._found and (advice := advise(self._job, data, self._found, batch_size=batch_size)):
+            self._record.event("advice", advice)
         return batch_size
 
     def _search(self, batch_size: int, *, keeps_batch: bool) -> int:
@@ -110,6 +115,7 @@ class LimitFinder:
                 from_cache=result.from_cache,
                 seconds=round(sum(result.seconds), 2),
             )
+        self._found = result
         bound, scheduled = result.max_batch_size, settings.batch_size_schedule is not None
         limits.set_bound(bound, tried_length=result.sequence_length)
         limits.learn_cost(result)

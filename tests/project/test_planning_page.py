@@ -36,7 +36,7 @@ def table_of_devices():
         address, _, rest = device.source.partition(", ")
         text = re.sub(r"^https://(?:github\.com/)?", "", address)
         source = f"[{text}]({address})" + (f", {rest}" if rest else "")
-        flops, moved = device.speed.bf16_flops_per_second, device.speed.bytes_per_second / 1e9
+        flops, moved = device.speed.flops_per_second[1], device.speed.bytes_per_second / 1e9
         speeds = f"{flops / 1e12:g} | {moved:g}" if flops else f"- | {moved:g}"
         lines.append(
             f"| {device.name} | {device.architecture} | {device.total_bytes / GIB:.2f} | {speeds} | {source} |"

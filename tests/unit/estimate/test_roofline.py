@@ -13,7 +13,7 @@ from adaptive_batch.estimate.roofline import BY_FLOPS, DeviceSpeed, Roofline, co
 
 aten = torch.ops.aten
 H100 = find_device("H100").speed
-SLOW_MEMORY = DeviceSpeed(8.0, 8.0, 4.0, 2.0, 1.0)
+SLOW_MEMORY = DeviceSpeed((8.0, 8.0, 4.0, 2.0), 1.0)
 
 
 def cost(func, *args, **kwargs):
@@ -55,10 +55,10 @@ def test_float32_is_multiplied_as_pytorch_is_set_and_no_peak_means_no_time():
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert SLOW_MEMORY.flops_per_second(torch.float32) == 4.0
+        assert SLOW_MEMORY.peak(torch.float32) == 4.0
     finally:
         torch.set_float32_matmul_precision(before)
-    assert SLOW_MEMORY.flops_per_second(torch.float32) == 2.0
+    assert SLOW_MEMORY.peak(torch.float32) == 2.0
     in_bf16 = [(torch.bfloat16, 1, 1)]
     assert Roofline((1, in_bf16), (2, in_bf16)).seconds(1, find_device("T4").speed) is None
 
@@ -93,20 +93,20 @@ def test_checkpointing_runs_forward_again(device):
     assert 1.2 < seconds(checkpointing=True) / seconds(checkpointing=False) < 1.4
 
 
-def test_dropout_and_norms_move_bytes_on_a_device():
+def test_norms_move_bytes_on_a_device():
     kernels = CudaKernels((9, 0), 132)
     with kernels:
         given = FakeDevice(kernels).mode.from_tensor(torch.ones(4, 8), static_shapes=True).requires_grad_()
         with given.fake_mode:
-            F.dropout(F.rms_norm(given, (8,))).sum().backward()
+            F.rms_norm(given, (8,)).sum().backward()
     sizes = [moved for _, flops, moved in kernels.costs if not flops]
-    assert sizes == [256, 256, 384, 384]
+    assert sizes == [256, 384]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
 def test_a_device_computes_faster_in_16_bits_than_in_32_and_moves_less_than_it_computes(device):
-    speed = device.speed
-    assert speed.fp16_flops_per_second >= (speed.tf32_flops_per_second or 0) >= 0
-    assert speed.fp16_flops_per_second > speed.fp32_flops_per_second
-    assert speed.bf16_flops_per_second in (None, speed.fp16_flops_per_second)
-    assert 5 < speed.fp32_flops_per_second / speed.bytes_per_second < 200
+    fp16, bf16, tf32, fp32 = device.speed.flops_per_second
+    assert fp16 > (tf32 or 0) >= 0
+    assert fp16 > fp32
+    assert bf16 in (None, fp16)
+    assert 5 < fp32 / device.speed.bytes_per_second < 200
