@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,23 +89,29 @@ class Roofline:
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost | None:
     """Return the cost of an operation that has run; None for one that moves nothing, such as a view."""
-    packet = getattr(func, "overloadpacket", func)
-    if packet in _FREE or getattr(func, "is_view", False):
+    if (packet := _moving(func)) is None:
         return None
     not_read, formula = _NOT_READ.get(packet), _FORMULAS.get(packet)
-    read = [value for place, value in enumerate(args) if place != not_read]
-    moved = num_bytes(read) + num_bytes([*kwargs.values()]) + num_bytes(result)
+    read = args if not_read is None else (*args[:not_read], *args[not_read + 1 :])
+    moved = num_bytes([*read, *kwargs.values(), result])
     if formula is None:
         return torch.float32, 0, moved
     first = result if isinstance(result, torch.Tensor) else result[0]
     return first.dtype, int(formula(*args, **kwargs, out_val=result)), moved
 
 
+@cache
+def _moving(func: Any) -> Any:
+    """The operation whose overload it is; None for one that moves nothing."""
+    packet = getattr(func, "overloadpacket", func)
+    return None if packet in _FREE or getattr(func, "is_view", False) else packet
+
+
 def num_bytes(values: Any) -> int:
     """Return the bytes of the tensors among some values; of one that is expanded, those that it has."""
     if isinstance(values, torch.Tensor):
         return min(values.numel() * values.element_size(), values.untyped_storage().nbytes())
-    return sum(map(num_bytes, values)) if isinstance(values, tuple | list) else 0
+    return sum(map(num_bytes, values)) if isinstance(values, (tuple, list)) else 0
 
 
 def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> int:

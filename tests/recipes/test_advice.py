@@ -127,3 +127,11 @@ def test_the_probe_advises_and_with_tune_it_times_what_was_estimated(small, caps
     fastest = next(iter(timed)).replace("(as it is)", "the configuration as it is")
     assert table[4] == f"fastest: {fastest}"
     assert "unused; settings" not in said
+
+
+@pytest.mark.slow
+def test_ranks_are_advised_by_one_of_them_on_gathering_once_as_well(small):
+    (said,) = records(small.run(OURS, *CHECKPOINTED, *ROOMY, *SHORT, ranks=2), "advice")
+    lines = said["message"].splitlines()[1:]
+    assert len(lines) == 3
+    assert any("fsdp_reshard_after_forward=False" in line for line in lines)
