@@ -25,25 +25,29 @@ from adaptive_batch.torchtune import (
     ModelBuilder,
     Settings,
     Trainer,
+    advise,
     all_ranks,
     check_output_dir,
+    estimate_spending,
     left_by_rounding,
     set_up_terminal,
+    tokens_per_second,
     use_shipped_config,
+    with_overrides,
     without_effect_on,
 )
 
 
-def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None) -> list[ProbeResult]:
-    """Build what training would build, and search once for each length.
+def say(text: str) -> None:
+    """Print, on one rank alone."""
+    if distributed.is_rank_zero():
+        print(text)
 
-    Returns:
-        A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``.
 
-    Raises:
-        SettingError: a setting cannot be used; no weights have been loaded yet.
-        DoesNotFitError: not even one row fits, at any length.
-    """
+def build(
+    cfg: DictConfig, watch: Watchdog | None, builder: ModelBuilder | None
+) -> tuple[Job, Data, BoundFinder, Trainer]:
+    """Build what training would build, and refuse settings before weights are loaded."""
     settings = Settings.from_config(cfg)
     check_output_dir(cfg.output_dir)
     job = Job(cfg, settings, builder)
@@ -56,12 +60,21 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
     bounds.check()
     trainer = Trainer.load(job, data, checkpoints)
     checkpoints.load_optimizer(trainer)
-    results, refused = [], None
+    return job, data, bounds, trainer
 
-    def say(text: str) -> None:
-        if distributed.is_rank_zero():
-            print(text)
 
+def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None) -> list[ProbeResult]:
+    """Build what training would build, and search once for each length.
+
+    Returns:
+        A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``.
+
+    Raises:
+        SettingError: a setting cannot be used; no weights have been loaded yet.
+        DoesNotFitError: not even one row fits, at any length.
+    """
+    job, data, bounds, trainer = build(cfg, watch, builder)
+    settings, results, refused = job.settings, [], None
     for keys in without_effect_on("adaptive_probe", settings, cfg, ranks=distributed.world_size()):
         say(str(keys))
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
@@ -79,7 +92,37 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         raise refused
     if len(results) > 1:
         say(summary(results))
+    result = results[-1]
+    batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
+    if settings.probe.tune:
+        del bounds, data, trainer  # whose memory the others need
+        tune(job, result, watch)
+    elif advice := advise(job, data, result, batch_size=batch_size):
+        say(advice)
     return results
+
+
+def tune(job: Job, result: ProbeResult, watch: Watchdog | None) -> None:
+    """Search and time the configuration as it is and the joint settings that an estimate puts first; print a table, the fastest first."""
+    joint = [one for one in estimate_spending(job, result, job.settings.probe.maximum)[1:] if one[1].max_batch_size]
+    joint.sort(key=lambda one: -(one[1].modelled_tokens_per_second or 0))
+    lines, length = [], result.sequence_length
+    for overrides in [(), *(overrides for overrides, *_ in joint[:3])]:
+        name, trainer = " ".join(overrides) or "(as it is)", None  # which gives back the memory of the last
+        try:
+            _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
+            *_, found = bounds.of_training(trainer, length=length, batch_size=bounds.settings.batch_size)
+        except DoesNotFitError as error:
+            if distributed.world_size() > 1:
+                raise
+            say(f"{name}: {error}")
+            continue
+        speed = tokens_per_second(trainer, found, bounds.rows_of(length).first(found.batch_size))
+        peak = format_bytes(found.peak_bytes() or 0)
+        lines.append((speed, f"{found.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides))
+    lines.sort(reverse=True)
+    say("\n".join(["", f"{'rows':>6} {'peak':>10} {'tokens/s':>9}  setting", *(line for _, line, _ in lines)]))
+    say(f"fastest: {' '.join(lines[0][2]) or 'the configuration as it is'}")
 
 
 def summary(results: list[ProbeResult]) -> str:

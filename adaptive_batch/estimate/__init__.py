@@ -2,7 +2,7 @@
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import CudaKernels, left_out
-from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
+from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices, this_device
 from .estimator import estimate_length, traces_alike
 from .fake_step import Between, FakeDevice, FakeStep, Run, needs_values
 from .of_model import estimate_memory, estimate_step
@@ -46,5 +46,6 @@ __all__ = [
     "parse_devices",
     "ranked",
     "read_estimate",
+    "this_device",
     "traces_alike",
 ]

@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from adaptive_batch._torch import FakeTensor
 from adaptive_batch._util import round_up
 
+from .roofline import Cost, attention_flops, num_bytes
+
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 
 _CUDA: Any = torch.backends.cuda
@@ -61,10 +63,14 @@ class CudaKernels(TorchFunctionMode):
     Args:
         compute_capability: such as (9, 0); None is taken as (8, 0).
         multiprocessors: how many the device has; None is taken as the most that one of its capability has.
+
+    Attributes:
+        costs: of attention and norms, in the order in which they run.
     """
 
     def __init__(self, compute_capability: tuple[int, int] | None = None, multiprocessors: int | None = None) -> None:
         super().__init__()
+        self.costs: list[Cost] = []
         self.capability = compute_capability or (8, 0)
         self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(self.capability, 128)
         self.has_little_shared_memory = self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] == 12
@@ -123,7 +129,8 @@ class CudaKernels(TorchFunctionMode):
                 mask = functional.pad(mask, (0, -keys % 8))[..., :keys]
             mask = mask.expand(*query.shape[:3], keys)
         function = {"cudnn": _CudnnAttention, "flash": _FlashAttention, "efficient": _EfficientAttention}[kernel]
-        output = _run(function, query, key, value, mask, dropout_p, self)
+        flops = attention_flops(query, key, value, is_causal)
+        output = self._counted(function, query, key, value, mask, dropout_p, self, flops=flops)
         return output if output.shape[-1] == head_dim else output[..., :head_dim]
 
     def kernel(
@@ -169,12 +176,21 @@ class CudaKernels(TorchFunctionMode):
     ) -> Tensor:
         if weight is not None and weight.dtype != input.dtype:  # native/layer_norm.cpp: then it is not fused
             return torch.rms_norm(input, normalized_shape, weight, eps)
-        return _run(_Norm, self, len(normalized_shape), 1, input, weight)
+        return self._counted(_Norm, self, len(normalized_shape), 1, input, weight)
 
     def _layer_norm(
         self, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, *_: Any, **__: Any
     ) -> Tensor:
-        return _run(_Norm, self, len(normalized_shape), 2, input, weight, bias)
+        return self._counted(_Norm, self, len(normalized_shape), 2, input, weight, bias)
+
+    def _counted(self, function: Any, *args: Any, flops: int = 0) -> Tensor:
+        result = _run(function, *args)
+        given, dtype = num_bytes(args), result.dtype
+        moved = given + num_bytes(result)
+        self.costs.append((dtype, flops, moved))
+        if result.grad_fn is not None:  # it has the gradient in place of the result, and writes those of what was given
+            result.grad_fn.register_prehook(lambda _: self.costs.append((dtype, flops * 5 // 2, moved + given)))
+        return result
 
 
 class _FlashAttention(torch.autograd.Function):

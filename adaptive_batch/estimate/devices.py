@@ -1,7 +1,7 @@
 """Known accelerators: what a size or a name in ``estimate.devices`` stands for.
 
 Each line of devices.csv has the total capacity that CUDA or ROCm gave for such a device in public: in an out-of-memory message,
-or in a query of its properties. That is less than the name promises. Drivers differ by some hundred MiB, so it is the lowest
+or in a query of its properties. The rest is of data sheets; a field is empty where they state nothing. That capacity is less than the name promises. Drivers differ by some hundred MiB, so it is the lowest
 figure that was found; ECC, which takes 3 GiB of a card with 48 GB of GDDR6, is on if the source says so. Names that
 ``torch.cuda.get_device_name()`` gives are among the other names.
 """
@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from adaptive_batch._util import format_bytes, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import parse_size
 
 from .cuda_workspace import CudaKernels
 from .result import Target
+from .roofline import BY_FLOPS, DeviceSpeed
 
 # What a process takes on the device outside PyTorch's allocator: the driver's context, kernels, libraries. An out-of-memory message gives
 # it: the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
@@ -47,6 +50,7 @@ class EstimatedDevice:
     architecture: str = ""
     multiprocessors: int = 0
     other_names: tuple[str, ...] = ()
+    speed: DeviceSpeed | None = None
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -70,7 +74,12 @@ class EstimatedDevice:
         share = f" ({headroom:.0%})" if isinstance(headroom, float) else ""
         taken = (("the CUDA context", context_bytes), (f"headroom{share}", kept))
         return Target(
-            self.describe(), self.total_bytes, free - kept, tuple(one for one in taken if one[1]), self.source
+            self.describe(),
+            self.total_bytes,
+            free - kept,
+            tuple(one for one in taken if one[1]),
+            self.source,
+            self.speed,
         )
 
 
@@ -82,9 +91,12 @@ def _plain(name: str) -> str:
 def _read_devices() -> tuple[EstimatedDevice, ...]:
     with Path(__file__).with_name("devices.csv").open(newline="", encoding="utf-8") as file:
         return tuple(
-            EstimatedDevice(name, int(size), source, architecture, int(number), tuple(filter(None, others.split("; "))))
-            for name, architecture, number, size, source, others in list(csv.reader(file))[1:]
-        )
+            EstimatedDevice(
+                name, int(size), source, architecture, int(number), tuple(filter(None, others.split("; "))),
+                DeviceSpeed(tuple(float(one) * 1e12 if one else None for one in peaks), float(rate) * 1e9) if rate else None,
+            )
+            for name, architecture, number, size, source, others, *peaks, rate, _ in list(csv.reader(file))[1:]
+        )  # fmt: skip
 
 
 DEVICES = _read_devices()
@@ -112,6 +124,17 @@ def find_device(name_or_size: Any) -> EstimatedDevice:
             near = f"; {nearest(name_or_size.upper(), begin_so or names)}"
         raise SettingError(_KEY, name_or_size, _REMEDY + near) from None
     return EstimatedDevice(format_bytes(total_bytes), total_bytes)
+
+
+def this_device(device: torch.device, budget_bytes: int) -> EstimatedDevice:
+    """Return the device at hand with what may be used of it; without a data sheet, no source and FLOPs alone as its speed."""
+    if device.type != "cuda":
+        return EstimatedDevice(device.type, budget_bytes, speed=BY_FLOPS)
+    it = torch.cuda.get_device_properties(device)
+    known = _BY_NAME.get(_plain(it.name))
+    speed, source = (known.speed, f"the data sheet of {known.name}") if known else (BY_FLOPS, "")
+    kind = f"sm_{it.major}{it.minor}"
+    return EstimatedDevice(it.name, budget_bytes, source, kind, it.multi_processor_count, speed=speed)
 
 
 def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from .allocator import AllocatorSettings
 from .bounds import ReplayedBounds
 from .fake_step import FEW, MORE, Between, FakeStep, Run
 from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
+from .roofline import Roofline
 from .tracker import StepTrace
 
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
@@ -52,6 +53,7 @@ def estimate_length(
     """
     run = forward_backward or step.forward_backward
     (fewer, few), (larger, more) = traces_alike(step, run)
+    roofline = Roofline((fewer, few.costs), (larger, more.costs))
     curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
     fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
     one_row = curve.peak_bytes(1)
@@ -91,7 +93,10 @@ def estimate_length(
         found = fits()
         if not any(is_new):
             break
-    return length, found
+    return length, tuple(
+        replace(fit, modelled_tokens_per_second=roofline.tokens_per_second(fit.max_batch_size, tokens, target.speed))
+        for fit, target in zip(found, targets, strict=True)
+    )
 
 
 def traces_alike(step: FakeStep, run: Run | None = None) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:

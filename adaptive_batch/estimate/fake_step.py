@@ -142,6 +142,8 @@ class FakeDevice:
             explain=explain,
             names=names,
         )
+        if kernels:
+            kernels.costs = counter.costs
         try:
             # A compiled region fails under a dispatch mode, and would hide its tensors from it.
             with (

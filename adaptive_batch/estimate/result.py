@@ -16,6 +16,9 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import Line, MemoryCurve
 
 from .fake_step import Resident
+from .roofline import DeviceSpeed
+
+_MODELLED = "modelled tokens/s"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Fit:
         allocated_bytes, reserved_bytes: peaks at `max_batch_size`, or with one row where none fits: of what tensors hold, and of what
             the allocator takes from the device for them.
         first_too_large: the first thing that does not fit, in the order in which a run would need it; None where a row fits.
+        modelled_tokens_per_second: the most of forward and backward of `max_batch_size` rows by the device's data sheet
+            (:mod:`.roofline`), which no trial has timed; None where the device is not known, or no row fits.
     """
 
     sequence_length: int
@@ -36,6 +41,7 @@ class Fit:
     allocated_bytes: int
     reserved_bytes: int
     first_too_large: str | None = None
+    modelled_tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Target:
         budget_bytes: what an allocator may take of it.
         taken: what the rest is for, each with its bytes: headroom, the CUDA context.
         source: where `total_bytes` is from; empty where it was given as a size.
+        speed: by its data sheet; None where it was given as a size.
         lengths: what fits, for each length that was estimated.
     """
 
@@ -54,6 +61,7 @@ class Target:
     budget_bytes: int
     taken: tuple[tuple[str, int], ...] = ()
     source: str = ""
+    speed: DeviceSpeed | None = None
     lengths: tuple[Fit, ...] = ()
 
 
@@ -189,6 +197,7 @@ class Change:
     Attributes:
         overrides: the exact ``key=value`` to type.
         bounds: rows that fit under it on each device; None for any number.
+        modelled_tokens_per_second: of a rank, on each device; as in :class:`Fit`.
         refused: why it could not be estimated; empty where it was.
     """
 
@@ -196,6 +205,7 @@ class Change:
     cost: str
     bounds: tuple[int | None, ...] = ()
     refused: str = ""
+    modelled_tokens_per_second: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -252,16 +262,20 @@ class MemoryEstimate:
         reserves = any(fit.reserved_bytes != fit.allocated_bytes for _, _, fit in pairs)
         held = ["allocated", "reserved"] if reserves else ["peak"]
         retries = ["with retries"] if reserves else []
-        cells = [["device", "length", "max_batch_size", *retries, "tokens", *held, "a row", "free"]]
+        modelled = [_MODELLED] if any(fit.modelled_tokens_per_second for _, _, fit in pairs) else []
+        cells = [["device", "length", "max_batch_size", *retries, "tokens", *held, *modelled, "a row", "free"]]
         for device, length, fit in pairs:
             rows, peak = fit.max_batch_size, format_bytes(fit.allocated_bytes)
             cells.append([
                 device.name, str(length.sequence_length), self.format_rows(rows),
                 *([self.format_rows(fit.max_batch_size_with_retries)] if reserves else ()), str(rows * length.sequence_length), peak,
-                *([format_bytes(fit.reserved_bytes)] if reserves else ()), format_bytes(self._bytes_per_row(length, rows)),
+                *([format_bytes(fit.reserved_bytes)] if reserves else ()),
+                *([_rounded(fit.modelled_tokens_per_second)] if modelled else ()), format_bytes(self._bytes_per_row(length, rows)),
                 format_bytes(device.budget_bytes - fit.reserved_bytes) if rows else "-",
             ])  # fmt: skip
         lines = _aligned(cells)
+        if modelled:
+            lines.append(f"{_MODELLED}: at most, of forward and backward by data sheets; no trial has timed it")
         for device in self.devices:
             budget, total = format_bytes(device.budget_bytes), format_bytes(device.total_bytes)
             taken = "".join(f", {format_bytes(size)} for {name}" for name, size in device.taken)
@@ -291,10 +305,15 @@ class MemoryEstimate:
             return ""
         length = self.lengths[0]
         now = [self.bound(length, device) for device in self.devices]
-        cells = [["key=value", *(device.name for device in self.devices)], ["(as it is)", *map(self.format_rows, now)]]
-        cells += [[" ".join(one.overrides), *map(self.format_rows, one.bounds)] for one in self.changes]
+        columns = [["key=value", "(as it is)", *(" ".join(one.overrides) for one in self.changes)]]
+        for number, device in enumerate(self.devices):
+            bounds = [now[number], *(one.bounds[number] for one in self.changes)]
+            columns.append([device.name, *map(self.format_rows, bounds)])
+            if speed := self.fit(length, device).modelled_tokens_per_second:
+                speeds = [speed, *(one.modelled_tokens_per_second[number] for one in self.changes)]
+                columns.append([_MODELLED, *map(_rounded, speeds)])
         costs = ("  what it costs", "", *(f"  {one.cost}" for one in self.changes))
-        lines = [f"{line}{cost}" for line, cost in zip(_aligned(cells), costs, strict=True)]
+        lines = [f"{line}{cost}" for line, cost in zip(_aligned(zip(*columns, strict=True)), costs, strict=True)]
         return "\n".join([f"what one change would bring, in rows of {count(length.sequence_length, 'token')}:", *lines])
 
     def _bytes_per_row(self, length: LengthEstimate, rows: int) -> float:
@@ -344,6 +363,10 @@ def _from_json(kind: Any, value: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
+
+
+def _rounded(speed: float | None) -> str:
+    return f"{float(f'{speed:.3g}'):.0f}" if speed else "-"
 
 
 def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:

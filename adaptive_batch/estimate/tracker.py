@@ -19,6 +19,7 @@ from adaptive_batch._torch import FakeTensor, current_autograd_node, current_gra
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
 from .cuda_operators import CudaOperators
+from .roofline import Cost, cost_of
 from .step_log import STREAM, Phase
 
 _LABEL = "adaptive_batch.module"  # of an autograd node
@@ -64,12 +65,14 @@ class StepTrace:
         forward_bytes: of all live bytes those that forward made: activations that wait for backward.
         gradients: of parameters, without those of earlier micro-batches: the operation that made each, and its bytes.
         explained: what was alive, for the operations that were asked for.
+        costs: of the operations, in their order.
     """
 
     trace: Trace
     forward_bytes: Sequence[int]
     gradients: tuple[tuple[int, int], ...]
     explained: dict[int, LiveMemory] = field(default_factory=dict)
+    costs: Sequence[Cost] = ()
 
     def gradient_bytes(self, operation: int) -> int:
         """Bytes of gradients that exist after an operation."""
@@ -96,6 +99,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         names: ModuleNames | None = None,
     ) -> None:
         self.log = array("q")
+        self.costs: list[Cost] = []
         self._numbers: dict[int, int] = {}
         self._num_allocations = 0
         self._before: list[tuple[Hashable, int]] = []
@@ -151,7 +155,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         }
         made = (key for key in keys if key in self._made_after and key not in self._resident)
         gradients = tuple((self._made_after[key], self._sizes[key]) for key in made)
-        return StepTrace(self.trace(), self._forward_bytes_after_each, gradients, self._explained)
+        return StepTrace(self.trace(), self._forward_bytes_after_each, gradients, self._explained, self.costs)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -251,9 +255,13 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             with self:
                 result = self._instead[func](*args, **(kwargs or {}))
             self._is_inside = False
-            return result
-        self._is_lifted = func is torch.ops.aten.lift_fresh.default  # a number of Python's
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        else:
+            self._is_lifted = func is torch.ops.aten.lift_fresh.default  # a number of Python's
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        counts = self._live_bytes_after_each and not self._is_inside and result is not NotImplemented
+        if counts and (cost := cost_of(func, args, kwargs or {}, result)):
+            self.costs.append(cost)
+        return result
 
 
 class ModuleNames(TorchFunctionMode):

@@ -52,26 +52,25 @@ class Throughput:
     Attributes:
         kind: of the layout.
         limit: of a micro-batch.
+        tokens_per_second: of its trial.
         time: of a micro-batch in this layout, as the trials have shown it.
         trials: in their order.
+        seconds: that the search took.
     """
 
     kind: str
     limit: MicroBatchLimit
+    tokens_per_second: float
     time: MicroBatchTime
     trials: tuple[TimedTrial, ...]
+    seconds: float = 0.0
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Throughput:
         """Build it from what ``asdict`` returned."""
         trials = (TimedTrial(**{**one, "limit": MicroBatchLimit(**one["limit"])}) for one in saved["trials"])
         limit, time = MicroBatchLimit(**saved["limit"]), MicroBatchTime(**saved["time"])
-        return cls(saved["kind"], limit, time, tuple(trials))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the trial of what is fastest."""
-        return next(one for one in self.trials if (one.kind, one.limit) == (self.kind, self.limit)).tokens_per_second
+        return cls(saved["kind"], limit, saved["tokens_per_second"], time, tuple(trials), saved["seconds"])
 
     def with_peak(self, peak_bytes: int | None) -> Throughput:
         """Return the same, with the peak of what is fastest."""
@@ -183,7 +182,7 @@ def find_fastest(
         return None
     kinds = {layout.kind: layout for layout in layouts}
     kind, limit = min(tried, key=lambda one: seconds_of(kinds[one[0]], one[1]))
-    return Throughput(kind, limit, times[kind], tuple(tried.values()))
+    return Throughput(kind, limit, tried[kind, limit].tokens_per_second, times[kind], tuple(tried.values()))
 
 
 def fitted(timings: Sequence[tuple[MicroBatch, float]]) -> MicroBatchTime:

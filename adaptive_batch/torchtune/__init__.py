@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
+    from .advice import advise as advise
+    from .advice import estimate_spending as estimate_spending
+    from .advice import tokens_per_second as tokens_per_second
     from .bound_finder import BoundFinder as BoundFinder
     from .bound_finder import left_by_rounding as left_by_rounding
     from .checkpoints import Checkpoints as Checkpoints
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from .data import Data as Data
     from .doctor import check as check
     from .epoch_checkpoints import STATE_KEY as STATE_KEY
+    from .estimate_changes import with_overrides as with_overrides
     from .estimates import estimate_devices as estimate_devices
     from .job import Job as Job
     from .launch import all_ranks as all_ranks
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from .validation import Validation as Validation
 
 _NAMES_OF = {
+    ".advice": ("advise", "estimate_spending", "tokens_per_second"),
     ".bound_finder": ("BoundFinder", "left_by_rounding"),
     ".checkpoints": ("Checkpoints",),
     ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
@@ -51,6 +56,7 @@ _NAMES_OF = {
     ".data": ("Data",),
     ".doctor": ("check",),
     ".epoch_checkpoints": ("STATE_KEY",),
+    ".estimate_changes": ("with_overrides",),
     ".estimates": ("estimate_devices",),
     ".job": ("Job",),
     ".launch": ("all_ranks", "interruptible", "no_component_exits", "set_up_terminal", "use_shipped_config"),

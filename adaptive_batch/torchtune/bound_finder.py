@@ -161,7 +161,7 @@ class BoundFinder:
         length: int | str,
         batch_size: int,
         keeps_batch: bool = False,
-        choices: Choices | None = None,
+        chooses: bool = True,
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
 
@@ -170,7 +170,7 @@ class BoundFinder:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             batch_size: that training begins with, unless it is to be found.
             keeps_batch: `batch_size` is a checkpoint's, and is kept whatever fits.
-            choices: also find what is fastest.
+            chooses: also find what is fastest, where ``auto`` asks for that.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first; if it has to be several,
@@ -183,6 +183,7 @@ class BoundFinder:
         settings = self.settings
         step_rows = batch_size * settings.gradient_accumulation_steps
         several = self.has_several or (settings.gradient_accumulation_steps > 1 and not self._fits_whole_step)
+        choices = self._choices(trainer) if chooses else None
         first = self._of_rows_of(trainer, length, accumulates=several, choices=choices)
         if several or step_rows <= first.max_batch_size or not (keeps_batch or self._fits_whole_step):
             return [first]
@@ -210,7 +211,7 @@ class BoundFinder:
             choices=choices,
         )
 
-    def choices(self, trainer: Trainer) -> Choices | None:
+    def _choices(self, trainer: Trainer) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits is wanted."""
         settings, cfg, data = self.settings, self._job.cfg, self._data
         # a compiled model is compiled anew for shapes that it has not seen, which no trial of a few of them shows

@@ -391,7 +391,8 @@ def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks
         unused |= {"sequence_length": "probe.sequence_lengths gives them"} if probe.sequence_lengths else {}
         unused |= {"trial_timeout": _ONE_RANK} if ranks == 1 else {}
     else:
-        unused |= {"device_memory": "estimate.devices gives it", "sequence_lengths": "it is for adaptive_probe"}
+        unused |= {"device_memory": "estimate.devices gives it"}
+        unused |= dict.fromkeys(("sequence_lengths", "tune"), "it is for adaptive_probe")
         unused |= {"sequence_length": "estimate.sequence_lengths gives them"} if estimate.sequence_lengths else {}
         unused |= {"headroom": "estimate.headroom gives it"}
         tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")

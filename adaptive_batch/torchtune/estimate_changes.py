@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import cast
 
 import torch
@@ -73,6 +74,21 @@ def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_si
     for more in (number for number in (2, 4, 8) if number > world_size):
         cost = f"{more} devices, which gather and reduce each layer's parameters; rows of each device"
         yield Candidate((f"--nproc_per_node {more}",), cost, world_size=more)
+
+
+def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
+    """Return up to 8 joint settings that spend memory to save time, where settings of a configuration do the reverse; most change first."""
+    every, mode = bool(cfg.get("enable_activation_checkpointing", False)), cfg.get("ac_mode", None)
+    off = ("enable_activation_checkpointing=False",) if every else ("ac_mode=null",)
+    recomputing = [off, (*off[:every], "ac_mode=selective", "ac_option=2")] if every or mode == "full" else []
+    if cfg.get("enable_activation_offloading", False):  # which needs that every layer is recomputed
+        recomputing = [(*one, "enable_activation_offloading=False") for one in (*recomputing, ())]
+    is_chunked = str(cfg.loss._component_).endswith("CEWithChunkedOutputLoss")
+    ways = [[off] if mode == "selective" and not every else recomputing]
+    ways.append([("loss.num_output_chunks=1",)] if is_chunked and cfg.loss.get("num_output_chunks", 8) > 1 else [])
+    reshards = world_size > 1 and cfg.get("fsdp_reshard_after_forward", True)
+    ways.append([("fsdp_reshard_after_forward=False",)] if reshards else [])
+    return [Candidate(tuple(chain(*some)), "memory") for some in product(*((*way, ()) for way in ways))][:-1][:8]
 
 
 def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

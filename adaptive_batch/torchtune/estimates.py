@@ -9,7 +9,7 @@ import inspect
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -43,7 +43,7 @@ from adaptive_batch.estimate import (
 
 from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
-from .estimate_changes import candidates, with_overrides
+from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows, made_up_row
 from .keys import load_function
 from .model import ModelBuilder
@@ -197,22 +197,32 @@ class Estimator:
 
     def changes(self, length: LengthEstimate) -> Iterator[Change]:
         """Estimate each single change at a length."""
-        world_size = self._settings.estimate.world_size
-        asked = {"tokens": length.sequence_length, "world_size": world_size}
+        asked = {"tokens": length.sequence_length, "world_size": self._settings.estimate.world_size}
         maximum = self._settings.probe.maximum
         assert self._skeleton is not None
-        for one in candidates(self._cfg, self._skeleton, **asked):
-            tokens = one.sequence_length or self._first_length
+        for one, fits in self.tried(candidates(self._cfg, self._skeleton, **asked), self._first_length):
+            if isinstance(fits, str):
+                yield Change(one.overrides, one.cost, refused=fits)
+            else:
+                rows = tuple(None if fit.max_batch_size == maximum else fit.max_batch_size for fit in fits)
+                speeds = tuple(fit.modelled_tokens_per_second for fit in fits)
+                yield Change(one.overrides, one.cost, rows, modelled_tokens_per_second=speeds)
+
+    def tried(
+        self, changes: Iterable[Candidate], length: int | str
+    ) -> Iterator[tuple[Candidate, tuple[Fit, ...] | str]]:
+        """Yield for each change what fits on each device at a length, or why it cannot be estimated."""
+        for one in changes:
             try:
-                cfg = with_overrides(self._cfg, one.overrides)
-                ranks = one.world_size or world_size
-                _, fits, _ = self._estimate(cfg, [tokens], ranks, is_change=True, allocator=one.allocator)
+                cfg, ranks = with_overrides(self._cfg, one.overrides), self._settings.estimate.world_size
+                wanted = [one.sequence_length or length]
+                _, fits, _ = self._estimate(
+                    cfg, wanted, one.world_size or ranks, is_change=True, allocator=one.allocator
+                )
+                yield one, tuple(some[0] for some in fits)
             except Exception as error:  # components refuse each other in many ways
                 why = "" if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: "
-                yield Change(one.overrides, one.cost, refused=why + str(error).partition("\n")[0])
-            else:
-                bounds = (some[0].max_batch_size for some in fits)
-                yield Change(one.overrides, one.cost, tuple(None if rows == maximum else rows for rows in bounds))
+                yield one, why + str(error).partition("\n")[0]
 
     @contextmanager
     def _step(

@@ -13,10 +13,11 @@ from adaptive_batch._util import atomic_write, count, rows_fit
 from adaptive_batch.data import MicroBatchLimit, largest_divisor, longest_rows
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
-from adaptive_batch.probe import Throughput
+from adaptive_batch.probe import ProbeResult
 from adaptive_batch.report import RunLog
 from adaptive_batch.training import LimitChange, has_batch_norm
 
+from .advice import advise
 from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
@@ -41,7 +42,8 @@ class LimitFinder:
     def __init__(
         self, job: Job, data: Data, trainer: Trainer, bounds: BoundFinder, record: RunLog, *, run: str = ""
     ) -> None:
-        self._data, self._trainer, self._settings = data, trainer, job.settings
+        self._job, self._data, self._trainer, self._settings = job, data, trainer, job.settings
+        self._found: ProbeResult | None = None
         self._bounds, self._record, self._run = bounds, record, run
         self._lost_file = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._lost: dict[str, Any] = {}  # what is to be known when training is started again
@@ -76,8 +78,9 @@ class LimitFinder:
             if rows := self._lost.get(key):
                 message = f"a trial {which}of {count(rows, 'row')} ended all ranks, so whether they fit is not known; up to half are tried"
                 self._record.event("indeterminate", message, rows=rows)
-        if saved and saved["limits"]["throughput"]:  # a run that is resumed cuts its steps as it did
-            limits.throughput = Throughput.from_dict(saved["limits"]["throughput"])
+        before = saved["limits"]["throughput"] if saved and settings.chooses_fastest else None
+        if before and settings.micro_batch_layout in (None, before["kind"]):
+            limits.choose(before)  # a run that is resumed cuts its steps as it did
         if settings.micro_batch_layout == "packed" and (why := self._trainer.why_unpacked()):
             raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
         if settings.needs_bound:
@@ -95,18 +98,19 @@ class LimitFinder:
             (longest,) = longest_rows(data.dataset.lengths, 1)
             if int(data.dataset.lengths[longest]) > limits.tried_length:
                 self.try_longer([data.read_row(longest)], batch_size=batch_size)
+        if self._found and (advice := advise(self._job, data, self._found, batch_size=batch_size)):
+            self._record.event("advice", advice)
         return batch_size
 
     def _search(self, batch_size: int, *, keeps_batch: bool) -> int:
         """Search for the bound, log the table, and refuse a configured batch that is above it; return the batch to train with."""
         settings, limits = self._settings, self.limits
-        choices = self._bounds.choices(self._trainer) if limits.throughput is None else None
         results = self._bounds.of_training(
             self._trainer,
             length=settings.probe.sequence_length,
             batch_size=batch_size,
             keeps_batch=keeps_batch,
-            choices=choices,
+            chooses=limits.throughput is None,
         )
         for result in results:
             out_of_memory = 0 if result.from_cache else result.num_out_of_memory
@@ -121,10 +125,19 @@ class LimitFinder:
                 from_cache=result.from_cache,
                 seconds=round(sum(result.seconds), 2),
             )
+        self._found = result
         bound, scheduled = result.max_batch_size, settings.batch_size_schedule is not None
         limits.set_bound(bound, tried_length=result.sequence_length)
-        self._use(result.throughput or limits.throughput)
+        limits.choose(result.throughput)
+        self._trainer.runner.layout = limits.layout
         limits.learn_cost(result)
+        if fastest := limits.throughput:
+            kind, limit, rate = fastest.kind, fastest.limit, fastest.tokens_per_second
+            message = (
+                f"micro-batches of up to {limit.amount:,} {limit.unit}, {kind}: {rate:,.0f} tokens/s in their trial"
+            )
+            facts = {"layout": kind, **asdict(limit), "tokens_per_second": rate, "seconds": fastest.seconds}
+            self._record.event("micro_batch_layout", message, **facts, trials=[asdict(one) for one in fastest.trials])
         if keeps_batch:
             if batch_size > bound:
                 message = f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more micro-batches"
@@ -142,25 +155,6 @@ class LimitFinder:
             remedy += "micro_batch_size=auto, or allow more memory"
             raise SettingError("batch_size", batch_size, remedy)
         return batch_size
-
-    def _use(self, fastest: Throughput | None) -> None:
-        """Take what is fastest, found now or before a checkpoint was saved."""
-        self.limits.choose(fastest)
-        self._trainer.runner.layout = self.limits.layout
-        if fastest is None:
-            return
-        limit = fastest.limit
-        message = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}: {fastest.tokens_per_second:,.0f} tokens/s in trials"
-        trials = [
-            {
-                "layout": one.kind,
-                **asdict(one.limit),
-                "tokens_per_second": one.tokens_per_second,
-                "padding": one.padding,
-            }
-            for one in fastest.trials
-        ]
-        self._record.event("micro_batch_layout", message, layout=fastest.kind, **asdict(limit), trials=trials)
 
     def try_longer(self, rows: list[dict[str, Any]], *, batch_size: int) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its length fit.

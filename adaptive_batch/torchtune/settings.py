@@ -180,6 +180,11 @@ class ProbeSettings:
         "fits, whatever the learning rate; a search starts from a curve of the same step that was planned or counted before",
         default=True,
     )
+    tune: bool = key(
+        check_bool,
+        "for `adaptive_probe`: also search and time up to three joint settings that spend memory to save time, and print what to copy",
+        default=False,
+    )
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,9 @@ class MicroBatchLimits:
             most = min(limit.amount, bound if limit.unit == "rows" else self.tried_tokens)
             self.throughput = replace(self.throughput, limit=replace(limit, amount=most))
 
-    def choose(self, fastest: Throughput | None) -> None:
-        """Take what is fastest, and its layout, from the next step on; None changes nothing."""
+    def choose(self, fastest: Throughput | Mapping[str, Any] | None) -> None:
+        """Take what is fastest, also as it was saved, and its layout, from the next step on; None changes nothing."""
+        fastest = Throughput.from_dict(fastest) if isinstance(fastest, Mapping) else fastest
         if fastest is not None:
             self.throughput = fastest
             self.layout = replace(self.layout, kind=fastest.kind, time=fastest.time)
@@ -173,8 +174,6 @@ class MicroBatchLimits:
         A lowered limit is kept where it was lowered from the same bound under the same settings, and grows back from there.
         """
         self.num_out_of_memory = state["num_out_of_memory"]
-        if self.throughput is None and state["throughput"]:
-            self.choose(Throughput.from_dict(state["throughput"]))
         self.lowered = self.ceiling = self._held = None
         if any(state[key] != value for key, value in self.lowered_from().items()):
             return

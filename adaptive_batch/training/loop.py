@@ -663,7 +663,10 @@ class AdaptiveLoop:
             self._limits.bound, self._limits.tried_length = bound, state["limits"]["tried_length"]
             self._bound_accumulates = state["bound_accumulates"]
         self._limits.load_state_dict(state["limits"])
-        self._runner.layout = self._limits.layout
+        fastest = state["limits"]["throughput"]
+        if fastest and self._limits.micro_batch_tokens == "auto" and self._written_layout in (None, fastest["kind"]):
+            self._limits.choose(fastest)
+            self._runner.layout = self._limits.layout
         self._rate.load_state_dict(state["learning_rate"])
 
     @cached_property

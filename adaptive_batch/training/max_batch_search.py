@@ -230,9 +230,11 @@ class MaxBatchSearch:
                     if self._fragments(rows) and result.max_batch_size != result.trials[-1].batch_size:
                         run_trial(result.max_batch_size)  # whose cache training goes on with
                 if choices and result.max_batch_size and result.throughput is None:
-                    most = distributed.maximum(int(1e6 * (time.perf_counter() - start))) * 2e-6
+                    by_memory = time.perf_counter() - start
+                    most = distributed.maximum(int(1e6 * by_memory)) * 2e-6
                     fastest = self._fastest(rows, result.max_batch_size, choices, dry_run, seconds=most)
-                    result = replace(result, throughput=fastest)
+                    seconds = time.perf_counter() - start - by_memory
+                    result = replace(result, throughput=fastest and replace(fastest, seconds=seconds))
         finally:
             random_state.restore()
             if is_compiled(runner.model):
