@@ -111,7 +111,7 @@ def find_fastest(
         What is fastest; None where nothing that was tried fits.
     """
     tried: dict[tuple[str, MicroBatchLimit], TimedTrial] = {}
-    error: dict[tuple[str, MicroBatchLimit], float] = {}  # of what was tried: measured seconds over modelled ones
+    measured: dict[tuple[str, MicroBatchLimit], tuple[list[MicroBatch], float]] = {}  # in so many seconds
     timings: dict[str, list[tuple[MicroBatch, float]]] = {layout.kind: [] for layout in layouts}
     times = {layout.kind: layout.time for layout in layouts}
     too_large = dict.fromkeys(times, math.inf)  # what did not fit
@@ -144,9 +144,11 @@ def find_fastest(
     def seconds_of(layout: MicroBatchLayout, limit: MicroBatchLimit) -> float:
         layout = replace(layout, time=times[layout.kind])
         modelled = sum(layout.time.of(micro_batches(lengths, limit, layout)) for lengths in steps)
-        near = [other for kind, other in error if kind == layout.kind]
-        nearest = min(near, key=lambda other: abs(math.log(other.amount / limit.amount)), default=None)
-        return modelled * (error[layout.kind, nearest] if nearest else 1.0)
+        near = [other for kind, other in measured if kind == layout.kind]
+        if not near:
+            return modelled
+        pieces, seconds = measured[layout.kind, min(near, key=lambda one: abs(math.log(one.amount / limit.amount)))]
+        return modelled * seconds / layout.time.of(pieces)
 
     for layout in layouts:
         calibrate(layout)
@@ -170,10 +172,9 @@ def find_fastest(
             limit = smaller[-1]
         layout = replace(layout, time=times[layout.kind])
         pieces = micro_batches(sample, limit, layout)
-        modelled = layout.time.of(pieces)
         if not (seconds := time(layout, pieces)):
             continue
-        error[layout.kind, limit] = sum(seconds) / modelled
+        measured[layout.kind, limit] = pieces, sum(seconds)
         padding = 1 - sum(sample) / sum(piece.padded_tokens for piece in pieces)
         rate = sum(sample) / (sum(seconds) + share * step_seconds)
         tried[layout.kind, limit] = TimedTrial(layout.kind, limit, rate, padding)

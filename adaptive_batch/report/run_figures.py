@@ -51,6 +51,8 @@ def figures_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> tuple[lis
         ("Peak memory of steps", _peak_memory(timeline)),
         ("Gradient noise scale", _noise_scale(timeline)),
     ]  # fmt: skip
+    if probe and probe.get("throughput"):
+        possible.insert(1, ("Speed of micro-batches", _throughput(probe["throughput"])))
     return [figure for _, figure in possible if figure], [title for title, figure in possible if figure is None]
 
 
@@ -217,3 +219,32 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
     words += f"The largest that fits has {found}{of_tokens}. " if is_known else "None is known to fit. "
     words += f"Allowed are {allowed}." if allowed else ""
     return Figure("probe", "Peak memory of trials", words.strip(), draw)
+
+
+def _throughput(found: Any) -> Figure | None:
+    """Return the speed of each micro-batch that was timed, and of the one that was chosen; None where none can be read."""
+    trials: dict[str, list[tuple[float, float]]] = {}
+    try:
+        for trial in found["trials"]:
+            point = float(trial["limit"]["amount"]), float(trial["tokens_per_second"])
+            trials.setdefault(str(trial["kind"]), []).append(point)
+        chosen, limit = (found["limit"]["amount"], found["tokens_per_second"]), found["limit"]
+        words = (
+            f"Fastest: {found['kind']}, up to {limit['amount']:,} {limit['unit']} at once, {chosen[1]:,.0f} tokens/s."
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+    def draw(axes: Axes) -> None:
+        for (kind, points), colour in zip(trials.items(), ("blue", "vermilion", "purple"), strict=False):
+            xs, ys = zip(*sorted(points), strict=True)
+            plot(axes, Points.of(xs, ys), kind, colour, marker="o", markersize=5)
+        ring = {"linestyle": "none", "marker": "o", "markersize": 12, "fillstyle": "none"}
+        plot(axes, Points.of([chosen[0]], [chosen[1]]), "chosen", "green", **ring)
+        from_zero(axes)
+        axes.set_xlim(left=0)
+        add_legend(axes)
+        axes.set_xlabel(f"{limit['unit']} at once")
+        axes.set_ylabel("real tokens/s")
+
+    return Figure("throughput", "Speed of micro-batches", words, draw)
