@@ -156,7 +156,8 @@ def find_fastest(
         expected = {(layout, limit): seconds_of(layout, limit) for layout in layouts for limit in left(layout)}
         if not expected:
             break
-        first = min(expected, key=expected.__getitem__)
+        untried = [one for one in expected if not any(kind == one[0].kind for kind, _ in tried)]
+        first = min(untried or expected, key=expected.__getitem__)  # each layout's best once, and then the best of all
         alike, near_it = (
             [one for one in expected if one[0] is first[0] and expected[one] <= (1 + most) * expected[first]]
             for most in (_ALIKE, _NEAR)
@@ -165,7 +166,7 @@ def find_fastest(
         if (
             layout.kind,
             limit,
-        ) in tried:  # and smaller ones may be faster than the line says, such as those that a cache holds
+        ) in tried:  # smaller ones may be faster than the line says, such as those that a cache holds
             smaller = [one for _, one in near_it if one.amount < limit.amount and (layout.kind, one) not in tried]
             if not smaller:
                 break

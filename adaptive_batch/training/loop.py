@@ -58,7 +58,7 @@ from adaptive_batch.schedules import (
 )
 
 from .limits import MicroBatchLimits
-from .max_batch_search import Choices, MaxBatchSearch, WorstRows
+from .max_batch_search import MaxBatchSearch
 from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult
 from .model_checks import (
     check_gradients_are_clear,
@@ -74,6 +74,7 @@ from .oom_retry import LimitChange, OOMPolicy, OOMRetry
 from .packing import pack_rows, why_not_packed
 from .step import agree_on_step
 from .step_rate import StepRate
+from .throughput_search import Choices, WorstRows
 
 log = logging.getLogger("adaptive_batch")
 

@@ -1,12 +1,12 @@
-"""The search for the largest batch that a model can train on, and for what is fastest within it: trials through the code that training runs."""
+"""The search for the largest batch that a model can train on: trials of the worst rows through the code that training runs."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, format_bytes
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.errors import DoesNotFitError, RankLostError
 from adaptive_batch.memory import (
     MemoryCurve,
@@ -32,55 +32,18 @@ from adaptive_batch.probe import (
     Predictive,
     ProbeResult,
     Search,
-    Throughput,
     Trial,
-    find_fastest,
     run_search,
     try_again,
 )
 
 from .micro_batch_runner import MicroBatchRunner
 from .model_checks import is_compiled
+from .throughput_search import Choices, ThroughputSearch, WorstRows
 
 log = logging.getLogger("adaptive_batch")
 
 _DRAWN_STEPS = 12  # of training's own lengths in a trial
-_MODELLED_ROWS = 256  # of training, at least, whose micro-batches are modelled
-_ROUNDS = 2  # that a timed micro-batch runs; the faster counts
-_TIMED = 12  # samples in which the search by throughput may take twice as long as that by memory
-_LEAST_TOKENS = 1024  # of a sample: fewer say little
-
-
-@dataclass(frozen=True)
-class WorstRows:
-    """The rows of trials: the longest that training may meet.
-
-    Attributes:
-        first: returns that many of them, longest first.
-        length: tokens of the longest.
-        name: what an error calls a single one.
-        in_order: rows in the order in which training takes them: any number from any position on; None where it has no order.
-    """
-
-    first: Callable[[int], list[Any]]
-    length: int
-    name: str
-    in_order: Callable[[int, int], list[Any]] | None = None
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What the fastest micro-batches are chosen from.
-
-    Attributes:
-        kinds: of layouts.
-        unit: of a padded limit; others are by tokens.
-        step_rows: of a step on one device; 0 for the bound's.
-    """
-
-    kinds: Sequence[str]
-    unit: str
-    step_rows: int
 
 
 class MaxBatchSearch:
@@ -232,7 +195,8 @@ class MaxBatchSearch:
                 if choices and result.max_batch_size and result.throughput is None:
                     by_memory = time.perf_counter() - start
                     most = distributed.maximum(int(1e6 * by_memory)) * 2e-6
-                    fastest = self._fastest(rows, result.max_batch_size, choices, dry_run, seconds=most)
+                    search_fastest = ThroughputSearch(runner, dry_run, self._step, choices, rows)
+                    fastest = search_fastest(result.max_batch_size, seconds=most)
                     seconds = time.perf_counter() - start - by_memory
                     result = replace(result, throughput=fastest and replace(fastest, seconds=seconds))
         finally:
@@ -249,69 +213,6 @@ class MaxBatchSearch:
             budget_bytes=min(budgets),
             budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
         )
-
-    def _fastest(
-        self, worst: WorstRows, bound: int, choices: Choices, dry_run: DryRun, *, seconds: float
-    ) -> Throughput | None:
-        """Find what trains most tokens a second in about so many seconds; None where nothing fits but what was tried."""
-        runner, length_of, in_order, before = (
-            self._runner,
-            self._runner.loss.row_length,
-            worst.in_order,
-            self._runner.layout,
-        )
-        assert in_order is not None
-        step_rows = choices.step_rows or bound
-        steps = [in_order(step * step_rows, step_rows) for step in range(max(1, _MODELLED_ROWS // step_rows))]
-        lengths = [list(map(length_of, rows)) for rows in steps]
-        layouts = [replace(before, kind=kind) for kind in choices.kinds]
-        capacity = dict.fromkeys(choices.kinds, before.padded_tokens([worst.length] * bound))
-
-        def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
-            if layout.kind == "padded" and choices.unit == "rows":
-                least, most = 1, min(bound, step_rows)
-            else:
-                least, step = layout.padded(worst.length), max(map(layout.padded_tokens, lengths))
-                most = max(least, min(capacity[layout.kind], step))
-            amounts = [most >> halvings for halvings in range(most.bit_length()) if most >> halvings >= least]
-            return [MicroBatchLimit(amount, "rows" if least == 1 else "tokens") for amount in reversed(amounts)]
-
-        def run(pieces: list[MicroBatch], layout: MicroBatchLayout) -> list[float] | None:
-            runner.layout = layout
-            of_pieces = [[sample[row] for row in piece.rows] for piece in pieces]
-            runs = [
-                partial(runner.try_rows, rows, is_last=number == len(of_pieces))
-                for number, rows in enumerate(of_pieces, start=1)
-            ]
-            taken = dry_run.time(runs * _ROUNDS)
-            return taken and [min(taken[number :: len(runs)]) for number in range(len(runs))]
-
-        try:
-            sample = steps[0][:8]
-            warm = run(micro_batches(lengths[0][:8], limits(layouts[0])[-1], layouts[0]), layouts[0])
-            most_tokens = max(
-                _LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm or [seconds]))
-            )
-            taken = [sum(lengths[0][: rows + 1]) <= most_tokens for rows in range(len(lengths[0]))]
-            sample = steps[0][: max(8, sum(taken))]
-            while True:
-                fastest = find_fastest(
-                    run, steps=lengths, sample=lengths[0][: len(sample)], layouts=layouts, limits=limits
-                )
-                if fastest is None:
-                    return None
-                runner.layout = replace(before, kind=fastest.kind, time=fastest.time)
-                by_rows = fastest.limit.unit == "rows"
-                trial = dry_run(fastest.limit.amount if by_rows else max(1, fastest.limit.amount // worst.length))
-                if trial.fits:
-                    return fastest.with_peak(trial.peak_bytes)
-                if fastest.limit.amount // 2 < worst.length:
-                    layouts = [layout for layout in layouts if layout.kind != fastest.kind]
-                    if not layouts:
-                        return None
-                capacity[fastest.kind] = fastest.limit.amount // 2
-        finally:
-            runner.layout = before
 
     def _fragments(self, rows: WorstRows) -> bool:
         """Whether trials are whole steps of varying lengths: the device's allocator has a cache, which these fragment."""

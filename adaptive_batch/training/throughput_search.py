@@ -1,0 +1,133 @@
+"""The search for the fastest micro-batches within what fits: rows of training, timed through the code that training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.probe import DryRun, Throughput, find_fastest
+
+from .micro_batch_runner import MicroBatchRunner
+
+_MODELLED_ROWS = 256  # of training, at least, whose micro-batches are modelled
+_ROUNDS = 2  # that a timed micro-batch runs; the faster counts
+_TIMED = 12  # samples that are timed in the seconds that a search may take
+_LEAST_TOKENS = 1024  # of a sample: fewer say little
+
+
+@dataclass(frozen=True)
+class WorstRows:
+    """The rows of trials: the longest that training may meet.
+
+    Attributes:
+        first: returns that many of them, longest first.
+        length: tokens of the longest.
+        name: what an error calls a single one.
+        in_order: rows in the order in which training takes them: any number from any position on; None where it has no order.
+    """
+
+    first: Callable[[int], list[Any]]
+    length: int
+    name: str
+    in_order: Callable[[int, int], list[Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the fastest micro-batches are chosen from.
+
+    Attributes:
+        kinds: of layouts.
+        unit: of a padded limit; others are by tokens.
+        step_rows: of a step on one device; 0 for the bound's.
+    """
+
+    kinds: Sequence[str]
+    unit: str
+    step_rows: int
+
+
+class ThroughputSearch:
+    """Finds what trains most real tokens a second.
+
+    Args:
+        runner: runs the micro-batches of training.
+        dry_run: entered; measures and undoes what runs.
+        step: clips, and steps the optimizer.
+        choices: what it chooses from.
+        worst: the rows of trials, with those of training in their order.
+    """
+
+    def __init__(
+        self,
+        runner: MicroBatchRunner,
+        dry_run: DryRun,
+        step: Callable[[], object],
+        choices: Choices,
+        worst: WorstRows,
+    ) -> None:
+        assert worst.in_order is not None, "rows of no order are not trained on"
+        self._runner, self._dry_run, self._step, self._choices, self._worst = runner, dry_run, step, choices, worst
+        self._in_order, self._layout = worst.in_order, runner.layout
+
+    def __call__(self, bound: int, *, seconds: float) -> Throughput | None:
+        """Find it, among what holds no more than `bound` of the longest rows, in about so many seconds; None where nothing else fits."""
+        step_rows, before = self._choices.step_rows or bound, self._layout
+        steps = [self._in_order(step * step_rows, step_rows) for step in range(max(1, _MODELLED_ROWS // step_rows))]
+        lengths = [list(map(self._runner.loss.row_length, rows)) for rows in steps]
+        layouts = [replace(before, kind=kind) for kind in self._choices.kinds]
+        longest, capacity = before.padded(self._worst.length), dict.fromkeys(self._choices.kinds, bound)
+
+        def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
+            by_rows = layout.kind == "padded" and self._choices.unit == "rows"
+            of_step = step_rows if by_rows else max(map(layout.padded_tokens, lengths))
+            least = 1 if by_rows else longest
+            most = max(least, min(capacity[layout.kind] * least, of_step))
+            amounts = [most >> halvings for halvings in range(most.bit_length()) if most >> halvings >= least]
+            return [MicroBatchLimit(amount, "rows" if by_rows else "tokens") for amount in reversed(amounts)]
+
+        try:
+            warm = self._time(
+                steps[0][:8], micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0]), layouts[0]
+            )
+            of_step = self._dry_run.time([partial(self._runner.try_rows, steps[0][:1]), self._step])
+            if warm is None or of_step is None:
+                return None
+            tokens = max(_LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm)))
+            rows = max(8, sum(so_far <= tokens for so_far in accumulate(lengths[0])))
+            while any(capacity.values()):
+                fastest = find_fastest(
+                    partial(self._time, steps[0][:rows]),
+                    steps=lengths,
+                    sample=lengths[0][:rows],
+                    layouts=[layout for layout in layouts if capacity[layout.kind]],
+                    limits=limits,
+                    step_seconds=of_step[1],
+                )
+                if fastest is None:
+                    return None
+                self._runner.layout = replace(before, kind=fastest.kind, time=fastest.time)
+                of_longest = fastest.limit.amount // (1 if fastest.limit.unit == "rows" else longest)
+                trial = self._dry_run(of_longest)
+                if trial.fits:
+                    return fastest.with_peak(trial.peak_bytes)
+                capacity[fastest.kind] = of_longest // 2
+            return None
+        finally:
+            self._runner.layout = before
+
+    def _time(
+        self, sample: Sequence[Any], pieces: Sequence[MicroBatch], layout: MicroBatchLayout
+    ) -> list[float] | None:
+        """Return the seconds of each micro-batch of the sample's rows; None where they do not fit."""
+        self._runner.layout = layout
+        runs = [
+            partial(self._runner.try_rows, [sample[row] for row in piece.rows], is_last=number == len(pieces))
+            for number, piece in enumerate(pieces, start=1)
+        ]
+        taken = self._dry_run.time(runs * _ROUNDS)
+        return taken and [min(taken[number :: len(runs)]) for number in range(len(runs))]
