@@ -1,9 +1,13 @@
 """Known accelerators: what a size or a name in ``estimate.devices`` stands for.
 
 Each line of devices.csv has the total capacity that CUDA or ROCm gave for such a device in public: in an out-of-memory message,
-or in a query of its properties. The rest is of data sheets; a field is empty where they state nothing. That capacity is less than the name promises. Drivers differ by some hundred MiB, so it is the lowest
+or in a query of its properties. That capacity is less than the name promises. Drivers differ by some hundred MiB, so it is the lowest
 figure that was found; ECC, which takes 3 GiB of a card with 48 GB of GDDR6, is on if the source says so. Names that
 ``torch.cuda.get_device_name()`` gives are among the other names.
+
+Peaks and bandwidth are what vendors state of dense matrices, fp16 with sums in fp32, as the public page or table in the last column
+repeats it: data sheets themselves were not read. With several variants of a device they are the fastest's. A field is empty where the
+device does not do it, or where no such page was found: without TF32 where it does TF32, fp32 is empty as well.
 """
 
 from __future__ import annotations

@@ -107,6 +107,10 @@ def test_norms_move_bytes_on_a_device():
 def test_a_device_computes_faster_in_16_bits_than_in_32_and_moves_less_than_it_computes(device):
     fp16, bf16, tf32, fp32 = device.speed.flops_per_second
     assert fp16 > (tf32 or 0) >= 0
-    assert fp16 > fp32
     assert bf16 in (None, fp16)
-    assert 5 < fp32 / device.speed.bytes_per_second < 200
+    assert 50 < fp16 / device.speed.bytes_per_second < 600
+    if fp32 is None:  # not found; nor may it stand for TF32
+        assert tf32 is None
+    else:
+        assert fp16 > fp32
+        assert 5 < fp32 / device.speed.bytes_per_second < 200
