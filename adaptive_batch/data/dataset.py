@@ -13,6 +13,7 @@ from adaptive_batch._util import check_whole, count
 from adaptive_batch.errors import SettingError
 
 from .lengths import count_rows, longest_rows, row_lengths
+from .sampler import ReadAhead
 
 IGNORE_INDEX = -100  # what torch's cross-entropy and Hugging Face's models take for no label
 
@@ -35,6 +36,8 @@ class DatasetAdapter(Dataset[Any]):
         if row_length is not None and not callable(row_length):
             check_whole("row_length", row_length, remedy="give a function of a row, a whole number, 1 or more, or None")
         self._dataset = dataset
+        if isinstance(dataset, ReadAhead):
+            self.expect = dataset.expect
         self._row_length = row_length
         self._lengths: torch.Tensor | None = None
         self._longest_first: list[int] = []

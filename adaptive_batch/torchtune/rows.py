@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import cache_directory, count, described_with_files, fingerprint
-from adaptive_batch.data import Measured, measure_rows
+from adaptive_batch.data import Measured, ReadAhead, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .config_errors import as_dict, one_line
@@ -53,6 +53,8 @@ class Rows(Dataset[Any]):
         real_tokens: Callable[[Mapping[str, Any]], int] | None = None,
     ) -> None:
         self._job, self._key, self._dataset, self._name = job, key, dataset, name
+        self._ahead = ReadAhead(dataset)  # each row is checked where it is used, not where it is read
+        self.expect = self._ahead.expect
         self._real_tokens = real_tokens or (lambda row: len(row["tokens"]))
         self._measured: Measured | None = None
         self._cache_file: Path | None = None
@@ -96,7 +98,7 @@ class Rows(Dataset[Any]):
 
     def _read(self, number: int) -> Any:
         try:
-            row = self._dataset[number]
+            row = self._ahead[number]
         except AdaptiveBatchError:
             raise
         except Exception as error:

@@ -1,0 +1,224 @@
+"""Rows that a thread reads before they are asked for: the same rows, errors and draws as without it."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptive_batch.data import ReadAhead, RowSampler
+
+WATCHED = 32
+
+
+class Squares:
+    """Rows that note who reads them, and that no two threads may read at once."""
+
+    def __init__(self, num_rows=200, *, seconds=0.0, draw=lambda: None):
+        self.num_rows, self.seconds, self.draw = num_rows, seconds, draw
+        self.by_thread, self.by_main, self.is_read, self.overlapped = [], [], False, False
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, number):
+        self.overlapped |= self.is_read
+        self.is_read = True
+        is_main = threading.current_thread() is threading.main_thread()
+        (self.by_main if is_main else self.by_thread).append(number)
+        if self.seconds:
+            time.sleep(self.seconds)
+        self.draw()
+        self.is_read = False
+        return number * number
+
+
+def started(dataset):
+    """A sampler in the dataset's own order, whose first rows have been taken and watched; one more has been read ahead."""
+    sampler = RowSampler(ReadAhead(dataset), shuffle=False)
+    sampler.start_epoch(0)
+    assert sampler.take(WATCHED - 1) + sampler.take(1) == [number * number for number in range(WATCHED)]
+    wait_until(lambda: not threads())
+    return sampler
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "adaptive_batch_read_ahead"]
+
+
+@given(
+    takes=st.lists(st.tuples(st.integers(1, 30), st.booleans(), st.booleans()), max_size=25),
+    position=st.integers(0, 50),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed):
+    dataset = Squares(seconds=1e-5)
+    plain, ahead = (RowSampler(rows, shuffle=True, seed=seed) for rows in (Squares(), ReadAhead(dataset)))
+    for sampler in (plain, ahead):
+        sampler.start_epoch(1, position=position)
+    for count, takes_half, waits in takes:
+        only = range(0, len(plain.next_numbers(count)), 2) if takes_half else None
+        assert ahead.take(count, only=only) == plain.take(count, only=only)
+        assert (ahead.position, ahead.taken) == (plain.position, plain.taken)
+        if waits:
+            wait_until(lambda: not threads())
+    wait_until(lambda: not threads())
+    assert not dataset.overlapped
+
+
+def test_the_rows_of_a_step_like_the_last_are_read_once_and_no_more():
+    dataset = Squares()
+    sampler = started(dataset)
+    sampler.take(8, only=[1, 5])
+    wait_until(lambda: not threads())
+    assert dataset.by_thread == [32, 41, 45]
+    read = len(dataset.by_main)
+    assert sampler.take(8, only=[1, 5]) == [41**2, 45**2]
+    assert len(dataset.by_main) == read
+    assert dataset.by_main.count(41) + dataset.by_thread.count(41) == 1
+
+
+def test_no_row_of_like_steps_is_read_twice_whoever_is_first():
+    dataset = Squares(seconds=1e-3)
+    sampler = started(dataset)
+    while sampler.take(8):
+        pass
+    wait_until(lambda: not threads())
+    assert sorted(dataset.by_main + dataset.by_thread) == list(range(200))
+    assert not dataset.overlapped
+
+
+def test_the_end_of_an_epoch_leaves_no_row_and_no_thread():
+    dataset = Squares(num_rows=40)
+    sampler = started(dataset)
+    assert sampler.take(32) == [number * number for number in range(32, 40)]
+    assert sampler.take(32) == []
+    wait_until(lambda: not threads())
+    assert max(map((dataset.by_main + dataset.by_thread).count, range(40))) == 1
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: torch.rand(1), np.random.random], ids=["python", "torch", "numpy"]
+)
+def test_a_dataset_that_draws_is_read_when_it_is_asked_for(draw):
+    dataset = Squares(draw=draw)
+    sampler = started(dataset)
+    sampler.take(8)
+    sampler.take(8)
+    assert not threads()
+    assert dataset.by_thread == []
+
+
+def test_the_draws_of_training_stay_as_they_are():
+    states = []
+    for dataset in (Squares(), ReadAhead(Squares())):
+        torch.manual_seed(1)
+        random.seed(1)
+        sampler = RowSampler(dataset, shuffle=True)
+        sampler.start_epoch(0)
+        sampler.take(40)
+        states.append((torch.get_rng_state().tolist(), random.getstate()))
+    assert states[0] == states[1]
+
+
+def test_an_error_is_raised_where_its_row_is_used():
+    class Broken(Squares):
+        def __getitem__(self, number):
+            if number == 50:
+                super().__getitem__(number)
+                raise ValueError("row 50")
+            return super().__getitem__(number)
+
+    dataset = Broken()
+    sampler = started(dataset)
+    sampler.take(16, only=[0, 2])  # 48 and 50 are next
+    wait_until(lambda: not threads())
+    assert dataset.by_thread == [32, 48, 50]
+    assert sampler.take(16, only=[0, 1]) == [48**2, 49**2]
+    sampler.start_epoch(0, position=48)
+    with pytest.raises(ValueError, match="row 50"):
+        sampler.take(16)
+
+
+def test_a_dataset_that_only_its_own_thread_may_read_is_read_by_that():
+    class Owned(Squares):
+        def __getitem__(self, number):
+            if threading.current_thread() is not threading.main_thread():
+                self.by_thread.append(number)
+                raise RuntimeError("made in another thread")
+            return super().__getitem__(number)
+
+    dataset = Owned()
+    sampler = started(dataset)
+    for _ in range(5):
+        first = sampler.position
+        assert sampler.take(8) == [number * number for number in range(first, first + 8)]
+    wait_until(lambda: not threads())
+    assert len(dataset.by_thread) == 1
+
+
+def test_rows_that_are_not_expected_do_not_wait_for_those_that_are():
+    dataset = Squares(seconds=0.02)
+    rows = ReadAhead(dataset)
+    for number in range(WATCHED):
+        rows[number]
+    rows.expect(list(range(100, 200)))
+    wait_until(lambda: dataset.by_thread)
+    assert rows[50] == 2500
+    wait_until(lambda: not threads())
+    assert len(dataset.by_thread) < 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_in_the_middle_of_a_row_can_read():
+    dataset = Squares(seconds=0.02)
+    sampler = started(dataset)
+    sampler.take(8)
+    wait_until(lambda: dataset.is_read)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # rather than wait forever for a thread that only the parent has
+        try:
+            os._exit(len(sampler.take(WATCHED)) - WATCHED or dataset.overlapped)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(sampler.take(WATCHED)) == WATCHED
+    assert not dataset.overlapped
+    wait_until(lambda: not threads())
+
+
+def test_a_process_ends_while_rows_are_read():
+    code = """
+import time
+from adaptive_batch.data import ReadAhead
+class Slow:
+    def __len__(self): return 1000
+    def __getitem__(self, number):
+        time.sleep(0.05 * (number >= 32))
+        return number
+rows = ReadAhead(Slow())
+[rows[number] for number in range(32)]
+rows.expect(list(range(32, 1000)))
+time.sleep(0.1)
+print("ends")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
