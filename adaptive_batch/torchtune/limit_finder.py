@@ -137,7 +137,8 @@ class LimitFinder:
                 f"micro-batches of up to {limit.amount:,} {limit.unit}, {kind}: {rate:,.0f} tokens/s in their trial"
             )
             facts = {"layout": kind, **asdict(limit), "tokens_per_second": rate, "seconds": fastest.seconds}
-            self._record.event("micro_batch_layout", message, **facts, trials=[asdict(one) for one in fastest.trials])
+            timed = [asdict(one) for one in fastest.trials]
+            self._record.event("micro_batch_layout", message, **facts, trials=len(timed), timed=timed)
         if keeps_batch:
             if batch_size > bound:
                 message = f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more micro-batches"
