@@ -76,14 +76,15 @@ class LimitFinder:
             if rows := self._lost.get(key):
                 message = f"a trial {which}of {count(rows, 'row')} ended all ranks, so whether they fit is not known; up to half are tried"
                 self._record.event("indeterminate", message, rows=rows)
-        if saved and saved["limits"]["throughput"]:  # a run that is resumed cuts its steps as it did
-            limits.throughput = Throughput.from_dict(saved["limits"]["throughput"])
+        fastest = saved["limits"]["throughput"] if saved and settings.chooses_fastest else None
+        if fastest and settings.micro_batch_layout in (None, fastest["kind"]):  # steps are cut as they were
+            limits.throughput = Throughput.from_dict(fastest)
         if settings.micro_batch_layout == "packed" and (why := self._trainer.why_unpacked()):
             raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
         if settings.needs_bound:
             batch_size = self._search(batch_size, keeps_batch=keeps_batch)
         if saved:
-            limits.load_state_dict(saved["limits"] | {"num_out_of_memory": limits.num_out_of_memory})
+            limits.load_state_dict(saved["limits"] | {"num_out_of_memory": limits.num_out_of_memory, "throughput": None})
         lost = self._lost
         if lost.get("limit") and all(lost[key] == value for key, value in limits.lowered_from().items()):
             less = MicroBatchLimit(lost["limit"], lost["unit"])

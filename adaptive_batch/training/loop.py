@@ -662,7 +662,9 @@ class AdaptiveLoop:
         if self.bound is None and (bound := state["limits"]["bound"]) is not None:
             self._limits.bound, self._limits.tried_length = bound, state["limits"]["tried_length"]
             self._bound_accumulates = state["bound_accumulates"]
-        self._limits.load_state_dict(state["limits"])
+        fastest = state["limits"]["throughput"]
+        is_other = fastest and self._written_layout not in (None, fastest["kind"])
+        self._limits.load_state_dict(state["limits"] | ({"throughput": None} if is_other else {}))
         self._runner.layout = self._limits.layout
         self._rate.load_state_dict(state["learning_rate"])
 
