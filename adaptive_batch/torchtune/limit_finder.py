@@ -84,7 +84,9 @@ class LimitFinder:
         if settings.needs_bound:
             batch_size = self._search(batch_size, keeps_batch=keeps_batch)
         if saved:
-            limits.load_state_dict(saved["limits"] | {"num_out_of_memory": limits.num_out_of_memory, "throughput": None})
+            limits.load_state_dict(
+                saved["limits"] | {"num_out_of_memory": limits.num_out_of_memory, "throughput": None}
+            )
         lost = self._lost
         if lost.get("limit") and all(lost[key] == value for key, value in limits.lowered_from().items()):
             less = MicroBatchLimit(lost["limit"], lost["unit"])

@@ -173,7 +173,11 @@ class MicroBatchLimits:
         A lowered limit is kept where it was lowered from the same bound under the same settings, and grows back from there.
         """
         self.num_out_of_memory = state["num_out_of_memory"]
-        if self.throughput is None and state["throughput"] and "auto" in (self.micro_batch_size, self.micro_batch_tokens):
+        if (
+            self.throughput is None
+            and state["throughput"]
+            and "auto" in (self.micro_batch_size, self.micro_batch_tokens)
+        ):
             self.choose(Throughput.from_dict(state["throughput"]))
         self.lowered = self.ceiling = self._held = None
         if any(state[key] != value for key, value in self.lowered_from().items()):

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from support import components
 from support.cli import OURS, same_weights
 from support.launch import launch
 from support.stops import stopped_after
@@ -110,9 +109,10 @@ def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_
 
 def chosen(folder):
     """What every start of a run has taken as fastest: layout, amount, unit."""
-    return [
-        tuple(record[key] for key in ("layout", "amount", "unit")) for record in records(folder, "micro_batch_layout")
-    ]
+    said = (
+        record for record in records(folder, "micro_batch_layout") if "layout" in record
+    )  # others are changes of the key
+    return [tuple(record[key] for key in ("layout", "amount", "unit")) for record in said]
 
 
 @pytest.fixture(scope="module")
