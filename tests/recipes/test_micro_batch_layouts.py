@@ -13,7 +13,11 @@ from adaptive_batch.report import audit, read_records
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
 ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
-SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")  # AdamW would turn rounding into steps
+SGD = (
+    "optimizer=torch.optim.SGD",
+    "optimizer.lr=0.05",
+    "optimizer.fused=False",
+)  # AdamW would turn rounding into steps
 BASE = (*ROWS, *SGD, "epochs=1", "batch_size=16", "model.max_seq_len=64")
 LAYOUTS = ("padded", "grouped", "packed")
 AUTO = ("micro_batch_tokens=auto", "probe.device_memory=1GiB")
@@ -28,7 +32,7 @@ def figures(folder, name):
     return [step[name] for step in records(folder, "step")]
 
 
-def without_paths(folder):
+def where_steps_stood(folder):
     """What the audit of a run says, and where each of its steps stood in the data."""
     names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen", "rows")
     assert audit(folder).holds
@@ -47,17 +51,18 @@ def whole(small):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_losses_and_audit_are_the_same_in_each_layout(small, whole, layout, unit):
     folder = small.run_in_process(OURS, *BASE, UNITS[unit], f"micro_batch_layout={layout}").output_dir
-    assert without_paths(folder) == without_paths(whole)
+    assert where_steps_stood(folder) == where_steps_stood(whole)
     assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     assert min(figures(folder, "micro_batches")) > 1
     padding = figures(folder, "padding_fraction")
     assert padding == [0, 0] if layout == "packed" else min(padding) > 0
 
 
+@pytest.mark.slow
 def test_layouts_of_steps_by_tokens_train_the_same_rows_as_padded_ones(small):
     keys = (*BASE, "batch_tokens=300", "micro_batch_tokens=150")
     folders = [small.run_in_process(OURS, *keys, f"micro_batch_layout={layout}").output_dir for layout in LAYOUTS]
-    assert without_paths(folders[0]) == without_paths(folders[1]) == without_paths(folders[2])
+    assert where_steps_stood(folders[0]) == where_steps_stood(folders[1]) == where_steps_stood(folders[2])
     for folder in folders[1:]:
         assert figures(folder, "loss") == pytest.approx(figures(folders[0], "loss"), rel=1e-5)
 
@@ -81,7 +86,7 @@ def test_packed_rows_train_alike_in_other_ways(small, way):
     keys = (*BASE, "drop_last=False", *OTHER_WAYS[way])
     padded = small.run_in_process(OURS, *keys).output_dir
     packed = small.run_in_process(OURS, *keys, "micro_batch_layout=packed").output_dir
-    assert without_paths(packed) == without_paths(padded)
+    assert where_steps_stood(packed) == where_steps_stood(padded)
     assert figures(packed, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
     validated = [[record["val_loss"] for record in records(folder, "validation")] for folder in (packed, padded)]
     assert validated[0] == pytest.approx(validated[1], rel=1e-5)
@@ -99,7 +104,7 @@ def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_
     changes = records(folder, "limit")
     assert changes
     assert figures(folder, "oom_count") == [len(changes)] * 2
-    assert without_paths(folder) == without_paths(whole)
+    assert where_steps_stood(folder) == where_steps_stood(whole)
     assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     assert figures(folder, "padding_fraction") == [0, 0]
 
@@ -133,7 +138,7 @@ def test_auto_says_what_it_has_timed_and_trains_the_same(small, automatic):
     (plan,) = records(finished.output_dir, "plan")
     assert (plan["limit"], plan["unit"]) == (said["amount"], said["unit"])
     padded = small.run_in_process(OURS, *BASE, "batch_size=8", "drop_last=False").output_dir
-    assert without_paths(finished.output_dir) == without_paths(padded)
+    assert where_steps_stood(finished.output_dir) == where_steps_stood(padded)
     assert figures(finished.output_dir, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
 
 
@@ -197,6 +202,7 @@ def test_a_second_run_takes_the_choice_without_timing(small, automatic, caplog):
     assert json.loads(probe.read_text())["throughput"]["kind"] == chosen(again)[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["micro_batch_size=auto", "batch_tokens=300"])
 def test_auto_chooses_too_where_rows_are_counted_or_a_step_holds_tokens(small, setting):
     keys = (*BASE, setting, "probe.device_memory=1GiB", "dataset_val=${dataset}", "run_val_every_n_steps=1")
@@ -206,6 +212,7 @@ def test_auto_chooses_too_where_rows_are_counted_or_a_step_holds_tokens(small, s
     assert len(records(folder, "validation")) == len(records(folder, "step"))
 
 
+@pytest.mark.slow
 def test_auto_validates_to_what_padded_rows_come_to(small, whole):
     validates = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "drop_last=False")
     automatic = small.run_in_process(OURS, *BASE, *AUTO, *validates).output_dir
@@ -244,7 +251,7 @@ def test_a_batch_that_is_as_large_as_fits_is_not_changed_by_what_is_fastest(smal
     keys = (*BASE, "use_maximum_batch_size=True", "probe.device_memory=10MiB", "probe.round_to_power_of_two=False")
     default, largest = (small.run_in_process(OURS, *keys, *more) for more in ((), ("probe.objective=largest",)))
     assert records(default.output_dir, "micro_batch_layout") == []
-    assert without_paths(default.output_dir) == without_paths(largest.output_dir)
+    assert where_steps_stood(default.output_dir) == where_steps_stood(largest.output_dir)
     assert default.losses == largest.losses
 
 
@@ -317,6 +324,21 @@ def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(s
         small.run_in_process(OURS, *keys, PACKED)
     folder = small.run_in_process(OURS, *keys, *AUTO, "max_steps_per_epoch=null").output_dir
     assert chosen(folder)[0][0] == "grouped"
+
+
+# --- planned ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["grouped", "packed"])
+def test_layouts_can_be_planned(small, layout):
+    keys = (*BASE, "estimate.devices=[1GiB]", "estimate.changes=False")
+
+    def planned(*more):
+        folder = small.run_in_process("adaptive_estimate", *keys, *more).output_dir
+        return json.loads((folder / "adaptive_batch" / "estimate.json").read_text())
+
+    (padded,), (found,) = (planned(*more)["devices"] for more in ((), (f"micro_batch_layout={layout}",)))
+    assert found["lengths"][0]["max_batch_size"] <= padded["lengths"][0]["max_batch_size"]
 
 
 # --- two ranks -------------------------------------------------------------------------------------------------------------
