@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from heapq import heapreplace
 from itertools import accumulate
 from operator import mul
 
@@ -38,8 +39,9 @@ def balance_by_tokens(
 
     Other layouts and units leave less to choose:
 
-    - grouped or packed: rows sorted by length are dealt in turns that reverse, so that all ranks have much the same ones,
-      which cut alike.
+    - packed, by tokens: each row, the longest first, goes to the rank that has the fewest tokens (Graham, 1969).
+    - grouped, or packed by rows: rows sorted by length are dealt in turns that reverse, so that all ranks have much the same
+      ones, which cut alike.
     - ``lengths`` alike, or by rows where a rank can run all of its rows at once: a rank has one group, of neighbours.
     - equal ``rows``, or ``both``: as many rows to each rank, or one more to some; by tokens, of much the same lengths.
     - by rows otherwise: micro-batches keep the order of the step, so rows are divided in turn.
@@ -60,6 +62,14 @@ def balance_by_tokens(
     by_length = torch.sort(torch.as_tensor(lengths), descending=True, stable=True)
     order: list[int] = by_length.indices.tolist()
     real: list[int] = by_length.values.tolist()
+    divided: list[list[int]] = [[] for _ in range(ranks)]
+    if layout.kind == "packed" and limit.unit == "tokens":
+        loads = [(0, 0, rank) for rank in range(ranks)]
+        for row, length in zip(order, real, strict=True):
+            tokens, rows, rank = loads[0]
+            heapreplace(loads, (tokens + length, rows + 1, rank))
+            divided[rank].append(row)
+        return list(map(sorted, divided))
     if layout.kind != "padded":
         return [sorted(order[rank :: 2 * ranks] + order[2 * ranks - 1 - rank :: 2 * ranks]) for rank in range(ranks)]
     if layout.uniform in ("rows", "both"):
@@ -74,7 +84,6 @@ def balance_by_tokens(
         if layout.uniform is None and micro_batches_each > 1:
             return in_turn
         most = [micro_batches_each * rows for rows in most]
-    divided: list[list[int]] = [[] for _ in range(ranks)]
     for wave in _SortedRows(padded, most).waves(num_waves, ranks):
         for positions, (start, end) in zip(divided, wave, strict=False):
             positions += order[start:end]

@@ -138,7 +138,7 @@ class LimitFinder:
             )
             facts = {"layout": kind, **asdict(limit), "tokens_per_second": rate, "seconds": fastest.seconds}
             timed = [asdict(one) for one in fastest.trials]
-            self._record.event("micro_batch_layout", message, **facts, trials=len(timed), timed=timed)
+            self._record.event("throughput", message, **facts, trials=len(timed), timed=timed)
         if keeps_batch:
             if batch_size > bound:
                 message = f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more micro-batches"

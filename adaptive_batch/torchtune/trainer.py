@@ -10,7 +10,7 @@ import torch
 from torchtune import training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.data import MicroBatchLimit, longest_rows
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
@@ -139,9 +139,10 @@ class Trainer:
             labels = self.runner.loss.count_labels(batch)
             return self.mean_loss(batch) * labels
 
-        rows = [self._data.read_row(row) for row in range(2)]
+        lengths = self._data.dataset.lengths  # a row of one token has no label
+        rows = [self._data.read_row(row) for row in longest_rows(lengths, min(2, len(lengths)))]
         loss, ignored = self.runner.loss, self._loss_fn.ignore_index
-        longest = int(self._data.dataset.lengths.max())
+        longest = int(lengths.max())
         return why_not_packed(
             self.model, token_loss, rows, collate=loss.collate, ignore_index=ignored, longest_row=longest
         )

@@ -340,10 +340,10 @@ class AdaptiveLoop:
 
     def _why_not_packed(self) -> str:
         """Return why packed rows would not train the model as padded ones do; empty where they would. Ranks ask together."""
-        rows = [self._rows[number] for number in range(min(2, len(self._rows)))]
+        rows = self._rows.longest(min(2, len(self._rows)))  # a row of one token has no label
         if is_compiled(self._model):
             return "the model is compiled, and packed micro-batches are of ever other shapes"
-        if len(rows) < 2 or not all(
+        if not all(
             isinstance(row, Mapping) and "labels" in row and row.keys() & {"tokens", "input_ids"} for row in rows
         ):
             return "rows are no mappings with `labels` and `tokens` or `input_ids`"
@@ -410,13 +410,14 @@ class AdaptiveLoop:
         )
         random_state = RandomState(self._runner.retry.memory.device)  # reading a row of some datasets draws from it
         (longest,) = rows.longest(1)
+        choices = self._choices() if objective == "throughput" else None
         random_state.restore()
         find = partial(
             search.find,
             WorstRows(rows.longest, rows.length(longest), rows.describe(longest), self._rows_in_order()),
             maximum=min(maximum, max(1, len(rows) // ranks)),
             round_to_power_of_two=round_to_power_of_two,
-            choices=self._choices() if objective == "throughput" else None,
+            choices=choices,
         )
         # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
         splits = self._steps.batching.grow_beyond_maximum or self._limits.splits or self._steps.ranks > ranks

@@ -94,11 +94,8 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     """
     name = "tokens" if "tokens" in rows[0] else "input_ids"
     ids, labels = (torch.cat([torch.as_tensor(row[key]).long() for row in rows]) for key in (name, "labels"))
-    lengths = torch.tensor([len(row[name]) for row in rows])
-    starts = lengths.cumsum(0) - lengths
-    labels[starts] = ignore_index
-    positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
-    batch = {name: ids[None], "labels": labels[None]}
+    positions = torch.cat([torch.arange(len(row[name])) for row in rows])
+    batch = {name: ids[None], "labels": labels.masked_fill(positions == 0, ignore_index)[None]}
     if name == "tokens":
         return batch | {"input_pos": positions[None]}
     return batch | {"position_ids": positions[None], "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}

@@ -429,3 +429,29 @@ class LossThatEnds(torch.nn.CrossEntropyLoss):
         if self.calls < self.at or not self.is_there:
             return super().forward(logits, labels)
         raise KeyboardInterrupt if self.status is None else SystemExit(self.status)
+
+
+class _OwnAttention(torch.nn.Module):
+    """Attention of torchtune's that multiplies by itself, as Gemma 2 does."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x, y=None, *, mask=None, input_pos=None):
+        a, (batch, tokens, _) = self.attention, x.shape
+        q, k, v = (proj(x).view(batch, tokens, -1, a.head_dim) for proj in (a.q_proj, a.k_proj, a.v_proj))
+        q, k = (a.pos_embeddings(each, input_pos=input_pos).transpose(1, 2) for each in (q, k))
+        k, v = (each.repeat_interleave(a.num_heads // a.num_kv_heads, 1) for each in (k, v.transpose(1, 2)))
+        scores = q @ k.transpose(2, 3) / a.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
+        return a.output_proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def attending_otherwise(**model):
+    """A Qwen2 that does not call torch's attention."""
+    built = qwen2(**model)
+    for layer in built.layers:
+        attention = layer.attn
+        attention.forward = _OwnAttention(attention).forward
+    return built

@@ -222,3 +222,51 @@ def test_4096_ranks_of_16_rows_are_dealt_with_the_fewest_micro_batches():
     dealt = balance_by_tokens(lengths, ranks, capacity)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
     assert most_pieces(lengths, dealt, capacity) == -(-len(micro_batches(lengths, capacity)) // ranks) == 2
+
+
+# grouped and packed rows
+
+
+@given(LENGTHS | st.lists(st.just(0), max_size=20), RANKS, CAPACITIES, st.sampled_from(["grouped", "packed"]))
+def test_grouped_and_packed_rows_are_dealt_once_in_order_and_none_goes_without(lengths, ranks, capacity, kind):
+    dealt = balance_by_tokens(lengths, ranks, capacity, MicroBatchLayout(kind=kind))
+    assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
+    assert all(rows == sorted(rows) for rows in dealt)
+    assert len(dealt) == ranks
+    assert sum(map(bool, dealt)) == min(ranks, len(lengths))
+    if kind == "grouped" or capacity.unit == "rows":
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+@given(LENGTHS, RANKS, st.integers(1, 200))
+def test_no_rank_of_packed_rows_has_more_tokens_than_another_by_more_than_a_row(lengths, ranks, tokens):
+    dealt = balance_by_tokens(lengths, ranks, MicroBatchLimit(tokens, "tokens"), MicroBatchLayout(kind="packed"))
+    loads = [sum(lengths[row] for row in rows) for rows in dealt]
+    assert len(lengths) <= ranks or max(loads) - min(loads) <= max(lengths)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("kind", "limit", "most", "most_at_the_mean"),
+    [
+        ("packed", MicroBatchLimit(16384, "tokens"), 0.02, 0.01),
+        ("packed", MicroBatchLimit(4096, "tokens"), 0.03, 0.01),
+        ("grouped", MicroBatchLimit(16384, "tokens"), 0.2, 0.05),
+        ("packed", MicroBatchLimit(64), 0.25, 0.06),
+    ],
+    ids=str,
+)
+def test_the_slowest_rank_of_grouped_or_packed_rows_takes_little_more_than_the_mean(
+    ranks, kind, limit, most, most_at_the_mean
+):
+    generator, slower = torch.Generator().manual_seed(ranks), []
+    layout = MicroBatchLayout(kind=kind)
+    for rows in (32, 64, 128):
+        for _ in range(10):
+            lengths = torch.empty(rows * ranks).log_normal_(5.5, 0.8, generator=generator).long().clamp(8, 4096)
+            lengths = lengths.tolist()
+            pieces = pieces_of_ranks(lengths, balance_by_tokens(lengths, ranks, limit, layout), limit, layout)
+            times = torch.tensor([layout.time.of(each) for each in pieces])
+            slower.append(float(times.max() / times.mean()) - 1)
+    assert max(slower) <= most
+    assert sum(slower) / len(slower) <= most_at_the_mean

@@ -1,5 +1,7 @@
 """Every row of a step once, in as few micro-batches as what fits at once allows."""
 
+from itertools import combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from adaptive_batch.data import (
     MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
+    MicroBatchTime,
     micro_batches,
     split_by_rows,
     split_by_tokens,
@@ -210,3 +213,116 @@ def test_the_fullest_micro_batch_is_one_that_can_be_made_smaller():
     assert MicroBatchLimit(192, "tokens").fullest([long, several, more]) is several
     assert MicroBatchLimit(3, "rows").fullest([long, several, more]) is more
     assert MicroBatchLimit(192, "tokens").fullest([long]) is long
+
+
+# rows that are grouped by the time that they take, and rows that are packed
+
+FACTORS = st.floats(0, 10, allow_subnormal=False)
+TIMES = st.builds(MicroBatchTime, fixed=st.floats(0, 100), row=FACTORS, token=FACTORS, pair=FACTORS)
+PACKED = MicroBatchLayout(kind="packed")
+
+
+def time_by_hand(groups, time):
+    """What groups of padded lengths take."""
+    rows = ((len(group), max(group)) for group in groups)
+    return sum(time.fixed + n * (time.row + time.token * longest + time.pair * longest**2) for n, longest in rows)
+
+
+def cuts(ordered):
+    """Every way to cut rows into neighbours."""
+    for number in range(len(ordered)):
+        for places in combinations(range(1, len(ordered)), number):
+            yield [ordered[begin:end] for begin, end in pairwise((0, *places, len(ordered)))]
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=9),
+    st.builds(MicroBatchLimit, st.integers(1, 60), UNITS),
+    TIMES,
+    st.integers(1, 4),
+)
+def test_grouped_rows_take_the_least_time_of_all_cuts(lengths, limit, time, multiple):
+    layout = MicroBatchLayout(kind="grouped", time=time, pad_to_multiple_of=multiple)
+    pieces = micro_batches(lengths, limit, layout)
+    least = min(
+        time_by_hand(groups, time)
+        for groups in cuts(sorted(map(layout.padded, lengths)))
+        if all(len(group) == 1 or may_hold(limit, len(group), max(group)) for group in groups)
+    )
+    assert time_by_hand([piece.lengths for piece in pieces], time) == pytest.approx(least)
+    assert time.of(pieces) == pytest.approx(least)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 40), TIMES)
+def test_no_other_grouping_takes_less_time_whether_of_neighbours_or_not(lengths, tokens, time):
+    limit = MicroBatchLimit(tokens, "tokens")
+    groupings = ([[lengths[row] for row in group] for group in groups] for groups in partitions([*range(len(lengths))]))
+    allowed = (
+        time_by_hand(groups, time)
+        for groups in groupings
+        if all(len(group) == 1 or may_hold(limit, len(group), max(group)) for group in groups)
+    )
+    found = time.of(micro_batches(lengths, limit, MicroBatchLayout(kind="grouped", time=time)))
+    assert found <= min(allowed) * (1 + 1e-9)
+
+
+@given(LENGTHS, CAPACITIES, st.sampled_from(["grouped", "packed"]), TIMES)
+def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_limit(lengths, limit, kind, time):
+    pieces = micro_batches(lengths, limit, MicroBatchLayout(kind=kind, time=time))
+    assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
+    for piece in pieces:
+        assert piece.rows == sorted(piece.rows)
+        assert (
+            len(piece.rows) == 1 or (len(piece.rows) if limit.unit == "rows" else piece.padded_tokens) <= limit.amount
+        )
+        own = [lengths[row] for row in piece.rows]
+        assert list(piece.lengths) == (own if kind == "packed" else [max(own)] * len(own))
+        assert piece.padded_tokens == sum(piece.lengths)
+        assert piece.padded_tokens <= len(piece.rows) * piece.length < piece.padded_tokens + len(piece.rows)
+    assert pieces == micro_batches(tuple(lengths), limit, MicroBatchLayout(kind=kind, time=time))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60))
+def test_packed_rows_are_in_few_micro_batches_more_than_can_be(lengths, tokens):
+    fewest = min(
+        len(groups)
+        for groups in partitions(list(range(len(lengths))))
+        if all(len(group) == 1 or sum(lengths[row] for row in group) <= tokens for group in groups)
+    )
+    assert len(micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), PACKED)) <= 11 / 9 * fewest + 6 / 9
+
+
+@given(st.integers(4, 400), st.lists(st.lists(st.integers(1, 399), max_size=8), min_size=1, max_size=12), st.randoms())
+def test_rows_that_fill_micro_batches_to_the_last_token_are_in_few_more(tokens, places, order):
+    filled = [sorted({0, tokens, *(place % tokens for place in each)}) for each in places]
+    lengths = [end - begin for each in filled for begin, end in pairwise(each)]
+    order.shuffle(lengths)
+    pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), PACKED)
+    assert len(places) <= len(pieces) <= 11 / 9 * len(places) + 6 / 9
+
+
+@given(LENGTHS, st.integers(1, 30))
+def test_rows_that_are_packed_by_rows_keep_their_order(lengths, rows):
+    pieces = micro_batches(lengths, MicroBatchLimit(rows), PACKED)
+    assert [piece.rows for piece in pieces] == split_by_rows(range(len(lengths)), rows)
+
+
+@given(LENGTHS)
+def test_a_layout_knows_the_tokens_that_rows_take(lengths):
+    assert PACKED.padded_tokens(lengths) == sum(lengths)
+    for kind in ("padded", "grouped"):
+        assert MicroBatchLayout(kind=kind).padded_tokens(lengths) == len(lengths) * max(lengths)
+        assert MicroBatchLayout(kind=kind, pad_to_multiple_of=8).padded_tokens(lengths) == (
+            len(lengths) * -(-max(lengths) // 8) * 8
+        )
+
+
+@given(LENGTHS, CAPACITIES)
+def test_the_fullest_packed_micro_batch_can_be_made_smaller_wherever_one_can(lengths, limit):
+    pieces = micro_batches(lengths, limit, PACKED)
+    fullest = limit.fullest(pieces)
+    several = [piece for piece in pieces if len(piece.rows) > 1]
+    if limit.unit == "rows":
+        assert len(fullest.rows) == max(len(piece.rows) for piece in pieces)
+    else:
+        assert fullest.padded_tokens == max(piece.padded_tokens for piece in several or pieces)

@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections import namedtuple
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DistributedSampler
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive_batch import distributed
 from adaptive_batch.data import move_to_device
@@ -276,10 +277,11 @@ def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
             torch.rand(1), random.random(), np.random.rand()
             return super().__getitem__(number)
 
-    one = training(rows=Draws(ROWS))
-    before = training_state(one.model, one.optimizer)
-    one.loop.find_bound(device_memory="1GiB")
-    assert training_state(one.model, one.optimizer) == before
+    for options in ({}, {"micro_batch_tokens": "auto"}):
+        one = training(rows=Draws(ROWS), **options)
+        before = training_state(one.model, one.optimizer)
+        one.loop.find_bound(device_memory="1GiB", maximum=8)
+        assert training_state(one.model, one.optimizer) == before
 
 
 def test_one_row_that_does_not_fit_is_said_with_numbers():
@@ -1354,3 +1356,127 @@ def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned
         loop.load_state_dict(saved)
     assert one.loop.num_steps(1) == fresh.loop.num_steps(1)
     assert [len(rows) for rows in one.loop] == [len(rows) for rows in fresh.loop]
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def llama(**options: Any) -> SimpleNamespace:
+    """Training of a small model of transformers, on rows that it names as it does."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=53, num_key_value_heads=2, attn_implementation="sdpa", **shape)
+    model = LlamaForCausalLM(config)
+
+    def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = collate([{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows])
+        return {"input_ids": batch["tokens"], "labels": batch["labels"]}
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return cross_entropy(logits, batch["labels"][:, 1:].flatten())
+
+    given = {"model": model, "collate": padded, "mean_loss": mean_loss, "optimizer": torch.optim.SGD, "batch_size": 8}
+    rows = [{"row": row["row"], "input_ids": row["tokens"], "labels": row["labels"]} for row in ROWS]
+    return training(**{"rows": rows, **given, **options})
+
+
+@pytest.mark.parametrize("limit", [{"micro_batch_size": 3}, {"micro_batch_tokens": 40}], ids=str)
+@pytest.mark.parametrize("layout", ["packed", "grouped"])
+def test_a_model_of_transformers_trains_alike_in_each_layout(layout: str, limit: dict[str, int]) -> None:
+    found, expected = (llama(micro_batch_layout=kind, **limit) for kind in (layout, "padded"))
+    seen, padded = train(found), train(expected)
+    assert [step.rows for step in seen] == [step.rows for step in padded]
+    assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)
+    assert all(step.result.padding_fraction == 0 for step in seen) == (layout == "packed")
+    assert relative_error(whole_parameters(found.model), whole_parameters(expected.model)) < 1e-4
+
+
+def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
+    one = llama(micro_batch_layout="packed", micro_batch_tokens=100)
+    loss = one.loop._runner.loss.mean_loss
+
+    def runs_out(batch: dict[str, Any]) -> torch.Tensor:
+        if batch["batch"]["input_ids"].numel() > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss(batch)
+
+    one.loop._runner.loss = replace(one.loop._runner.loss, mean_loss=runs_out)
+    seen, padded = train(one), train(llama(micro_batch_size=8))
+    assert [step.rows for step in seen] == [step.rows for step in padded]
+    assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)
+    assert one.loop._limits.of(8).amount <= 30
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (
+            [{"input_ids": [1, 2, 3]} for _ in range(8)],
+            "rows are no mappings with `labels` and `tokens` or `input_ids`",
+        ),
+        ([torch.arange(5) for _ in range(8)], "rows are no mappings"),
+    ],
+)
+def test_rows_that_cannot_be_packed_are_refused(rows: list[Any], says: str) -> None:
+    with pytest.raises(SettingError, match=f"^micro_batch_layout='packed': {says}.*; or give grouped$"):
+        llama(rows=rows, micro_batch_layout="packed", row_length=len)
+
+
+def test_an_unknown_layout_or_objective_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"^micro_batch_layout='loose': give one of padded, grouped, packed$"):
+        StepOptions(micro_batch_layout="loose")
+    with pytest.raises(SettingError, match=r"^objective='fast': give one of throughput, largest$"):
+        llama(micro_batch_tokens="auto").loop.find_bound(objective="fast")
+
+
+def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
+    one = llama(micro_batch_tokens="auto")
+    before = training_state(one.model, one.optimizer)
+    found = one.loop.find_bound(device_memory="1GiB", maximum=8)
+    assert training_state(one.model, one.optimizer) == before
+    fastest = found.throughput
+    assert fastest is not None
+    assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
+    assert one.loop._runner.layout.kind == fastest.kind
+    assert one.loop._limits.of(8) == fastest.limit
+    train(one, until=2)
+    state, weights = (torch.load(saved(each.state_dict())) for each in (one.loop, one.model))
+    rest = train(one)
+    for finds_again in (False, True):
+        again = llama(micro_batch_tokens="auto")
+        again.model.load_state_dict(weights)
+        again.loop.load_state_dict(state)
+        if finds_again:
+            assert again.loop.find_bound(device_memory="1GiB", maximum=8).throughput is None
+        assert again.loop._runner.layout == one.loop._runner.layout
+        assert again.loop._limits.of(8) == fastest.limit
+        went_on = train(again)
+        assert [(step.rows, step.loss) for step in went_on] == [(step.rows, step.loss) for step in rest]
+
+
+def saved(state: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize(
+    "now", [{"micro_batch_tokens": 30}, {"micro_batch_tokens": "auto", "micro_batch_layout": "padded"}]
+)
+def test_what_is_set_now_counts_more_than_what_a_saved_loop_found_fastest(now: dict[str, Any]) -> None:
+    one = llama(micro_batch_tokens="auto")
+    one.loop.find_bound(device_memory="1GiB", maximum=8)
+    again = llama(**now)
+    again.loop.load_state_dict(one.loop.state_dict())
+    assert again.loop._runner.layout.kind == "padded"
+    assert again.loop._limits.throughput is None
+
+
+def test_the_largest_is_taken_where_that_is_asked_for() -> None:
+    one = llama(micro_batch_tokens="auto")
+    found = one.loop.find_bound(device_memory="1GiB", maximum=8, objective="largest")
+    assert found.throughput is None
+    assert one.loop._limits.of(8).amount == found.max_batch_size * max(len(row["tokens"]) for row in ROWS)

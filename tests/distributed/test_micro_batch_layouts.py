@@ -1,0 +1,205 @@
+"""However the rows of a step lie in micro-batches, padded, grouped or packed, and on how many ranks: the gradients are the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_on_ranks
+from support.sharded_model import (
+    IGNORED,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    Row,
+    by_hand,
+    divided,
+    make_rows,
+    relative_error,
+    runner_of,
+    twin,
+    whole_gradients,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, MicroBatchTime, balance_by_tokens
+from adaptive_batch.training import MicroBatchRunner, pack_rows
+
+CLOSE = 1e-12
+KINDS = ("padded", "grouped", "packed")
+LIMITS = (
+    MicroBatchLimit(1),
+    MicroBatchLimit(3),
+    MicroBatchLimit(64),
+    MicroBatchLimit(8, "tokens"),
+    MicroBatchLimit(25, "tokens"),
+    MicroBatchLimit(900, "tokens"),
+)
+
+
+class Positioned(Decoder):
+    """The small transformer with an embedding of positions."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.positions = nn.Embedding(40, WIDTH, dtype=torch.float64)
+        self.given: torch.Tensor | None = None
+        self.embed.register_forward_hook(self._add_positions)
+
+    def _add_positions(self, _: nn.Module, inputs: tuple[torch.Tensor], embedded: torch.Tensor) -> torch.Tensor:
+        given = torch.arange(inputs[0].shape[1])[None] if self.given is None else self.given
+        return embedded + self.positions(given)
+
+
+def mean_loss(model: Positioned, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    model.given = batch.get("input_pos")
+    try:
+        logits = model(batch["tokens"])[:, :-1]
+    finally:
+        model.given = None
+    return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+
+
+def runner(model: Positioned, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any) -> MicroBatchRunner:
+    run = runner_of(model, limit, mean_loss=partial(mean_loss, model), layout=layout, **options)
+    run.loss = replace(run.loss, pack=partial(pack_rows, ignore_index=IGNORED))
+    return run
+
+
+def deals(world_size: int) -> dict[str, list[list[Row]]]:
+    """The rows of each rank: as recipes deal them, and by no rule at all."""
+    draw, found = random.Random(world_size), {}
+    for name, number, unlabelled in (("many", 23, (2, 9, 17)), ("few", 3, (1,)), ("of no label", 4, (0, 1, 2, 3))):
+        rows = make_rows([draw.randint(1, 30) for _ in range(number)], unlabelled=unlabelled, seed=number)
+        owners = [draw.randrange(world_size) for _ in rows]
+        found[f"{name}, anywhere"] = [
+            [row for row, owner in zip(rows, owners, strict=True) if owner == rank] for rank in range(world_size)
+        ]
+        for kind in ("grouped", "packed"):
+            lengths = [len(row["tokens"]) for row in rows]
+            dealt = balance_by_tokens(lengths, world_size, LIMITS[4], MicroBatchLayout(kind=kind))
+            found[f"{name}, {kind}"] = [[rows[number] for number in numbers] for numbers in dealt]
+    return found
+
+
+def errors() -> dict[tuple[str, str, str, bool], tuple[float, bool, bool]]:
+    """For each deal, kind and limit: how far gradients and loss are from those by hand, and whether counts are wrong."""
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)  # of what gradients are multiplied by
+    torch.set_num_threads(1)
+    try:
+        return _errors(checkpointing=False) | _errors(checkpointing=True)
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_num_threads(threads)
+
+
+def _errors(*, checkpointing: bool) -> dict[tuple[str, str, str, bool], tuple[float, bool, bool]]:
+    world_size, rank = distributed.world_size(), distributed.rank()
+    model = Positioned(checkpointing=checkpointing)
+    reference = twin(model)
+    reference.embed._forward_hooks.clear()
+    reference.embed.register_forward_hook(reference._add_positions)
+    divided(model)
+    found = {}
+    runs = {
+        (kind, limit): runner(model, limit, MicroBatchLayout(kind=kind, time=MicroBatchTime(fixed=20.0)))
+        for kind in KINDS
+        for limit in LIMITS
+    }
+    for number, (deal, dealt) in enumerate(deals(world_size).items()):
+        if world_size > 1 and number % 2 != checkpointing:
+            continue
+        rows = [row for mine in dealt for row in mine]
+        expected, loss, label_tokens = by_hand(reference, rows)
+        for (kind, limit), run in runs.items():
+            if (
+                world_size > 1 and LIMITS.index(limit) % 3 != number % 3
+            ):  # on several ranks each deal has two of the limits
+                continue
+            run.drop_gradients()
+            result = run.run(dealt[rank])
+            real = sum(len(row["tokens"]) for row in rows)
+            counts = (int(result.label_tokens), result.rows, result.tokens) == (label_tokens, len(rows), real)
+            error = max(relative_error(whole_gradients(model), expected), abs(result.loss - loss) / max(loss, 1e-300))
+            is_padded = result.padding_fraction > 0
+            found[deal, kind, str(limit), checkpointing] = error, counts, is_padded
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"{n} ranks")
+def ranks(request):
+    if request.param == 1:
+        return [errors()]
+    return run_on_ranks(errors, request.param, timeout=300)
+
+
+def test_gradients_loss_and_counts_are_those_of_rows_one_by_one(ranks):
+    for facts in ranks:
+        assert len(facts) == 9 * len(KINDS) * (2 * len(LIMITS) if len(ranks) == 1 else 2)
+        assert {case: error for case, (error, counts, _) in facts.items() if not (error <= CLOSE and counts)} == {}
+
+
+def test_packed_rows_have_no_padding(ranks):
+    padded = {case for facts in ranks for case, (*_, is_padded) in facts.items() if is_padded}
+    assert {kind for _, kind, *_ in padded} == {"padded", "grouped"}
+
+
+def everything_fails() -> list[tuple[float, int]]:
+    """Packed micro-batches of more than 20 tokens run out of memory on the last rank: how far off, and the limit that is left."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    world_size, rank = distributed.world_size(), distributed.rank()
+    found = []
+    for limit in (MicroBatchLimit(8), MicroBatchLimit(60, "tokens")):
+        model = Positioned()
+        reference = twin(model)
+        reference.embed._forward_hooks.clear()
+        reference.embed.register_forward_hook(reference._add_positions)
+        divided(model)
+
+        def loss(batch: dict[str, torch.Tensor], model: Positioned = model) -> torch.Tensor:
+            value = mean_loss(model, batch)
+            if rank == world_size - 1 and batch["tokens"].numel() > 20:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return value
+
+        run = runner_of(model, limit, mean_loss=loss, layout=MicroBatchLayout(kind="packed"))
+        run.loss = replace(run.loss, pack=partial(pack_rows, ignore_index=IGNORED))
+        run.learn_collectives()
+        rows = make_rows([3 + (5 * number) % 13 for number in range(16)])
+        expected, *_ = by_hand(reference, rows)
+        result = run.run(rows[rank::world_size])
+        assert result.rows == len(rows)
+        found.append((relative_error(whole_gradients(model), expected), run.retry.limit().amount))
+    return found
+
+
+def test_a_packed_micro_batch_that_runs_out_of_memory_on_one_rank_is_run_again_in_smaller_ones():
+    facts = run_on_ranks(everything_fails, 2)
+    assert facts[0] == facts[1]
+    (by_rows, rows), (by_tokens, tokens) = facts[0]
+    assert by_rows <= CLOSE
+    assert by_tokens <= CLOSE
+    assert rows < 8
+    assert tokens <= 20
+
+
+def test_rows_that_see_each_other_would_be_off_by_far_more():
+    """The bound of 1e-12 is one that a mistake passes: a row that sees another one is off by far more."""
+    torch.manual_seed(0)
+    model = Positioned()
+    rows = make_rows([9, 7])
+    assert max(max(row["tokens"]) for row in rows) < VOCABULARY
+    batch = pack_rows(rows, ignore_index=IGNORED)
+    apart, _, labels = by_hand(model, rows)
+    model.zero_grad(set_to_none=True)
+    (mean_loss(model, batch) * 1.0).backward()  # without rows_apart
+    assert labels
+    assert relative_error({name: p.grad for name, p in model.named_parameters() if p.requires_grad}, apart) > 1e-3

@@ -1,0 +1,360 @@
+"""Rows that are padded, grouped or packed, and what `auto` chooses, through the real command line: what is trained stays the same."""
+
+import json
+import re
+
+import pytest
+from support.cli import OURS, same_weights
+from support.launch import launch
+from support.stops import stopped_after
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.report import audit, read_records
+
+LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
+ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
+SGD = (
+    "optimizer=torch.optim.SGD",
+    "optimizer.lr=0.05",
+    "optimizer.fused=False",
+)  # AdamW would turn rounding into steps
+BASE = (*ROWS, *SGD, "epochs=1", "batch_size=16", "model.max_seq_len=64")
+LAYOUTS = ("padded", "grouped", "packed")
+AUTO = ("micro_batch_tokens=auto", "probe.device_memory=1GiB")
+UNITS = {"rows": "micro_batch_size=5", "tokens": "micro_batch_tokens=150"}
+
+
+def records(folder, kind):
+    return [record for record in read_records(folder / "adaptive_batch" / "run.jsonl") if record["kind"] == kind]
+
+
+def figures(folder, name):
+    return [step[name] for step in records(folder, "step")]
+
+
+def where_steps_stood(folder):
+    """What the audit of a run says, and where each of its steps stood in the data."""
+    names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen", "rows")
+    assert audit(folder).holds
+    return [tuple(step[name] for name in names) for step in records(folder, "step")]
+
+
+@pytest.fixture(scope="module")
+def whole(small):
+    return small.run_in_process(OURS, *BASE, "drop_last=False").output_dir
+
+
+# --- what is trained ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_losses_and_audit_are_the_same_in_each_layout(small, whole, layout, unit):
+    folder = small.run_in_process(OURS, *BASE, UNITS[unit], f"micro_batch_layout={layout}").output_dir
+    assert where_steps_stood(folder) == where_steps_stood(whole)
+    assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    assert min(figures(folder, "micro_batches")) > 1
+    padding = figures(folder, "padding_fraction")
+    assert padding == [0, 0] if layout == "packed" else min(padding) > 0
+
+
+@pytest.mark.slow
+def test_layouts_of_steps_by_tokens_train_the_same_rows_as_padded_ones(small):
+    keys = (*BASE, "batch_tokens=300", "micro_batch_tokens=150")
+    folders = [small.run_in_process(OURS, *keys, f"micro_batch_layout={layout}").output_dir for layout in LAYOUTS]
+    assert where_steps_stood(folders[0]) == where_steps_stood(folders[1]) == where_steps_stood(folders[2])
+    for folder in folders[1:]:
+        assert figures(folder, "loss") == pytest.approx(figures(folders[0], "loss"), rel=1e-5)
+
+
+OTHER_WAYS = {
+    "activation checkpointing": ("enable_activation_checkpointing=True",),
+    "plain cross-entropy": ("loss=torch.nn.CrossEntropyLoss",),
+    "a step that is whole, with the optimizer in backward": ("optimizer_in_bwd=True",),
+    "validation": ("dataset_val=${dataset}", "run_val_every_n_steps=1", "batch_size_val=4"),
+    "validation of as many rows as fit": (
+        "dataset_val=${dataset}",
+        "run_val_every_n_steps=1",
+        "batch_size_val=auto",
+        "probe.device_memory=1GiB",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_packed_rows_train_alike_in_other_ways(small, way):
+    keys = (*BASE, "drop_last=False", *OTHER_WAYS[way])
+    padded = small.run_in_process(OURS, *keys).output_dir
+    packed = small.run_in_process(OURS, *keys, "micro_batch_layout=packed").output_dir
+    assert where_steps_stood(packed) == where_steps_stood(padded)
+    assert figures(packed, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
+    validated = [[record["val_loss"] for record in records(folder, "validation")] for folder in (packed, padded)]
+    assert validated[0] == pytest.approx(validated[1], rel=1e-5)
+    assert bool(validated[0]) == way.startswith("validation")
+
+
+@pytest.mark.parametrize("fails_in_backward", [False, True])
+@pytest.mark.parametrize("setting", ["micro_batch_tokens=600", "micro_batch_size=16"])
+def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_lost(
+    small, whole, setting, fails_in_backward
+):
+    keys = ("model._component_=support.components.watched", "model.tokens_fit=120", "micro_batch_layout=packed")
+    fails = f"model.fails_in_backward={fails_in_backward}"
+    folder = small.run_in_process(OURS, *BASE, *keys, fails, setting).output_dir
+    changes = records(folder, "limit")
+    assert changes
+    assert figures(folder, "oom_count") == [len(changes)] * 2
+    assert where_steps_stood(folder) == where_steps_stood(whole)
+    assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    assert figures(folder, "padding_fraction") == [0, 0]
+
+
+# --- the fastest ----------------------------------------------------------------------------------------------------------
+
+
+def chosen(folder):
+    """What every start of a run has taken as fastest: layout, amount, unit."""
+    said = records(folder, "throughput")
+    return [tuple(record[key] for key in ("layout", "amount", "unit")) for record in said]
+
+
+@pytest.fixture(scope="module")
+def automatic(small):
+    keys = (*BASE, *AUTO, "batch_size=8", "save_every_n_steps=1")
+    return keys, small.run_in_process(OURS, *keys)
+
+
+def test_auto_says_what_it_has_timed_and_trains_the_same(small, automatic):
+    _, finished = automatic
+    (said,) = records(finished.output_dir, "throughput")
+    assert said["layout"] in ("grouped", "packed")
+    assert len(said["timed"]) == said["trials"] >= 1
+    assert (said["layout"], {"amount": said["amount"], "unit": said["unit"]}) in [
+        (trial["kind"], trial["limit"]) for trial in said["timed"]
+    ]
+    assert all(trial["tokens_per_second"] > 0 and 0 <= trial["padding"] < 1 for trial in said["timed"])
+    (plan,) = records(finished.output_dir, "plan")
+    assert (plan["limit"], plan["unit"]) == (said["amount"], said["unit"])
+    padded = small.run_in_process(OURS, *BASE, "batch_size=8", "drop_last=False").output_dir
+    assert where_steps_stood(finished.output_dir) == where_steps_stood(padded)
+    assert figures(finished.output_dir, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("keeps_probe", [True, False])
+def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(small, automatic, keeps_probe):
+    keys, finished = automatic
+    folder = stopped_after(finished, small, 2)
+    if not keeps_probe:
+        (folder / "adaptive_batch" / "probe.json").unlink()
+    rest = small.run_in_process(OURS, *keys, f"output_dir={folder}", "resume_from_checkpoint=True")
+    assert len(set(chosen(folder))) == 1
+    assert figures(folder, "loss") == figures(finished.output_dir, "loss")
+    assert figures(folder, "micro_batches") == figures(finished.output_dir, "micro_batches")
+    assert same_weights(rest.weights(0), finished.weights(0))
+
+
+def test_a_run_that_goes_on_where_less_fits_cuts_its_steps_by_what_fits(small, automatic):
+    keys, finished = automatic
+    folder = stopped_after(finished, small, 2)
+    small.run_in_process(OURS, *keys, "probe.maximum=1", f"output_dir={folder}", "resume_from_checkpoint=True")
+    bound = records(folder, "bound")[-1]["max_batch_size"]
+    assert bound == 1
+    assert chosen(folder)[-1][1] <= max(LENGTHS)
+    assert figures(folder, "loss") == pytest.approx(figures(finished.output_dir, "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["micro_batch_size=3", "micro_batch_tokens=100"])
+def test_a_number_that_is_given_when_a_run_goes_on_is_taken_in_place_of_what_it_chose(small, automatic, setting):
+    keys, finished = automatic
+    folder = stopped_after(finished, small, 2)
+    others = [key for key in keys if not key.startswith("micro_batch")]
+    small.run_in_process(OURS, *others, setting, f"output_dir={folder}", "resume_from_checkpoint=True")
+    plan = records(folder, "plan")[-1]
+    assert (plan["limit"], plan["unit"]) == (int(setting.partition("=")[2]), "rows" if "size" in setting else "tokens")
+    assert figures(folder, "loss") == pytest.approx(figures(finished.output_dir, "loss"), rel=1e-5)
+
+
+def test_a_layout_that_is_given_when_a_run_goes_on_is_taken(small, automatic):
+    keys, finished = automatic
+    folder = stopped_after(finished, small, 2)
+    small.run_in_process(
+        OURS, *keys, "micro_batch_layout=padded", f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
+    assert chosen(folder)[-1][0] == "padded"
+
+
+def test_a_second_run_takes_the_choice_without_timing(small, automatic, caplog):
+    keys, finished = automatic
+    keys = [key for key in keys if not key.startswith("save_every")]
+    again = small.fresh_folder()
+    (again / "adaptive_batch").mkdir()
+    probe = again / "adaptive_batch" / "probe.json"
+    probe.write_text((finished.output_dir / "adaptive_batch" / "probe.json").read_text())
+    with caplog.at_level("INFO", logger="adaptive_batch"):
+        second = small.run_in_process(OURS, *keys, f"output_dir={again}")
+    assert records(again, "bound")[0]["from_cache"]
+    assert "timed" not in caplog.text
+    assert chosen(again) == chosen(finished.output_dir)
+    assert figures(again, "loss") == figures(finished.output_dir, "loss")
+    assert same_weights(second.weights(0), finished.weights(0))
+    assert json.loads(probe.read_text())["throughput"]["kind"] == chosen(again)[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["micro_batch_size=auto", "batch_tokens=300"])
+def test_auto_chooses_too_where_rows_are_counted_or_a_step_holds_tokens(small, setting):
+    keys = (*BASE, setting, "probe.device_memory=1GiB", "dataset_val=${dataset}", "run_val_every_n_steps=1")
+    folder = small.run_in_process(OURS, *keys).output_dir
+    assert len(chosen(folder)) == 1
+    assert audit(folder).holds
+    assert len(records(folder, "validation")) == len(records(folder, "step"))
+
+
+@pytest.mark.slow
+def test_auto_validates_to_what_padded_rows_come_to(small, whole):
+    validates = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "drop_last=False")
+    automatic = small.run_in_process(OURS, *BASE, *AUTO, *validates).output_dir
+    padded = small.run_in_process(OURS, *BASE, *validates).output_dir
+    losses = [[record["val_loss"] for record in records(folder, "validation")] for folder in (automatic, padded)]
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kinds"),
+    [
+        (("uniform_micro_batches=rows",), {"padded"}),
+        (("pad_to_multiple_of=8",), {"grouped"}),
+        (("micro_batch_layout=padded",), {"padded"}),
+        (("micro_batch_layout=packed",), {"packed"}),
+        (("collate_fn=torchtune.data.padded_collate_sft",), {"grouped"}),
+    ],
+    ids=str,
+)
+def test_only_layouts_that_are_allowed_are_timed(small, keys, kinds):
+    folder = small.run_in_process(OURS, *BASE, *AUTO, *keys).output_dir
+    (said,) = records(folder, "throughput")
+    assert {trial["layout"] for trial in said["trials"]} == kinds
+
+
+def test_the_largest_is_what_was_taken_before(small):
+    folder = small.run_in_process(OURS, *BASE, *AUTO, "probe.objective=largest").output_dir
+    assert records(folder, "throughput") == []
+    bound = records(folder, "bound")[-1]["max_batch_size"]
+    (plan,) = records(folder, "plan")
+    assert (plan["limit"], plan["unit"]) == (bound * max(LENGTHS), "tokens")
+
+
+def test_a_batch_that_is_as_large_as_fits_is_not_changed_by_what_is_fastest(small):
+    keys = (*BASE, "use_maximum_batch_size=True", "probe.device_memory=10MiB", "probe.round_to_power_of_two=False")
+    default, largest = (small.run_in_process(OURS, *keys, *more) for more in ((), ("probe.objective=largest",)))
+    assert records(default.output_dir, "throughput") == []
+    assert where_steps_stood(default.output_dir) == where_steps_stood(largest.output_dir)
+    assert default.losses == largest.losses
+
+
+def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(small):
+    """The first row is what packing is tried with."""
+    keys = ("dataset._component_=support.components.OfLengths", *SGD, "epochs=1", "batch_size=4", "drop_last=False")
+    lengths = "dataset.lengths=[1,1,9,30,12,7,5,20]"
+    padded, packed = (
+        small.run_in_process(OURS, *keys, lengths, f"micro_batch_layout={layout}").output_dir
+        for layout in ("padded", "packed")
+    )
+    assert figures(packed, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
+
+
+def test_a_dataset_of_one_row_can_be_packed(small):
+    keys = ("dataset._component_=support.components.OfLengths", "dataset.lengths=[9]", "epochs=1", "batch_size=1")
+    for setting in (("micro_batch_layout=packed",), AUTO):
+        folder = small.run_in_process(OURS, *keys, *setting).output_dir
+        assert len(records(folder, "step")) == 1
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------------
+
+PACKED = "micro_batch_layout=packed"
+REFUSED = {
+    "an unknown word": (["micro_batch_layout=loose"], "micro_batch_layout='loose'", "padded, grouped, packed"),
+    "an unknown objective": (["probe.objective=fast"], "probe.objective='fast'", "throughput, largest"),
+    "packed and equal rows": ([PACKED, "uniform_micro_batches=rows"], PACKED[:18], "uniform_micro_batches=rows"),
+    "grouped and equal rows": (
+        ["micro_batch_layout=grouped", "uniform_micro_batches=both"],
+        "micro_batch_layout",
+        "uniform_micro_batches=both",
+    ),
+    "packed to a multiple": ([PACKED, "pad_to_multiple_of=8"], PACKED[:18], "pad_to_multiple_of is 8"),
+    "packed and compiled": ([PACKED, "compile=True"], PACKED[:18], "compile is on"),
+    "packed by a function": (
+        [PACKED, "collate_fn=torchtune.data.padded_collate_sft"],
+        PACKED[:18],
+        "collate_fn makes batches of its own",
+    ),
+    "rows that are packed": ([PACKED, "dataset.packed=True"], PACKED[:18], "its rows are packed already"),
+    "grouped with the optimizer in backward": (
+        ["micro_batch_layout=grouped", "optimizer_in_bwd=True"],
+        "micro_batch_layout='grouped'",
+        "optimizer_in_bwd=False",
+    ),
+    "rows with pictures": (
+        [PACKED, "dataset._component_=support.components.with_pictures"],
+        PACKED[:18],
+        "rows have encoder",
+    ),
+    "tensor parallelism": ([PACKED, "tensor_parallel_dim=2"], "tensor_parallel_dim|micro_batch_layout", ""),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_before_anything_is_written(small, case):
+    overrides, names, says = REFUSED[case]
+    folder = small.fresh_folder()
+    with pytest.raises(SettingError) as refused:
+        small.run_in_process(OURS, *overrides, f"output_dir={folder}")
+    assert re.search(names, str(refused.value))
+    assert says in str(refused.value)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(small):
+    keys = ("model._component_=support.components.attending_otherwise", "epochs=1", "max_steps_per_epoch=1")
+    with pytest.raises(SettingError, match=r"^micro_batch_layout='packed': it does not attend by .*; or give grouped$"):
+        small.run_in_process(OURS, *keys, PACKED)
+    folder = small.run_in_process(OURS, *keys, *AUTO, "max_steps_per_epoch=null").output_dir
+    assert chosen(folder)[0][0] == "grouped"
+
+
+# --- planned ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["grouped", "packed"])
+def test_layouts_can_be_planned(small, layout):
+    keys = (*BASE, "estimate.devices=[1GiB]", "estimate.changes=False")
+
+    def planned(*more):
+        folder = small.run_in_process("adaptive_estimate", *keys, *more).output_dir
+        return json.loads((folder / "adaptive_batch" / "estimate.json").read_text())
+
+    (padded,), (found,) = (planned(*more)["devices"] for more in ((), (f"micro_batch_layout={layout}",)))
+    assert found["lengths"][0]["max_batch_size"] <= padded["lengths"][0]["max_batch_size"]
+
+
+# --- two ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys", [AUTO, ("micro_batch_layout=grouped", UNITS["tokens"]), (PACKED, UNITS["tokens"])], ids=str
+)
+def test_two_ranks_train_alike_what_one_device_trains(small, whole, keys):
+    attempt = launch(small, 2, *BASE, "batch_size=8", "drop_last=False", *keys)[-1]
+    assert attempt.exit_statuses == [0, 0], attempt.output[-6000:]
+    folder = attempt.output_dir
+    assert [sorted(step["rows"]) for step in records(folder, "step")] == [
+        sorted(step["rows"]) for step in records(whole, "step")
+    ]
+    assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    assert audit(folder).holds
+    assert len(chosen(folder)) == (keys is AUTO)
+    if keys is AUTO and chosen(folder)[0][0] == "packed":  # on one of the ranks alone, some of it would be padding
+        assert figures(folder, "padding_fraction") == [0, 0]
