@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from adaptive_batch._torch import FakeTensor
 from adaptive_batch._util import round_up
@@ -57,6 +57,17 @@ def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[st
     return tuple(sentence for sentence, is_so in sentences.items() if is_so)
 
 
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor | None:
+    """Return, inside :class:`CudaKernels`, causal attention of each of some rows alone, as one kernel of theirs; None where none does it.
+
+    Tensors are ``[1, heads, tokens, head_dim]``, in which rows of those `lengths` lie one after the other.
+    """
+    if not has_torch_function((query, key, value)):
+        return None
+    result: Tensor | None = handle_torch_function(varlen_attention, (query, key, value), query, key, value, lengths)
+    return result
+
+
 class CudaKernels(TorchFunctionMode):
     """Inside, attention, norms and dropout of fake tensors allocate what they would on CUDA.
 
@@ -77,6 +88,7 @@ class CudaKernels(TorchFunctionMode):
         self._instead: dict[Any, Callable[..., Any]] = {
             functional.scaled_dot_product_attention: self._attention,
             functional.multi_head_attention_forward: self._multi_head_attention,
+            varlen_attention: self._varlen_attention,
             **dict.fromkeys((functional.rms_norm, torch.rms_norm), self._rms_norm),
             **dict.fromkeys((functional.layer_norm, torch.layer_norm), self._layer_norm),
             **dict.fromkeys((functional.dropout, torch.dropout), _dropout),
@@ -133,6 +145,14 @@ class CudaKernels(TorchFunctionMode):
         output = self._counted(function, query, key, value, mask, dropout_p, self, flops=flops)
         return output if output.shape[-1] == head_dim else output[..., :head_dim]
 
+    def _varlen_attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor | None:
+        tensors = query, key, value
+        if self.kernel(*tensors, is_causal=True, enable_gqa=True, cudnn=False) != "flash":
+            return None
+        flops = attention_flops(*tensors, is_causal=True) * sum(n * n for n in lengths) // sum(lengths) ** 2
+        flat = [one.squeeze(0).transpose(0, 1) for one in tensors]
+        return self._counted(_VarlenAttention, *flat, len(lengths), flops=flops).transpose(0, 1)[None]
+
     def kernel(
         self,
         query: Tensor,
@@ -142,6 +162,7 @@ class CudaKernels(TorchFunctionMode):
         dropout: float = 0.0,
         is_causal: bool = False,
         enable_gqa: bool = False,
+        cudnn: bool = True,
     ) -> Kernel:
         """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: the order, and the constraints of each)."""
         tensors, capability = (query, key, value), self.capability
@@ -157,7 +178,7 @@ class CudaKernels(TorchFunctionMode):
         limit = 256 if capability == (9, 0) else 128
         dims_fit = max(head_dim, value_dim) <= limit and head_dim % 8 == value_dim % 8 == 0 and key.shape[2] > 1
         dropout_fits = 16 * dropout % 1 == 0 and not (dropout and query.shape[2] == 1)
-        has_cudnn = is_half and capability[0] in (9, 10) and _CUDA.cudnn_sdp_enabled()
+        has_cudnn = cudnn and is_half and capability[0] in (9, 10) and _CUDA.cudnn_sdp_enabled()
         if has_cudnn and heads_fit and dims_fit and dropout_fits:
             return "cudnn"
         no_backward = self.has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout > 0)
@@ -222,6 +243,32 @@ class _FlashAttention(torch.autograd.Function):
             held += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
         free_last_first(held)
         return (*gradients, None, None, None)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """torch/nn/attention/varlen.py; flash_api.cpp: ``mha_varlen_fwd``, ``mha_varlen_bwd``, of [tokens, heads, head_dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
+        output, sums = torch.empty_like(query), _floats(*query.shape[1::-1])
+        state, offset = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+        del offset
+        state = torch.empty_like(state)
+        ctx.rows = rows
+        ctx.save_for_backward(query, key, value, output, sums, state)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, output, sums, state = ctx.saved_tensors
+        (tokens, heads, head_dim), key_heads = query.shape, key.shape[1]
+        held = [torch.empty_like(sums), torch.empty_like(state)]  # gradients of what else the operator returns
+        held += [gradient.contiguous(), output.contiguous()]
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        held += [_floats(tokens + 128 * ctx.rows, heads, dims) for dims in (1, _rounded(head_dim))]
+        held += [key.new_empty(tokens, heads, head_dim) for _ in range(2) if key_heads != heads]
+        free_last_first(held)
+        return (*gradients, None)
 
 
 class _EfficientAttention(torch.autograd.Function):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
+from adaptive_batch._torch import disable_current_modes
+from adaptive_batch.estimate import varlen_attention
 from adaptive_batch.memory import RandomState
 
 Row = Any
@@ -41,10 +43,12 @@ class PackedAttention:
         how.update(zip(("attn_mask", "dropout_p"), given, strict=False))
         how.update(attn_mask=None, is_causal=True)
         is_even = query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0 and not how.get("dropout_p")
+        if is_even and (estimated := varlen_attention(*tensors, self._lengths)) is not None:
+            return estimated
         if query.is_cuda and is_even and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True)):
             self._ends = self._ends.to(query.device)
             where = self._ends, self._ends, self._longest, self._longest
-            out = _varlen_attention()(*(one[0].transpose(0, 1) for one in tensors), *where, scale=how.get("scale"))
+            out = _varlen_attention()(*(one.squeeze(0).transpose(0, 1) for one in tensors), *where, scale=how.get("scale"))
             return out.transpose(0, 1)[None]
         rows = zip(*(torch.split(one, self._lengths, 2) for one in tensors), strict=True)
         # Joined as [1, tokens, heads, head_dim], which kernels return and models go on to ask for.
@@ -81,6 +85,7 @@ def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
         functional.scaled_dot_product_attention = attend
 
 
+@disable_current_modes()
 def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     """Return one batch of rows laid end to end, on the host.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,6 +22,7 @@ from torch.nn import functional
 from adaptive_batch.estimate import CudaKernels
 from adaptive_batch.estimate.cuda_operators import CudaOperators
 from adaptive_batch.estimate.tracker import AttributedTracker
+from adaptive_batch.training import rows_apart
 
 Log = list[int]  # n > 0: n bytes are allocated; n < 0: the allocation numbered ~n is freed
 
@@ -89,6 +91,34 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """A call of attention inside of rows_apart."""
+
+    lengths: tuple[int, ...] = (500, 12, 1000)
+    head_dim: int = 64
+    dtype: str = "bfloat16"
+    layout: str = "bshd"
+    key_heads: int = 8
+    heads: int = 8
+
+    def forward(self, device: str) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+        """As of :class:`Attention`."""
+        tokens = sum(self.lengths)
+        alike = {"layout": self.layout, "key_heads": self.key_heads, "grouped": True, "heads": self.heads}
+        one = Attention(self.head_dim, self.dtype, batch=1, queries=tokens, keys=tokens, **alike)
+        call, backward = one.forward(device)
+
+        with rows_apart(self.lengths) as packed:
+            packed._ends = packed._ends.to(device)  # once for all layers, four bytes a row
+
+        def apart() -> torch.Tensor:
+            with patch.object(functional, "scaled_dot_product_attention", packed):
+                return call()
+
+        return apart, backward
+
+
+@dataclass(frozen=True)
 class Norm:
     """A call of rms_norm or layer_norm."""
 
@@ -140,7 +170,7 @@ class InPlace:
         return call, lambda output: torch.autograd.grad(output, [tensor], torch.empty_like(output))
 
 
-Call = Attention | Norm | InPlace
+Call = Attention | Packed | Norm | InPlace
 
 
 def on_fake_tensors(calls: Sequence[Call], kernels: CudaKernels) -> list[tuple[Log, Log]]:
@@ -200,7 +230,7 @@ def _traced(call: Callable[[], Any]) -> tuple[Any, Log]:
 
 def main() -> None:
     """Write the logs of the calls that are read."""
-    kinds = {kind.__name__: kind for kind in (Attention, Norm, InPlace)}
+    kinds = {kind.__name__: kind for kind in (Attention, Packed, Norm, InPlace)}
     calls = [kinds[kind](**fields) for kind, fields in json.load(sys.stdin)]
     json.dump(_logs(calls, "cuda", _traced), sys.stdout)
 
