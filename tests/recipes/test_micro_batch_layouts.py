@@ -327,6 +327,7 @@ def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(s
 # --- planned ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["grouped", "packed"])
 def test_layouts_can_be_planned(small, layout):
     keys = (*BASE, "estimate.devices=[1GiB]", "estimate.changes=False")
