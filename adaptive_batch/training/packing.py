@@ -48,7 +48,9 @@ class PackedAttention:
         if query.is_cuda and is_even and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True)):
             self._ends = self._ends.to(query.device)
             where = self._ends, self._ends, self._longest, self._longest
-            out = _varlen_attention()(*(one.squeeze(0).transpose(0, 1) for one in tensors), *where, scale=how.get("scale"))
+            out = _varlen_attention()(
+                *(one.squeeze(0).transpose(0, 1) for one in tensors), *where, scale=how.get("scale")
+            )
             return out.transpose(0, 1)[None]
         rows = zip(*(torch.split(one, self._lengths, 2) for one in tensors), strict=True)
         # Joined as [1, tokens, heads, head_dim], which kernels return and models go on to ask for.
