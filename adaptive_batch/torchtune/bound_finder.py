@@ -221,7 +221,7 @@ class BoundFinder:
         if settings.micro_batch_layout is None:
             if settings.uniform_micro_batches or settings.measures_noise:
                 kinds = ["padded"]
-            elif why := data.why_unpacked or trainer.why_unpacked():
+            elif why := data.why_unpacked or trainer.runner.why_not_packed(data.longest(2)):
                 log.info("rows are not packed: %s", why)
             else:
                 kinds.append("packed")

@@ -15,7 +15,7 @@ from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Batching, MicroBatchLayout, count_rows, plan_token_batches
+from adaptive_batch.data import Batching, MicroBatchLayout, count_rows, longest_rows, plan_token_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.training import MicroBatchLimits, RowLoss, lengthened
@@ -146,6 +146,11 @@ class Data:
             return self.dataset[row]
         finally:
             random_state.restore()
+
+    def longest(self, count: int) -> list[Any]:
+        """Return the longest rows, so many or all, leaving no trace as :meth:`read_row` does."""
+        lengths = self.dataset.lengths
+        return [self.read_row(row) for row in longest_rows(lengths, min(count, len(lengths)))]
 
     @cached_property
     def dummy_row(self) -> Any:

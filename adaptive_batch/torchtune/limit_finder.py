@@ -10,7 +10,7 @@ from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import atomic_write, count, rows_fit
-from adaptive_batch.data import MicroBatchLimit, largest_divisor, longest_rows
+from adaptive_batch.data import MicroBatchLimit, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult
@@ -81,7 +81,7 @@ class LimitFinder:
         before = saved["limits"]["throughput"] if saved and settings.chooses_fastest else None
         if before and settings.micro_batch_layout in (None, before["kind"]):
             limits.choose(before)  # a run that is resumed cuts its steps as it did
-        if settings.micro_batch_layout == "packed" and (why := self._trainer.why_unpacked()):
+        if settings.micro_batch_layout == "packed" and (why := self._trainer.runner.why_not_packed(data.longest(2))):
             raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
         if settings.needs_bound:
             batch_size = self._search(batch_size, keeps_batch=keeps_batch)
@@ -95,9 +95,7 @@ class LimitFinder:
             message = f"a micro-batch holds {limits.lowered}: more ran out of memory before all ranks ended"
             self._record.event("limit", message, after=limits.lowered.amount, unit=limits.lowered.unit)
         if limits.bound:
-            (longest,) = longest_rows(data.dataset.lengths, 1)
-            if int(data.dataset.lengths[longest]) > limits.tried_length:
-                self.try_longer([data.read_row(longest)], batch_size=batch_size)
+            self.try_longer(data.longest(1), batch_size=batch_size)
         if self._found and (advice := advise(self._job, data, self._found, batch_size=batch_size)):
             self._record.event("advice", advice)
         return batch_size

@@ -10,7 +10,7 @@ import torch
 from torchtune import training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLimit, longest_rows
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
@@ -22,7 +22,6 @@ from adaptive_batch.training import (
     count_shifted_labels,
     norm_to_clip,
     pack_rows,
-    why_not_packed,
 )
 
 from .data import Data
@@ -60,7 +59,6 @@ class Trainer:
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             cast(Any, model).set_num_output_chunks(self._loss_fn.num_output_chunks)
         self.model, self._device, self._builder = model, job.device, job.builder
-        self._data = data
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         configured = MicroBatchLimit(settings.batch_size)
@@ -130,22 +128,6 @@ class Trainer:
         if hasattr(self.model, "max_seq_len"):
             self.model.max_seq_len = max(cast(int, self.model.max_seq_len), batch["tokens"].shape[-1])
         return batch
-
-    def why_unpacked(self) -> str:
-        """Return why packed rows would not train this model as padded ones do; empty where they would. Ranks ask together."""
-
-        def token_loss(batch: dict[str, Any]) -> torch.Tensor:
-            self.runner.loss.to_device(batch)
-            labels = self.runner.loss.count_labels(batch)
-            return self.mean_loss(batch) * labels
-
-        lengths = self._data.dataset.lengths  # a row of one token has no label
-        rows = [self._data.read_row(row) for row in longest_rows(lengths, min(2, len(lengths)))]
-        loss, ignored = self.runner.loss, self._loss_fn.ignore_index
-        longest = int(lengths.max())
-        return why_not_packed(
-            self.model, token_loss, rows, collate=loss.collate, ignore_index=ignored, longest_row=longest
-        )
 
     def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the mean loss of a batch over its label tokens; position `i` predicts the label at `i + 1`."""

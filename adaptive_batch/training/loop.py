@@ -71,7 +71,7 @@ from .model_checks import (
 )
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import LimitChange, OOMPolicy, OOMRetry
-from .packing import pack_rows, why_not_packed
+from .packing import pack_rows
 from .step import agree_on_step
 from .step_rate import StepRate
 from .throughput_search import Choices, WorstRows
@@ -347,22 +347,7 @@ class AdaptiveLoop:
             isinstance(row, Mapping) and "labels" in row and row.keys() & {"tokens", "input_ids"} for row in rows
         ):
             return "rows are no mappings with `labels` and `tokens` or `input_ids`"
-        loss = self._runner.loss
-
-        def token_loss(batch: dict[str, Any]) -> torch.Tensor:
-            batch = batch if "batch" in batch else {"batch": batch}
-            loss.to_device(batch)
-            count = loss.count_labels(batch)
-            return loss.mean_loss(batch) * count
-
-        return why_not_packed(
-            self._model,
-            token_loss,
-            rows,
-            collate=loss.collate,
-            ignore_index=IGNORE_INDEX,
-            longest_row=int(self._rows.lengths.max()),
-        )
+        return self._runner.why_not_packed(rows)
 
     # --- the bound --------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from adaptive_batch.memory import RandomState, TensorSnapshot, is_out_of_memory
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
-from .packing import rows_apart
+from .packing import rows_apart, why_not_packed
 
 Row = Any
 Batch = dict[str, Any]
@@ -230,6 +230,20 @@ class MicroBatchRunner:
             return
         with rows_apart(lengths):
             yield loss.pack(rows)
+
+    def why_not_packed(self, rows: Sequence[Row]) -> str:
+        """Return why packed rows would not train the model as padded ones do; empty where they would. All ranks call it.
+
+        Args:
+            rows: the two longest of the dataset.
+        """
+
+        def token_loss(batch: Batch) -> torch.Tensor:
+            mean, count = self._loss_and_labels(batch)
+            return mean * count
+
+        assert self.loss.pack is not None, "rows that cannot be packed"
+        return why_not_packed(self.model, token_loss, rows, collate=self.loss.collate, pack=self.loss.pack)
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""

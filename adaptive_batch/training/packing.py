@@ -114,8 +114,7 @@ def why_not_packed(
     rows: Sequence[Row],
     *,
     collate: Callable[[Sequence[Row], int], Batch],
-    ignore_index: int,
-    longest_row: int,
+    pack: Callable[[Sequence[Row]], Batch],
 ) -> str:
     """Return why packed rows would not train the model as rows alone do, and what to do about it; "" if they would.
 
@@ -124,17 +123,20 @@ def why_not_packed(
 
     Args:
         model: called by `token_loss`, which returns the sum of the token losses of a batch that is on the host.
-        rows: two of the dataset, as for :func:`pack_rows`; their first tokens are used, all of them as labels.
+        rows: the two longest of the dataset, as for :func:`pack_rows`; their first tokens are used, all of them as labels.
         collate: makes an ordinary batch of rows, padded to a length.
-        longest_row: tokens of the dataset's longest row.
+        pack: makes a packed one.
     """
+    name = "tokens" if "tokens" in rows[0] else "input_ids"
+    longest = max(len(row[name]) for row in rows)
     config: Any = getattr(model, "config", None)  # of transformers
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_full = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
     windows: list[Any] = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    if not is_full and (seen := min((one for one in windows if one), default=longest_row)) < longest_row:
-        return f"a layer sees {seen} tokens, and packed it would see all {longest_row} of the longest row: cut rows to {seen}"
-    name = "tokens" if "tokens" in rows[0] else "input_ids"
+    if not is_full and (seen := min((one for one in windows if one), default=longest)) < longest:
+        return (
+            f"a layer sees {seen} tokens, and packed it would see all {longest} of the longest row: cut rows to {seen}"
+        )
     short = [
         {key: one[:tokens] if isinstance(one, list) or getattr(one, "ndim", False) else one for key, one in row.items()}
         | {"labels": row[name][:tokens]}
@@ -149,7 +151,7 @@ def why_not_packed(
             alone, packed = sum(float(token_loss(collate([row], len(row[name])))) for row in short), []
             for order, parts in ((1, lengths), (-1, lengths[::-1]), (1, [sum(lengths)])):
                 with rows_apart(parts) as attention:
-                    packed.append(float(token_loss(pack_rows(short[::order], ignore_index=ignore_index))))
+                    packed.append(float(token_loss(pack(short[::order]))))
     except (TypeError, ValueError) as error:
         return f"it does not run on packed rows: {error}"
     finally:
