@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -130,6 +131,8 @@ class FakeRun:
         trainer = self.trainer = Trainer(
             self.job, self.data, self._build(), to_device=self._device.batch, new_optimizer=self._new_optimizer
         )
+        loss = trainer.runner.loss
+        trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))
         return FakeStep(
             model=trainer.model,
             optimizer=trainer.in_backward or trainer.optimizer,

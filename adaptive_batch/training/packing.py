@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from adaptive_batch._torch import disable_current_modes
 from adaptive_batch.estimate import varlen_attention
 from adaptive_batch.memory import RandomState
 
@@ -48,7 +47,9 @@ class PackedAttention:
         if query.is_cuda and is_even and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True)):
             self._ends = self._ends.to(query.device)
             where = self._ends, self._ends, self._longest, self._longest
-            out = _varlen_attention()(*(one.squeeze(0).transpose(0, 1) for one in tensors), *where, scale=how.get("scale"))
+            out = _varlen_attention()(
+                *(one.squeeze(0).transpose(0, 1) for one in tensors), *where, scale=how.get("scale")
+            )
             return out.transpose(0, 1)[None]
         rows = zip(*(torch.split(one, self._lengths, 2) for one in tensors), strict=True)
         # Joined as [1, tokens, heads, head_dim], which kernels return and models go on to ask for.
@@ -85,7 +86,6 @@ def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
         functional.scaled_dot_product_attention = attend
 
 
-@disable_current_modes()
 def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     """Return one batch of rows laid end to end, on the host.
 
