@@ -137,6 +137,8 @@ class FakeRun:
         trainer = self.trainer = Trainer(
             self.job, self.data, self._build(), to_device=self._device.batch, new_optimizer=self._new_optimizer
         )
+        loss = trainer.runner.loss
+        trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))
         return FakeStep(
             model=trainer.model,
             optimizer=trainer.in_backward or trainer.optimizer,

@@ -454,7 +454,8 @@ class AdaptiveLoop:
 
         def forward_backward(device: FakeDevice, size: int) -> None:
             made = rows.longest(min(size, len(rows)))
-            runner.loss = replace(real, collate=collate, to_device=device.batch)
+            pack = real.pack and disable_current_modes()(real.pack)
+            runner.loss = replace(real, collate=collate, pack=pack, to_device=device.batch)
             runner.try_rows([made[number % len(made)] for number in range(size)])
 
         try:

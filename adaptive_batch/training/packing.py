@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from adaptive_batch._torch import disable_current_modes
 from adaptive_batch.estimate import varlen_attention
 from adaptive_batch.memory import RandomState
 
@@ -87,7 +86,6 @@ def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
         functional.scaled_dot_product_attention = attend
 
 
-@disable_current_modes()
 def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     """Return one batch of rows laid end to end, on the host.
 

@@ -88,6 +88,7 @@ class Combination:
     syncs: bool = True
     apart: tuple[str, ...] = ()
     device: str = "cpu"
+    layout: str | None = None
 
     def __str__(self) -> str:
         marks = [self.model, str(self.length), self.optimizer + " in backward" * self.in_backward, self.loss]
@@ -118,6 +119,7 @@ class Combination:
             "compile": False,
             "clip_grad_norm": 1.0 if self.clips else None,
             "use_maximum_batch_size": True,
+            "micro_batch_layout": self.layout,
             "fsdp_reshard_after_forward": self.reshards,
             "sync_gradients_every_micro_batch": self.syncs,
             "custom_sharded_layers": list(self.apart),

@@ -55,21 +55,34 @@ def peak_bytes(log: Sequence[int]) -> int:
     return peak
 
 
+def made_up_rows(rows: int, tokens: int | Sequence[int]) -> list[dict[str, Any]]:
+    """Return rows of that many tokens each; of several numbers, each row has the next."""
+    lengths = [tokens] if isinstance(tokens, int) else tokens
+    return [made_up_row(lengths[number % len(lengths)], packed=False) for number in range(rows)]
+
+
 def estimated(
-    cfg: DictConfig, rows: int, tokens: int, *, steps: int = 3, micro_batches: int = 1, traced: Sequence[int] = ()
+    cfg: DictConfig,
+    rows: int,
+    tokens: int | Sequence[int],
+    *,
+    steps: int = 3,
+    micro_batches: int = 1,
+    traced: Sequence[int] = (),
 ) -> array[int]:
     """Return the log of a run on fake tensors of the device that PyTorch uses; rows that are not `traced` follow from those that are."""
     run = FakeRun(
         cfg, Settings.from_config(cfg), FakeDevice(CudaKernels.of_this_device()), reads_data=False, builder=None
     )
-    row = made_up_row(tokens, packed=False)
-    step = run.step(lambda size: [row] * size, accumulates=micro_batches > 1)
+    step = run.step(lambda size: made_up_rows(size, tokens), accumulates=micro_batches > 1)
     for size in traced or (rows,):
         step.trace(size)
     return step.log(rows, [step.forward_backward] * steps, micro_batches=micro_batches)
 
 
-def on_cuda(cfg: DictConfig, rows: int, tokens: int, *, steps: int = 3, micro_batches: int = 1) -> array[int]:
+def on_cuda(
+    cfg: DictConfig, rows: int, tokens: int | Sequence[int], *, steps: int = 3, micro_batches: int = 1
+) -> array[int]:
     """Return the log of a run on CUDA, from loading on."""
     memory: Any = torch.cuda.memory
     torch._C._cuda_clearCublasWorkspaces()
@@ -79,7 +92,7 @@ def on_cuda(cfg: DictConfig, rows: int, tokens: int, *, steps: int = 3, micro_ba
     model = FullModel().build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
     trainer = Trainer(job, data, model, limit=lambda: MicroBatchLimit(rows))
     for _ in range(steps):
-        trainer.runner.run([made_up_row(tokens, packed=False)] * rows * micro_batches)
+        trainer.runner.run(made_up_rows(rows, tokens) * micro_batches)
         trainer.step()
     log, numbers, count = array("q"), {}, 0
     streams: dict[int, int] = {torch.cuda.default_stream().cuda_stream: 0}

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.allocations import Attention, InPlace, Norm, on_cuda, on_fake_tensors
+from support.allocations import Attention, InPlace, Norm, Packed, on_cuda, on_fake_tensors
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -54,6 +54,15 @@ def drawn(count: int) -> list[Attention]:
     return calls
 
 
+PACKED = [
+    Packed(lengths, head_dim, dtype, layout, key_heads)
+    for head_dim, dtype, (lengths, key_heads), layout in product(
+        (8, 64, 80, 128, 192, 256, 288),
+        DTYPES,
+        (((500, 12, 1000), 8), ((128,) * 10, 2), ((700,), 1)),
+        ("bshd", "bhsd", "fused"),
+    )
+]
 IN_PLACE = [InPlace(view) for view in ("transposed", "reshaped", "part", "itself")]
 NORMS = [
     Norm(kind, dtype, weight, rows, dim, is_contiguous)
@@ -157,6 +166,18 @@ RECORDED = [  # on PyTorch 2.13.0+cu130, by on_cuda()
             -12,
         ],
     ),
+    (
+        "a100",
+        Packed(key_heads=2),
+        [1548288, 48384, 16, 8, -4, 16, -3],
+        [48384, 16, 1548288, 387072, 387072, 60672, 3883008, 1548288, 1548288, -9, -8, -7, -6, -2, -1],
+    ),
+    (
+        "h100",
+        Packed((128,) * 10, 80, layout="bhsd"),
+        [1638400, 40960, 16, 8, -4, 16, -3],
+        [40960, 16, *[1638400] * 4, 81920, 7864320, -8, -7, -3, -2, -1],
+    ),
     ("h100", Norm(), [4194304, 4096], [4194304, 4096]),
     ("h100", Norm("layer_norm", "float32", "float32"), [8388608, 4096, 4096], [8388608, 8192, 8192]),
     ("h100", InPlace(), [4194304], [4194304] * 5 + [-4, -5, -2, -1]),
@@ -171,7 +192,9 @@ def test_a_call_allocates_what_was_recorded_on_cuda(device, call, forward, backw
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.cuda_stack
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("calls", [GRID, drawn(300), NORMS, IN_PLACE], ids=["grid", "drawn", "norms", "in place"])
+@pytest.mark.parametrize(
+    "calls", [GRID, drawn(300), PACKED, NORMS, IN_PLACE], ids=["grid", "drawn", "packed", "norms", "in place"]
+)
 def test_calls_allocate_what_they_do_on_cuda_in_the_same_order(device, calls):
     capability, multiprocessors = DEVICES[device]
     counted = on_fake_tensors(calls, CudaKernels(capability, multiprocessors))
