@@ -54,7 +54,8 @@ class Rows(Dataset[Any]):
     ) -> None:
         self._job, self._key, self._dataset, self._name = job, key, dataset, name
         self._ahead = ReadAhead(dataset)  # each row is checked where it is used, not where it is read
-        self.expect = self._ahead.expect
+        if job.device.type != "cpu":  # which training itself keeps busy: there it cost up to 3% of a step
+            self.expect = self._ahead.expect
         self._real_tokens = real_tokens or (lambda row: len(row["tokens"]))
         self._measured: Measured | None = None
         self._cache_file: Path | None = None
