@@ -3,7 +3,7 @@
 from .curve_cache import CachedCurve
 from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
-from .throughput import Throughput, TimedTrial, find_fastest
+from .throughput import Pieces, Throughput, TimedTrial, find_fastest
 from .trial import DryRun
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "CachedCurve",
     "DryRun",
     "Halving",
+    "Pieces",
     "Predictive",
     "ProbeResult",
     "Search",

@@ -88,8 +88,11 @@ class Throughput:
         return "\n".join([*lines, f"fastest: {self.kind}, up to {self.limit.amount:,} {self.limit.unit} at once"])
 
 
+Pieces = tuple[list[MicroBatch], MicroBatchLayout]
+
+
 def find_fastest(
-    run: Callable[[list[MicroBatch], MicroBatchLayout], list[float] | None],
+    run: Callable[[list[Pieces]], list[list[float] | None]],
     *,
     steps: Sequence[Sequence[int]],
     sample: Sequence[int],
@@ -100,7 +103,8 @@ def find_fastest(
     """Find the layout and the limit whose micro-batches take least time for the same rows.
 
     Args:
-        run: runs micro-batches of the sample, and returns the seconds of each; None where they do not fit.
+        run: runs the sample as the micro-batches of each of some layouts, in turns, so that what slows the machine slows all;
+            returns the seconds of each micro-batch, None for a layout where one does not fit.
         steps: tokens of each row of some steps of training, whose time is modelled.
         sample: tokens of each row that is run in a trial, those of a step or a part of one.
         layouts: to choose from.
@@ -110,7 +114,6 @@ def find_fastest(
     Returns:
         What is fastest; None where nothing that was tried fits.
     """
-    tried: dict[tuple[str, MicroBatchLimit], TimedTrial] = {}
     measured: dict[tuple[str, MicroBatchLimit], tuple[list[MicroBatch], float]] = {}  # in so many seconds
     timings: dict[str, list[tuple[MicroBatch, float]]] = {layout.kind: [] for layout in layouts}
     times = {layout.kind: layout.time for layout in layouts}
@@ -120,26 +123,26 @@ def find_fastest(
     def left(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
         return [limit for limit in limits(layout) if limit.amount < too_large[layout.kind]]
 
-    def time(layout: MicroBatchLayout, pieces: list[MicroBatch]) -> list[float]:
-        seconds = run(pieces, layout)
-        if seconds is None:
-            by_rows = limits(layout)[0].unit == "rows"
-            too_large[layout.kind] = max(len(piece.rows) if by_rows else piece.padded_tokens for piece in pieces)
-            return []
-        timings[layout.kind] += zip(pieces, seconds, strict=True)
-        times[layout.kind] = fitted(timings[layout.kind])
-        return seconds
+    def time(pieces: list[Pieces]) -> list[float | None]:
+        """Return the seconds of the sample in each layout."""
+        taken = run(pieces) if pieces else []
+        for (of_layout, layout), seconds in zip(pieces, taken, strict=True):
+            if seconds is None:
+                by_rows = limits(layout)[0].unit == "rows"
+                too_large[layout.kind] = max(len(one.rows) if by_rows else one.padded_tokens for one in of_layout)
+            else:
+                timings[layout.kind] += zip(of_layout, seconds, strict=True)
+                times[layout.kind] = fitted(timings[layout.kind])
+        return [None if seconds is None else sum(seconds) for seconds in taken]
 
-    def calibrate(layout: MicroBatchLayout) -> None:
-        """Time rows of the sample in small and in large micro-batches."""
-        while sizes := left(layout):
-            pieces = []
-            for begin, limit in enumerate((sizes[0], sizes[-1])):
-                numbers = range(begin, len(sample), 2)
-                for piece in micro_batches([sample[number] for number in numbers], limit, layout):
-                    pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
-            if time(layout, pieces):
-                break
+    def small_and_large(layout: MicroBatchLayout) -> Pieces:
+        """Return half of the sample's rows in the smallest micro-batches, and half in the largest."""
+        pieces, sizes = [], left(layout)
+        for begin, limit in enumerate((sizes[0], sizes[-1])):
+            numbers = range(begin, len(sample), 2)
+            for piece in micro_batches([sample[number] for number in numbers], limit, layout):
+                pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
+        return pieces, layout
 
     def seconds_of(layout: MicroBatchLayout, limit: MicroBatchLimit) -> float:
         layout = replace(layout, time=times[layout.kind])
@@ -150,41 +153,65 @@ def find_fastest(
         pieces, seconds = measured[layout.kind, min(near, key=lambda one: abs(math.log(one.amount / limit.amount)))]
         return modelled * seconds / layout.time.of(pieces)
 
-    for layout in layouts:
-        calibrate(layout)
-    while len(tried) < MAX_TRIALS - len(layouts):  # what does not fit leaves fewer
-        expected = {(layout, limit): seconds_of(layout, limit) for layout in layouts for limit in left(layout)}
-        if not expected:
-            break
-        untried = [one for one in expected if not any(kind == one[0].kind for kind, _ in tried)]
-        first = min(untried or expected, key=expected.__getitem__)  # each layout's best once, and then the best of all
-        alike, near_it = (
-            [one for one in expected if one[0] is first[0] and expected[one] <= (1 + most) * expected[first]]
-            for most in (_ALIKE, _NEAR)
+    def best_of(
+        expected: dict[tuple[MicroBatchLayout, MicroBatchLimit], float],
+    ) -> tuple[MicroBatchLayout, MicroBatchLimit]:
+        """Return what is expected to take least: of sizes that are alike the smallest, or a smaller one that may prove faster."""
+        first = min(expected, key=expected.__getitem__)
+        of_layout = [one for one in expected if one[0] is first[0]]
+        best = min(
+            (one for one in of_layout if expected[one] <= (1 + _ALIKE) * expected[first]), key=lambda one: one[1].amount
         )
-        layout, limit = min(alike, key=lambda one: one[1].amount)
-        if (
-            layout.kind,
-            limit,
-        ) in tried:  # smaller ones may be faster than the line says, such as those that a cache holds
-            smaller = [one for _, one in near_it if one.amount < limit.amount and (layout.kind, one) not in tried]
-            if not smaller:
-                break
-            limit = smaller[-1]
-        layout = replace(layout, time=times[layout.kind])
-        pieces = micro_batches(sample, limit, layout)
-        if not (seconds := time(layout, pieces)):
-            continue
-        measured[layout.kind, limit] = pieces, sum(seconds)
-        padding = 1 - sum(sample) / sum(piece.padded_tokens for piece in pieces)
-        rate = sum(sample) / (sum(seconds) + share * step_seconds)
-        tried[layout.kind, limit] = TimedTrial(layout.kind, limit, rate, padding)
-        log.info("timed %s, up to %d %s at once: %.0f tokens/s", layout.kind, limit.amount, limit.unit, rate)
-    if not tried:
+        if (best[0].kind, best[1]) not in measured:
+            return best
+        near = [
+            one
+            for one in of_layout
+            if expected[one] <= (1 + _NEAR) * expected[first] and one[1].amount < best[1].amount
+        ]
+        return max(
+            (one for one in near if (one[0].kind, one[1]) not in measured), key=lambda one: one[1].amount, default=best
+        )
+
+    while unknown := [layout for layout in layouts if not timings[layout.kind] and left(layout)]:
+        time([small_and_large(layout) for layout in unknown])
+    while len(measured) < MAX_TRIALS - len(layouts):  # what does not fit leaves fewer
+        expected = {(layout, limit): seconds_of(layout, limit) for layout in layouts for limit in left(layout)}
+        untried = {layout for layout, _ in expected if layout.kind not in (kind for kind, _ in measured)}
+        chosen = [
+            best_of({one: expected[one] for one in expected if one[0] is layout})
+            for layout in layouts
+            if layout in untried
+        ]
+        if expected and not untried:
+            known = min((one for one in expected if (one[0].kind, one[1]) in measured), key=expected.__getitem__)
+            chosen = [best_of(expected), known]  # once more, beside the other
+        if not chosen or (chosen[0][0].kind, chosen[0][1]) in measured:
+            break
+        cut = [replace(layout, time=times[layout.kind]) for layout, _ in chosen]
+        pieces = [
+            (micro_batches(sample, limit, layout), layout) for (_, limit), layout in zip(chosen, cut, strict=True)
+        ]
+        for (layout, limit), (of_layout, _), seconds in zip(chosen, pieces, time(pieces), strict=True):
+            if seconds is not None:
+                before = measured.get((layout.kind, limit), (of_layout, seconds))
+                measured[layout.kind, limit] = min((of_layout, seconds), before, key=lambda one: one[1])
+                amount, unit, rate = limit.amount, limit.unit, sum(sample) / (seconds + share * step_seconds)
+                log.info("timed %s, up to %d %s at once: %.0f tokens/s", layout.kind, amount, unit, rate)
+    if not measured:
         return None
+    trials = {
+        (kind, limit): TimedTrial(
+            kind,
+            limit,
+            sum(sample) / (seconds + share * step_seconds),
+            1 - sum(sample) / sum(piece.padded_tokens for piece in pieces),
+        )
+        for (kind, limit), (pieces, seconds) in measured.items()
+    }
     kinds = {layout.kind: layout for layout in layouts}
-    kind, limit = min(tried, key=lambda one: seconds_of(kinds[one[0]], one[1]))
-    return Throughput(kind, limit, tried[kind, limit].tokens_per_second, times[kind], tuple(tried.values()))
+    kind, limit = min(trials, key=lambda one: seconds_of(kinds[one[0]], one[1]))
+    return Throughput(kind, limit, trials[kind, limit].tokens_per_second, times[kind], tuple(trials.values()))
 
 
 def fitted(timings: Sequence[tuple[MicroBatch, float]]) -> MicroBatchTime:

@@ -8,14 +8,14 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
-from adaptive_batch.probe import DryRun, Throughput, find_fastest
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.probe import DryRun, Pieces, Throughput, find_fastest
 
 from .micro_batch_runner import MicroBatchRunner
 
 _MODELLED_ROWS = 256  # of training, at least, whose micro-batches are modelled
 _ROUNDS = 2  # that a timed micro-batch runs; the faster counts
-_TIMED = 12  # samples that are timed in the seconds that a search may take
+_TIMED = 10  # samples that are timed in the seconds that a search may take
 _LEAST_TOKENS = 1024  # of a sample: fewer say little
 
 
@@ -91,9 +91,8 @@ class ThroughputSearch:
             return [MicroBatchLimit(amount, "rows" if by_rows else "tokens") for amount in reversed(amounts)]
 
         try:
-            warm = self._time(
-                steps[0][:8], micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0]), layouts[0]
-            )
+            pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
+            (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
             of_step = self._dry_run.time([partial(self._runner.try_rows, steps[0][:1]), self._step])
             if warm is None or of_step is None:
                 return None
@@ -120,14 +119,19 @@ class ThroughputSearch:
         finally:
             self._runner.layout = before
 
-    def _time(
-        self, sample: Sequence[Any], pieces: Sequence[MicroBatch], layout: MicroBatchLayout
-    ) -> list[float] | None:
-        """Return the seconds of each micro-batch of the sample's rows; None where they do not fit."""
-        self._runner.layout = layout
-        runs = [
-            partial(self._runner.try_rows, [sample[row] for row in piece.rows], is_last=number == len(pieces))
-            for number, piece in enumerate(pieces, start=1)
-        ]
-        taken = self._dry_run.time(runs * _ROUNDS)
-        return taken and [min(taken[number :: len(runs)]) for number in range(len(runs))]
+    def _time(self, sample: Sequence[Any], pieces: Sequence[Pieces]) -> list[list[float] | None]:
+        """Return the seconds of each micro-batch of the sample's rows, in each of some layouts; None where they do not fit."""
+        taken: list[list[float] | None] = [[] for _ in pieces]
+        for _ in range(_ROUNDS):
+            for number, (of_layout, layout) in enumerate(pieces):
+                if (before := taken[number]) is None:
+                    continue
+                self._runner.layout, last = layout, len(of_layout)
+                seconds = self._dry_run.time(
+                    [
+                        partial(self._runner.try_rows, [sample[row] for row in piece.rows], is_last=place == last)
+                        for place, piece in enumerate(of_layout, start=1)
+                    ]
+                )
+                taken[number] = seconds and list(map(min, seconds, before or seconds))
+        return taken
