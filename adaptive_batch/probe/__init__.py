@@ -3,13 +3,14 @@
 from .curve_cache import CachedCurve
 from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
-from .throughput import Pieces, Throughput, TimedTrial, find_fastest
+from .throughput import FastestSearch, Pieces, Throughput, TimedTrial
 from .trial import DryRun
 
 __all__ = [
     "BinarySearch",
     "CachedCurve",
     "DryRun",
+    "FastestSearch",
     "Halving",
     "Pieces",
     "Predictive",
@@ -18,7 +19,6 @@ __all__ = [
     "Throughput",
     "TimedTrial",
     "Trial",
-    "find_fastest",
     "load_latest",
     "load_result",
     "run_search",

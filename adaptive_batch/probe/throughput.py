@@ -85,22 +85,17 @@ class Throughput:
             at_once = f"{one.limit.amount:,} {one.limit.unit}"
             peak = "-" if one.peak_bytes is None else format_bytes(one.peak_bytes)
             lines.append(f"{one.kind:>8} {at_once:>15} {peak:>10} {one.padding:>8.1%} {one.tokens_per_second:>9,.0f}")
-        return "\n".join([*lines, f"fastest: {self.kind}, up to {self.limit.amount:,} {self.limit.unit} at once"])
+        return "\n".join([*lines, f"fastest: {self.kind}, up to {_at_once(self.limit)}"])
 
 
 Pieces = tuple[list[MicroBatch], MicroBatchLayout]
 
 
-def find_fastest(
-    run: Callable[[list[Pieces]], list[list[float] | None]],
-    *,
-    steps: Sequence[Sequence[int]],
-    sample: Sequence[int],
-    layouts: Sequence[MicroBatchLayout],
-    limits: Callable[[MicroBatchLayout], Sequence[MicroBatchLimit]],
-    step_seconds: float = 0.0,
-) -> Throughput | None:
-    """Find the layout and the limit whose micro-batches take least time for the same rows.
+Choice = tuple[str, MicroBatchLimit]  # kind of a layout, and limit
+
+
+class FastestSearch:
+    """Finds the layout and the limit whose micro-batches take least time for the same rows.
 
     Args:
         run: runs the sample as the micro-batches of each of some layouts, in turns, so that what slows the machine slows all;
@@ -110,108 +105,118 @@ def find_fastest(
         layouts: to choose from.
         limits: of each, ascending.
         step_seconds: that a step takes beside its micro-batches.
-
-    Returns:
-        What is fastest; None where nothing that was tried fits.
     """
-    measured: dict[tuple[str, MicroBatchLimit], tuple[list[MicroBatch], float]] = {}  # in so many seconds
-    timings: dict[str, list[tuple[MicroBatch, float]]] = {layout.kind: [] for layout in layouts}
-    times = {layout.kind: layout.time for layout in layouts}
-    too_large = dict.fromkeys(times, math.inf)  # what did not fit
-    share = sum(sample) / sum(map(sum, steps)) * len(steps)  # of the step that a sample is
 
-    def left(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
-        return [limit for limit in limits(layout) if limit.amount < too_large[layout.kind]]
+    def __init__(
+        self,
+        run: Callable[[list[Pieces]], list[list[float] | None]],
+        *,
+        steps: Sequence[Sequence[int]],
+        sample: Sequence[int],
+        layouts: Sequence[MicroBatchLayout],
+        limits: Callable[[MicroBatchLayout], Sequence[MicroBatchLimit]],
+        step_seconds: float = 0.0,
+    ) -> None:
+        self._run, self._steps, self._sample, self._limits = run, steps, sample, limits
+        self._layouts = {layout.kind: layout for layout in layouts}
+        self._step_seconds = step_seconds * sum(sample) / sum(map(sum, steps)) * len(steps)  # the sample's share of it
+        self._timings: dict[str, list[tuple[MicroBatch, float]]] = {kind: [] for kind in self._layouts}
+        self._measured: dict[
+            Choice, tuple[list[MicroBatch], float]
+        ] = {}  # the sample's micro-batches, and their seconds
+        self._too_large = dict.fromkeys(self._layouts, math.inf)  # what did not fit
 
-    def time(pieces: list[Pieces]) -> list[float | None]:
-        """Return the seconds of the sample in each layout."""
-        taken = run(pieces) if pieces else []
-        for (of_layout, layout), seconds in zip(pieces, taken, strict=True):
-            if seconds is None:
-                by_rows = limits(layout)[0].unit == "rows"
-                too_large[layout.kind] = max(len(one.rows) if by_rows else one.padded_tokens for one in of_layout)
-            else:
-                timings[layout.kind] += zip(of_layout, seconds, strict=True)
-                times[layout.kind] = fitted(timings[layout.kind])
-        return [None if seconds is None else sum(seconds) for seconds in taken]
+    def __call__(self) -> Throughput | None:
+        """Time as little as needed; return what is fastest, None where nothing that was tried fits."""
+        while unknown := [kind for kind in self._layouts if not self._timings[kind] and self._left(kind)]:
+            self._time([self._small_and_large(kind) for kind in unknown])
+        while len(self._measured) < MAX_TRIALS - len(self._layouts):  # what does not fit leaves fewer
+            expected = {
+                (kind, limit): self._expect(kind, limit) for kind in self._layouts for limit in self._left(kind)
+            }
+            chosen = self._next(expected)
+            if not chosen or chosen[0] in self._measured:
+                break
+            pieces = [self._cut(kind, limit) for kind, limit in chosen]
+            for choice, (of_layout, _), seconds in zip(chosen, pieces, self._time(pieces), strict=True):
+                if seconds is not None:
+                    before = self._measured.get(choice, (of_layout, seconds))
+                    self._measured[choice] = min((of_layout, seconds), before, key=lambda one: one[1])
+                    log.info("timed %s, up to %s: %.0f tokens/s", choice[0], _at_once(choice[1]), self._rate(choice))
+        if not self._measured:
+            return None
+        kind, limit = min(self._measured, key=lambda choice: self._expect(*choice))
+        trials = tuple(TimedTrial(*choice, self._rate(choice), self._padding(choice)) for choice in self._measured)
+        return Throughput(kind, limit, self._rate((kind, limit)), self._layouts[kind].time, trials)
 
-    def small_and_large(layout: MicroBatchLayout) -> Pieces:
-        """Return half of the sample's rows in the smallest micro-batches, and half in the largest."""
-        pieces, sizes = [], left(layout)
+    def _left(self, kind: str) -> list[MicroBatchLimit]:
+        return [limit for limit in self._limits(self._layouts[kind]) if limit.amount < self._too_large[kind]]
+
+    def _cut(self, kind: str, limit: MicroBatchLimit) -> Pieces:
+        return micro_batches(self._sample, limit, self._layouts[kind]), self._layouts[kind]
+
+    def _small_and_large(self, kind: str) -> Pieces:
+        """Return half of the sample's rows in the smallest micro-batches, and half in the largest: they show what is fixed."""
+        pieces, sizes, layout = [], self._left(kind), self._layouts[kind]
         for begin, limit in enumerate((sizes[0], sizes[-1])):
-            numbers = range(begin, len(sample), 2)
-            for piece in micro_batches([sample[number] for number in numbers], limit, layout):
+            numbers = range(begin, len(self._sample), 2)
+            for piece in micro_batches([self._sample[number] for number in numbers], limit, layout):
                 pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
         return pieces, layout
 
-    def seconds_of(layout: MicroBatchLayout, limit: MicroBatchLimit) -> float:
-        layout = replace(layout, time=times[layout.kind])
-        modelled = sum(layout.time.of(micro_batches(lengths, limit, layout)) for lengths in steps)
-        near = [other for kind, other in measured if kind == layout.kind]
+    def _time(self, pieces: list[Pieces]) -> list[float | None]:
+        """Return the seconds of the sample in each layout; learn from them."""
+        taken = self._run(pieces)
+        for (of_layout, layout), seconds in zip(pieces, taken, strict=True):
+            kind = layout.kind
+            if seconds is None:
+                by_rows = self._limits(layout)[0].unit == "rows"
+                self._too_large[kind] = max(len(one.rows) if by_rows else one.padded_tokens for one in of_layout)
+            else:
+                self._timings[kind] += zip(of_layout, seconds, strict=True)
+                self._layouts[kind] = replace(layout, time=fitted(self._timings[kind]))
+        return [None if seconds is None else sum(seconds) for seconds in taken]
+
+    def _expect(self, kind: str, limit: MicroBatchLimit) -> float:
+        """Return the seconds of the steps by the model, corrected by what the nearest size that was measured took beside it."""
+        layout = self._layouts[kind]
+        modelled = sum(layout.time.of(micro_batches(lengths, limit, layout)) for lengths in self._steps)
+        near = [other for measured, other in self._measured if measured == kind]
         if not near:
             return modelled
-        pieces, seconds = measured[layout.kind, min(near, key=lambda one: abs(math.log(one.amount / limit.amount)))]
+        nearest = min(near, key=lambda other: abs(math.log(other.amount / limit.amount)))
+        pieces, seconds = self._measured[kind, nearest]
         return modelled * seconds / layout.time.of(pieces)
 
-    def best_of(
-        expected: dict[tuple[MicroBatchLayout, MicroBatchLimit], float],
-    ) -> tuple[MicroBatchLayout, MicroBatchLimit]:
+    def _next(self, expected: dict[Choice, float]) -> list[Choice]:
+        """Return what to time: each layout's best, once; then the best of all, beside the best that was measured."""
+        untried = [kind for kind in self._layouts if kind not in (measured for measured, _ in self._measured)]
+        by_kind = [{one: expected[one] for one in expected if one[0] == kind} for kind in untried]
+        if any(by_kind):
+            return [self._best(of_kind) for of_kind in by_kind if of_kind]
+        known = [choice for choice in expected if choice in self._measured]
+        return [self._best(expected), min(known, key=expected.__getitem__)] if known else []
+
+    def _best(self, expected: dict[Choice, float]) -> Choice:
         """Return what is expected to take least: of sizes that are alike the smallest, or a smaller one that may prove faster."""
         first = min(expected, key=expected.__getitem__)
-        of_layout = [one for one in expected if one[0] is first[0]]
-        best = min(
-            (one for one in of_layout if expected[one] <= (1 + _ALIKE) * expected[first]), key=lambda one: one[1].amount
+        alike, near = (
+            [one for one in expected if one[0] == first[0] and expected[one] <= (1 + most) * expected[first]]
+            for most in (_ALIKE, _NEAR)
         )
-        if (best[0].kind, best[1]) not in measured:
-            return best
-        near = [
-            one
-            for one in of_layout
-            if expected[one] <= (1 + _NEAR) * expected[first] and one[1].amount < best[1].amount
-        ]
-        return max(
-            (one for one in near if (one[0].kind, one[1]) not in measured), key=lambda one: one[1].amount, default=best
-        )
+        best = min(alike, key=lambda one: one[1].amount)
+        smaller = [one for one in near if one[1].amount < best[1].amount and one not in self._measured]
+        return max(smaller, key=lambda one: one[1].amount, default=best) if best in self._measured else best
 
-    while unknown := [layout for layout in layouts if not timings[layout.kind] and left(layout)]:
-        time([small_and_large(layout) for layout in unknown])
-    while len(measured) < MAX_TRIALS - len(layouts):  # what does not fit leaves fewer
-        expected = {(layout, limit): seconds_of(layout, limit) for layout in layouts for limit in left(layout)}
-        untried = {layout for layout, _ in expected if layout.kind not in (kind for kind, _ in measured)}
-        chosen = [
-            best_of({one: expected[one] for one in expected if one[0] is layout})
-            for layout in layouts
-            if layout in untried
-        ]
-        if expected and not untried:
-            known = min((one for one in expected if (one[0].kind, one[1]) in measured), key=expected.__getitem__)
-            chosen = [best_of(expected), known]  # once more, beside the other
-        if not chosen or (chosen[0][0].kind, chosen[0][1]) in measured:
-            break
-        cut = [replace(layout, time=times[layout.kind]) for layout, _ in chosen]
-        pieces = [
-            (micro_batches(sample, limit, layout), layout) for (_, limit), layout in zip(chosen, cut, strict=True)
-        ]
-        for (layout, limit), (of_layout, _), seconds in zip(chosen, pieces, time(pieces), strict=True):
-            if seconds is not None:
-                before = measured.get((layout.kind, limit), (of_layout, seconds))
-                measured[layout.kind, limit] = min((of_layout, seconds), before, key=lambda one: one[1])
-                amount, unit, rate = limit.amount, limit.unit, sum(sample) / (seconds + share * step_seconds)
-                log.info("timed %s, up to %d %s at once: %.0f tokens/s", layout.kind, amount, unit, rate)
-    if not measured:
-        return None
-    trials = {
-        (kind, limit): TimedTrial(
-            kind,
-            limit,
-            sum(sample) / (seconds + share * step_seconds),
-            1 - sum(sample) / sum(piece.padded_tokens for piece in pieces),
-        )
-        for (kind, limit), (pieces, seconds) in measured.items()
-    }
-    kinds = {layout.kind: layout for layout in layouts}
-    kind, limit = min(trials, key=lambda one: seconds_of(kinds[one[0]], one[1]))
-    return Throughput(kind, limit, trials[kind, limit].tokens_per_second, times[kind], tuple(trials.values()))
+    def _rate(self, choice: Choice) -> float:
+        return sum(self._sample) / (self._measured[choice][1] + self._step_seconds)
+
+    def _padding(self, choice: Choice) -> float:
+        return 1 - sum(self._sample) / sum(piece.padded_tokens for piece in self._measured[choice][0])
+
+
+def _at_once(limit: MicroBatchLimit) -> str:
+    return f"{limit.amount:,} {limit.unit} at once"
 
 
 def fitted(timings: Sequence[tuple[MicroBatch, float]]) -> MicroBatchTime:

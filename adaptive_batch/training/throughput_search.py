@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
-from adaptive_batch.probe import DryRun, Pieces, Throughput, find_fastest
+from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput
 
 from .micro_batch_runner import MicroBatchRunner
 
@@ -99,7 +99,7 @@ class ThroughputSearch:
             tokens = max(_LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm)))
             rows = max(8, sum(so_far <= tokens for so_far in accumulate(lengths[0])))
             while any(capacity.values()):
-                fastest = find_fastest(
+                search = FastestSearch(
                     partial(self._time, steps[0][:rows]),
                     steps=lengths,
                     sample=lengths[0][:rows],
@@ -107,7 +107,7 @@ class ThroughputSearch:
                     limits=limits,
                     step_seconds=of_step[1],
                 )
-                if fastest is None:
+                if (fastest := search()) is None:
                     return None
                 self._runner.layout = replace(before, kind=fastest.kind, time=fastest.time)
                 of_longest = fastest.limit.amount // (1 if fastest.limit.unit == "rows" else longest)

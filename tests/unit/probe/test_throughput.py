@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 import pytest
 
 from adaptive_batch.data import KINDS, MicroBatch, MicroBatchLayout, MicroBatchLimit, MicroBatchTime, micro_batches
-from adaptive_batch.probe import Pieces, Throughput, find_fastest
+from adaptive_batch.probe import FastestSearch, Pieces, Throughput
 from adaptive_batch.probe.throughput import MAX_TRIALS, fitted
 
 LIMITS = [MicroBatchLimit(256 << power, "tokens") for power in range(6)]
@@ -45,7 +45,7 @@ def drawn_steps(sigma: float) -> list[list[int]]:
 
 
 def search(machine: Machine, steps: list[list[int]]) -> Throughput | None:
-    return find_fastest(machine.run, steps=steps, sample=steps[0], layouts=LAYOUTS, limits=lambda layout: LIMITS)
+    return FastestSearch(machine.run, steps=steps, sample=steps[0], layouts=LAYOUTS, limits=lambda layout: LIMITS)()
 
 
 @pytest.mark.parametrize("seed", range(12))
