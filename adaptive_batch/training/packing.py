@@ -136,7 +136,10 @@ def why_not_packed(
             f"a layer sees {seen} tokens, and packed it would see all {longest} of the longest row: cut rows to {seen}"
         )
     short = [
-        {key: one[:tokens] if isinstance(one, list) or getattr(one, "ndim", False) else one for key, one in row.items()}
+        {
+            key: one[:tokens] if isinstance(one, list | tuple) or getattr(one, "ndim", False) else one
+            for key, one in row.items()
+        }
         | {"labels": row[name][:tokens]}
         for row, tokens in zip(rows, (5, 8), strict=False)
     ]

@@ -98,17 +98,6 @@ def test_packed_rows_are_within_a_thousandth():
         assert estimate == pytest.approx(trial.peak_bytes, rel=1e-3)
 
 
-def test_packed_micro_batches_peak_as_in_trials():
-    """Of each number of rows alone: a CPU attends row by row, so no two numbers run the same operations."""
-    combination = Combination("llama3_2", 64, layout="packed")
-    cfg = combination.config()
-    run = FakeRun(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
-    step = run.step(lambda size: [made_up_row(64, packed=False)] * size, accumulates=False)
-    trials = tried(RealRun(combination), (1, 2, 7)).trials
-    peaks = [max(step.optimizer_peak_bytes, *step.trace(size).trace.live_bytes) for size in (1, 2, 7)]
-    assert peaks == [trial.peak_bytes for trial in trials]
-
-
 def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     cfg = Combination("llama3_2", 64, packed=True).config()
     run = FakeRun(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
