@@ -60,6 +60,8 @@ def test_tokens_may_be_a_list_an_array_or_a_tensor(small):
         f"dataset.lengths={COUNTED}",
         "epochs=1",
         "batch_tokens=60",
+        "micro_batch_tokens=120",
+        "micro_batch_layout=packed",
     )
     kinds = ("list", "tuple", "array", "tensor", "list of numpy")
     first, *others = (small.run_in_process(OURS, *rows, f"dataset.kind={kind}").losses for kind in kinds)

@@ -65,6 +65,7 @@ WAYS: dict[str, tuple[str, ...]] = {
         *VALIDATION,
         "probe.device_memory=64MiB",
         "batch_tokens=160",
+        "probe.objective=largest",  # a run that dies before it saves anything chooses anew
         "batch_size_schedule._component_=adaptive_batch.schedules.steps",
         "batch_size_schedule.batch_sizes=[90,160,240]",
         "batch_size_schedule.thresholds=[600tok,1800tok]",

@@ -86,6 +86,7 @@ RAMP = (
 )
 TOKENS = (
     "batch_tokens=160",
+    "probe.objective=largest",
     "batch_size_schedule._component_=adaptive_batch.schedules.steps",
     "batch_size_schedule.batch_sizes=[90,160,240]",
     "batch_size_schedule.thresholds=[600tok,1800tok]",
