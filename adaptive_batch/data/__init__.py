@@ -17,7 +17,8 @@ from .micro_batches import (
     split_by_rows,
     split_by_tokens,
 )
-from .sampler import ORDERS, ReadAhead, RowSampler, row_order
+from .read_ahead import ReadAhead
+from .sampler import ORDERS, RowSampler, row_order
 from .step_planner import StepPlanner
 from .token_sampler import batches_by_tokens, plan_batches
 

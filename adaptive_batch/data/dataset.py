@@ -13,7 +13,7 @@ from adaptive_batch._util import check_whole, count
 from adaptive_batch.errors import SettingError
 
 from .lengths import count_rows, longest_rows, row_lengths
-from .sampler import ReadAhead
+from .read_ahead import ReadAhead
 
 IGNORE_INDEX = -100  # what torch's cross-entropy and Hugging Face's models take for no label
 

@@ -1,14 +1,8 @@
-"""The order in which the rows of an epoch come, and the sampler that hands them out, resumable at any row and read ahead."""
+"""The order in which the rows of an epoch come, and the sampler that hands them out, resumable at any row."""
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import os
-import pickle
-import random
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,16 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from adaptive_batch._torch import disable_current_modes
 from adaptive_batch.errors import SettingError
 
 ORDERS = ("dataloader", "random", "seqlen")
-
-# One row is read at a time: datasets may share a file. None is half read as the process forks, or ends with a thread in a library.
-_reading = threading.RLock()
-atexit.register(_reading.acquire, timeout=10.0)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
 
 
 def row_order(
@@ -155,59 +142,3 @@ class RowSampler:
         following = self.next_numbers(count)
         self._expect(following if only is None else [following[i] for i in only if i < len(following)])
         return rows
-
-
-class ReadAhead:
-    """A map-style dataset whose rows a thread reads before they are asked for; it reads them alike in any thread and order.
-
-    What is expected is a hint: any other row is read when it is asked for, and so is one that fails in the thread, to raise its
-    error there. After a failure the thread reads no more; nor where one of the first rows draws random numbers (Python's,
-    numpy's or torch's), which training would then draw in another order.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset, self._is_running = dataset, False
-        self._rows: dict[int, Any] = {}
-        self._expected: dict[int, None] = {}  # in their order
-        self._unwatched = 32  # rows to be watched for draws before any is read ahead; negative: none ever is
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, number: int) -> Any:
-        if number not in self._rows and number not in self._expected:
-            self._expected = {}  # the thread could take the lock again for each of them
-        with _reading:
-            if number in self._rows:
-                return self._rows.pop(number)
-            self._expected.pop(number, None)
-            before = self._unwatched and _random_state()
-            row = self._dataset[number]
-            self._unwatched = (self._unwatched - 1 if _random_state() == before else -1) if before else 0
-            return row
-
-    def expect(self, numbers: list[int]) -> None:
-        """Have these rows read, in their order; forget any other that was."""
-        with _reading:
-            self._rows = {number: self._rows[number] for number in numbers if number in self._rows}
-            self._expected = {} if self._unwatched else {number: None for number in numbers if number not in self._rows}
-            if self._expected and not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._read, name="adaptive_batch_read_ahead", daemon=True).start()
-
-    def _read(self) -> None:
-        while self._is_running:
-            with _reading:
-                try:
-                    for number in list(self._expected)[:1]:
-                        self._rows[number] = self._dataset[number]
-                        self._expected.pop(number, None)
-                except BaseException:
-                    self._unwatched, self._expected = -1, {}
-                self._is_running = bool(self._expected)
-
-
-def _random_state() -> bytes:
-    with disable_current_modes():
-        numpy_state = getattr(sys.modules.get("numpy.random"), "get_state", lambda: None)()
-        return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy_state))
