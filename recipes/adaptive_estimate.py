@@ -2,7 +2,7 @@
 
     tune run adaptive_estimate --config NAME estimate.devices=[H100,RTX4090] [estimate.sequence_lengths=[512,2048]]
 
-Any config of `adaptive_full_finetune` works. No weights, no accelerator and, with lengths given, no data are read.
+Any config of `adaptive_full_finetune` and `adaptive_lora_finetune` works. No weights, no accelerator and, with lengths given, no data are read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from adaptive_batch.estimate import MemoryEstimate
 from adaptive_batch.report import write_estimate_picture
 from adaptive_batch.torchtune import (
     ModelBuilder,
+    builder_of,
     check_output_dir,
     estimate_devices,
     no_component_exits,
@@ -30,13 +31,13 @@ def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryE
 
     Args:
         cfg: the configuration: YAML and key=value.
-        builder: builds the model; None for full fine-tuning.
+        builder: builds the model; None for what the configuration's model needs.
 
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
     path = check_output_dir(cfg.output_dir) / "adaptive_batch" / "estimate.json"
-    estimated = estimate_devices(cfg, save=lambda one: one.save(path), builder=builder)
+    estimated = estimate_devices(cfg, save=lambda one: one.save(path), builder=builder or builder_of(cfg))
     print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
     try:
         write_estimate_picture(estimated, path.with_suffix(".png"))

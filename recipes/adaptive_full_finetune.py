@@ -104,7 +104,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.data = data = Data.read(job)
         self.bounds = BoundFinder(job, data)
         self.bounds.watch = self.watch
-        self.checkpoints = Checkpoints(self.cfg, settings)
+        self.checkpoints = Checkpoints(self.cfg, settings, keeps_base=job.builder.keeps_base)
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         self.progress, self.unlabelled = self.resumed.progress, self.resumed.unlabelled
         data.check_rows()

@@ -2,7 +2,7 @@
 
     tune run adaptive_probe --config NAME [probe.search=binary] [probe.sequence_lengths=[512,1024,2048]]
 
-Any config of `adaptive_full_finetune` works, so the bound is that of the training it describes.
+Any config of `adaptive_full_finetune` and `adaptive_lora_finetune` works, so the bound is that of the training it describes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from adaptive_batch.torchtune import (
     Trainer,
     advise,
     all_ranks,
+    builder_of,
     check_output_dir,
     estimate_spending,
     left_by_rounding,
@@ -50,13 +51,13 @@ def build(
     """Build what training would build, and refuse settings before weights are loaded."""
     settings = Settings.from_config(cfg)
     check_output_dir(cfg.output_dir)
-    job = Job(cfg, settings, builder)
+    job = Job(cfg, settings, builder or builder_of(cfg))
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
     bounds = BoundFinder(job, data)
     bounds.watch = watch
-    checkpoints = Checkpoints(cfg, settings)
+    checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
     bounds.check()
     trainer = Trainer.load(job, data, checkpoints)
     checkpoints.load_optimizer(trainer)

@@ -12,7 +12,7 @@ from .manifest import (
     newest_complete,
     read_manifest,
 )
-from .optimizer_state import load_named_optimizer_state, named_optimizer_state
+from .optimizer_state import load_named_optimizer_state, named_optimizer_state, parameter_name
 
 __all__ = [
     "Checkpoint",
@@ -26,6 +26,7 @@ __all__ = [
     "manifest_text",
     "named_optimizer_state",
     "newest_complete",
+    "parameter_name",
     "read_manifest",
     "reason",
     "saving",

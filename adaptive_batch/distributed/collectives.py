@@ -206,6 +206,12 @@ def all_reduce_sum(*tensors: torch.Tensor) -> None:
             work.wait()
 
 
+def broadcast(tensor: torch.Tensor) -> None:
+    """Replace a tensor by that of rank zero, in place."""
+    if world_size() > 1:
+        dist.broadcast(tensor, src=0)
+
+
 def all_gather(value: Result) -> list[Result]:
     """Return the `value` of each rank, by rank, on every rank; it must be picklable when there are other ranks."""
     if world_size() == 1:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from adaptive_batch._util import lazy_names
 
 if TYPE_CHECKING:
+    from .adapter_model import AdapterModel as AdapterModel
+    from .adapter_model import builder_of as builder_of
     from .advice import advise as advise
     from .advice import estimate_spending as estimate_spending
     from .advice import tokens_per_second as tokens_per_second
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from .validation import Validation as Validation
 
 _NAMES_OF = {
+    ".adapter_model": ("AdapterModel", "builder_of"),
     ".advice": ("advise", "estimate_spending", "tokens_per_second"),
     ".bound_finder": ("BoundFinder", "left_by_rounding"),
     ".checkpoints": ("Checkpoints",),

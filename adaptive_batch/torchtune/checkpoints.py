@@ -31,7 +31,7 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import read_records
 
-from .epoch_checkpoints import STATE_KEY, EpochCheckpoints, SavedEpoch, inspect_epoch, orders_of_epochs
+from .epoch_checkpoints import ADAPTERS, STATE_KEY, EpochCheckpoints, SavedEpoch, inspect_epoch, orders_of_epochs
 from .settings import Settings
 from .trainer import Trainer
 
@@ -66,18 +66,20 @@ class Checkpoints:
     Args:
         cfg: the configuration.
         settings: the same, checked.
+        keeps_base: checkpoints are of adapters, on a base that is read again; see :class:`.ModelBuilder`.
 
     Attributes:
         found: to begin or to resume from.
-        is_divided: each rank reads its own part of the weights.
+        is_divided: each rank reads its own part of what trains.
         on_failure: called with the error of a resume point that failed in the background; logs a warning unless set.
 
     Raises:
         CheckpointError: resuming, and nothing complete is there.
+        SettingError: resuming, and what is there is of another kind of fine-tuning.
     """
 
-    def __init__(self, cfg: DictConfig, settings: Settings) -> None:
-        self._cfg = cfg
+    def __init__(self, cfg: DictConfig, settings: Settings, *, keeps_base: bool = False) -> None:
+        self._cfg, self._keeps_base = cfg, keeps_base
         self._output_dir = Path(cfg.output_dir)
         self._group = distributed.host_group()
         self._manager = CheckpointManager(
@@ -93,17 +95,27 @@ class Checkpoints:
         self._job = self._output_dir / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
         self.found = distributed.from_rank_zero(self._find)
-        self._run = _run(self.found.recipe_state)
+        self._run, self._base = _run(self.found.recipe_state), {}
         if not settings.preview:  # which needs no weights
-            epochs = distributed.on_rank_zero(lambda: EpochCheckpoints(cfg.checkpointer, self.found.epoch))
+            epoch = None if keeps_base else self.found.epoch
+            epochs = distributed.on_rank_zero(lambda: EpochCheckpoints(cfg.checkpointer, epoch))
             self._epochs = cast(EpochCheckpoints, epochs)  # on rank zero
         self.is_divided = self.found.point is not None
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
     def begin_job(self, run: str) -> None:
-        """Write down which run torchrun has started, so that after a restart this run, and no earlier one, is resumed."""
+        """Write down which run torchrun has started, so that after a restart this run, and no earlier one, is resumed.
+
+        Under adapters, the files of the base are read, whose checksums every checkpoint has.
+
+        Raises:
+            CheckpointError: the base is not that on which a checkpoint was trained.
+        """
         self._run = run
+        if self._keeps_base:
+            saved = (self.found.recipe_state or {}).get(STATE_KEY, {}).get("base")
+            self._base = distributed.on_rank_zero(lambda: self._epochs.check_base(saved)) or {}
         if distributed.is_rank_zero() and self._launch is not None:
             atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
 
@@ -133,6 +145,18 @@ class Checkpoints:
         return found if _run(found.recipe_state) == job["run"] else None
 
     def _find_saved(self) -> Found:
+        found = self._newest_saved()
+        holds_adapters = "base" in (found.recipe_state or {}).get(STATE_KEY, {})
+        if found.epoch:
+            holds_adapters = (found.epoch.path / ADAPTERS).exists()
+        if holds_adapters != self._keeps_base:
+            other, is_here = ("adaptive_lora_finetune", "weights") if holds_adapters else ("adaptive_full_finetune", "adapters")
+            held = "adapters" if holds_adapters else "weights without adapters"
+            remedy = f"{found.source} holds {held}, and {is_here} are trained here; resume it with `tune run {other}`"
+            raise SettingError("resume_from_checkpoint", True, f"{remedy}, or give another output_dir")
+        return found
+
+    def _newest_saved(self) -> Found:
         newest, others = newest_complete(*self._saved())
         passed_over = [passed.describe() for passed in others]
         if newest is None:
@@ -190,18 +214,26 @@ class Checkpoints:
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def load_weights(self) -> Mapping[str, Any]:
-        """Load the whole model's state dict, in torchtune's naming, on rank zero, unless it is divided; nothing on others.
+        """Load the state dict of the model, or of the base of adapters, in torchtune's naming, on rank zero; nothing on others.
 
-        torchtune's checkpointer learns from reading the base how to save, so rank zero reads it in any case.
+        Nothing on rank zero either where the model is divided; but torchtune's checkpointer learns from reading the base how to
+        save, so it is read in any case.
         """
-
         weights = distributed.on_rank_zero(lambda: self._epochs.load_weights()) or {}
-        return {} if self.is_divided else weights
+        return {} if self.is_divided and not self._keeps_base else weights
 
-    def load_divided(self, model: torch.nn.Module) -> None:
+    def load_adapters(self) -> Mapping[str, torch.Tensor]:
+        """Load the adapters of the epoch that is resumed from, on each rank; none where there is none."""
+        if not (self._keeps_base and self.found.epoch):
+            return {}
+        path = self.found.epoch.path / ADAPTERS
+        adapters: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return adapters
+
+    def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load what each rank holds of a model from a resume point."""
         assert self.found.point is not None
-        self.found.point.load_into({"model": model.state_dict()}, process_group=self._group)
+        self.found.point.load_into({"model": dict(state)}, process_group=self._group)
 
     def load_optimizer(self, trainer: Trainer) -> None:
         """Load the optimizer's state, where training is resumed."""
@@ -228,7 +260,7 @@ class Checkpoints:
         """
         self._settle()
         optimizer: Any
-        model = trainer.to_save()
+        content = trainer.to_save()
         if distributed.world_size() == 1:
             optimizer = trainer.optimizer.state_dict()
         else:
@@ -238,11 +270,11 @@ class Checkpoints:
                 self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], trainer, state=recipe_state)
                 recipe_state = None
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
-        state = None if recipe_state is None else {**recipe_state, training.OPT_KEY: optimizer}
+        state = None if recipe_state is None else {**self._with_base(recipe_state), training.OPT_KEY: optimizer}
 
         def save() -> None:
             try:
-                self._epochs.save(model, recipe_state=state, epoch=epoch, order=self._manager.next_order())
+                self._epochs.save(content, recipe_state=state, epoch=epoch, order=self._manager.next_order())
             except CheckpointError as error:
                 raise CheckpointError(f"{error}; {self.after_end()}") from error
 
@@ -261,8 +293,13 @@ class Checkpoints:
         start = time.perf_counter()
         self._settle()
         optimizer = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
-        self._manager.save(step, {"model": trainer.model.state_dict(), "optimizer": optimizer}, dict(state))
+        self._manager.save(step, {"model": trainer.model_state(), "optimizer": optimizer}, self._with_base(state))
         return time.perf_counter() - start
+
+    def _with_base(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a recipe state that names the files of the base, where there is one."""
+        base = {"base": self._base} if self._keeps_base else {}
+        return {**state, STATE_KEY: {**state[STATE_KEY], **base}}
 
     def wait(self) -> None:
         """Wait for a resume point that is being written; raise a CheckpointError if it failed."""

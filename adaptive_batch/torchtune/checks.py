@@ -92,8 +92,22 @@ def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Refuse a model with adapters (LoRA, DoRA, on quantized weights or not); name the full one where its builder is known."""
     if get_adapter_params(model):
         component = _component(cfg.model)
-        remedy = f"adapters are not trained here: every weight is; give the full model{_full(component, cfg.model)}"
-        raise SettingError("model", component, remedy)
+        remedy = "every weight is trained here, and adapters by `tune run adaptive_lora_finetune`; run that, or give the full model"
+        raise SettingError("model", component, remedy + _full(component, cfg.model))
+
+
+def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
+    """Refuse a model without adapters, or one whose block does not say what torchtune writes down of them."""
+    component = _component(cfg.model)
+    if not get_adapter_params(model):
+        remedy = "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a model with adapters"
+        raise SettingError("model", component, f"{remedy}, such as torchtune.models.llama3_2.lora_llama3_2_1b")
+    for key in ("lora_rank", "lora_alpha", "lora_attn_modules", "apply_lora_to_mlp"):
+        if key not in cfg.model:
+            raise missing(f"model.{key}")
+    if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
+        remedy = "adapters are not divided by tensor parallelism; give 1, and ranks divide the model by FSDP"
+        raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
 
 
 def _full(component: str, block: DictConfig) -> str:

@@ -43,6 +43,7 @@ from .config_errors import instantiate
 log = logging.getLogger("adaptive_batch")
 
 STATE_KEY = "adaptive_batch"
+ADAPTERS = "adapter_model.pt"  # in the folder of an epoch, as torchtune names it
 _MANIFEST = "adaptive_batch.json"
 _RECIPE_STATE = Path("recipe_state") / "recipe_state.pt"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -248,17 +249,38 @@ class EpochCheckpoints:
             raise
         return state
 
+    def check_base(self, saved: Mapping[str, Mapping[str, int]] | None) -> dict[str, dict[str, int]]:
+        """Return size and checksum of each file that the weights are read from, by name, unless they differ from those that were saved.
+
+        Raises:
+            CheckpointError: they differ; the file is named.
+        """
+        paths = [Path(path) for path in self._checkpointer._checkpoint_paths]
+        found = {path.name: asdict(SavedFile.of(path)) for path in paths}
+        if saved is not None and saved != found:
+            name = next(name for name in (*saved, *found) if saved.get(name) != found.get(name))
+            remedy = "give the checkpoint_dir and checkpoint_files that it began with"
+            where = "is not" if name in found else "is not among checkpoint_files, but was"
+            raise CheckpointError(f"{name} of {paths[0].parent} {where} the base that the adapters were trained on; {remedy}")
+        return found
+
     def save(
-        self, model_state: Mapping[str, Any], *, recipe_state: Mapping[str, Any] | None, epoch: int, order: int
+        self, content: Mapping[str, Any], *, recipe_state: Mapping[str, Any] | None, epoch: int, order: int
     ) -> None:
-        """Save the weights as `epoch_{epoch}` and, unless training is done, the recipe state with them.
+        """Save as `epoch_{epoch}`, unless training is done with the recipe state.
+
+        Args:
+            content: what torchtune's checkpointer saves by its keys: weights, or adapters, or both.
+            recipe_state: None where training is done.
+            epoch: its number.
+            order: counted with resume points.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
         """
         target = self._output_dir / f"epoch_{epoch}"
         identity = {"id": uuid.uuid4().hex, "folder": target.name, "order": order}
-        state = {training.MODEL_KEY: dict(model_state), **(recipe_state or {})}
+        state = {**content, **(recipe_state or {})}
         if recipe_state is not None:
             state[STATE_KEY] = {**state.get(STATE_KEY, {}), "weights": identity}
         num_bytes = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
@@ -273,7 +295,10 @@ class EpochCheckpoints:
 
         with saving(target, self._temporary, num_bytes=num_bytes):
             self._restore_replaced()
-            self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=recipe_state is not None)
+            alone = {} if training.MODEL_KEY in content else {"adapter_only": True}
+            self._checkpointer.save_checkpoint(
+                state, epoch=epoch, intermediate_checkpoint=recipe_state is not None, **alone
+            )
             weights = {path.name: SavedFile.of(path) for path in _weights_in(saved)}
             manifest = _Manifest(identity, weights, None if recipe_state is None else SavedFile.of(new_state))
             (saved / _MANIFEST).write_text(manifest.text())

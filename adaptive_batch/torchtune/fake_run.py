@@ -157,13 +157,13 @@ class FakeRun:
     def _build(self) -> torch.nn.Module:
         job = self.job
         if distributed.world_size() > 1:
-            model = build_sharded(job.cfg, dtype=job.dtype, device=job.device)
+            model = build_sharded(job.cfg, job.builder, dtype=job.dtype, device=job.device)
             compute_rotary_buffers(model, dtype=job.dtype, device=job.device)  # some look at their values
             self._device.move(model)
         else:
             model = self._device.build(lambda: job.builder.skeleton(job.cfg, dtype=job.dtype))
+            job.builder.freeze(model)
             apply_checkpointing(model, job.cfg)
-        job.builder.freeze(model)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             self._leave_out(
                 "recurrent layers: their fused kernels keep what fake tensors do not show, so a step needs more"

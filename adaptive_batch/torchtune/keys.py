@@ -27,8 +27,8 @@ _THEIRS: Mapping[Resume, str] = {
     "enable_activation_offloading compile",
     "free": "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode custom_sharded_layers device "
     "enable_async_checkpointing epochs fsdp_cpu_offload fsdp_reshard_after_forward log_every_n_steps log_peak_memory_stats "
-    "max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler resume_from_checkpoint seed "
-    "tensor_parallel_dim tensor_parallel_plan tokenizer",
+    "low_cpu_ram max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler resume_from_checkpoint "
+    "save_adapter_weights_only seed tensor_parallel_dim tensor_parallel_plan tokenizer",
 }
 TORCHTUNE_KEYS: Mapping[str, Resume] = {name: policy for policy, names in _THEIRS.items() for name in names.split()}
 # What other trainers, our own tables and earlier plans call a key, where neither its letters nor its words tell which one it is.

@@ -18,6 +18,7 @@ from torchtune import config, modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
+from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
 from .checks import check_all_is_trained
@@ -28,20 +29,32 @@ class Weights(Protocol):
     """What loads a model's weights.
 
     Attributes:
-        is_divided: they were saved as each rank holds them, and :meth:`load_divided` loads them.
+        is_divided: what trains was saved as each rank holds it, and :meth:`load_divided` loads it.
     """
 
     is_divided: bool
 
     def load_weights(self) -> Mapping[str, Any]:
-        """The whole model's state dict on rank zero, unless it is divided, and nothing on others; a collective."""
+        """The state dict of the whole model, or of the base of adapters, on rank zero, and nothing on others; a collective.
 
-    def load_divided(self, model: torch.nn.Module) -> None:
-        """Load into the parts of a model that are there; a collective."""
+        Nothing either where the whole model is divided.
+        """
+
+    def load_adapters(self) -> Mapping[str, torch.Tensor]:
+        """The adapters of an epoch by name, whole, on each rank; none for a new run."""
+
+    def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load into what :meth:`ModelBuilder.state` returns; a collective."""
 
 
 class ModelBuilder(Protocol):
-    """Builds the model of one kind of fine-tuning. Data, probe, loop and checkpoints are the same for all kinds."""
+    """Builds the model of one kind of fine-tuning. Data, probe, loop and checkpoints are the same for all kinds.
+
+    Attributes:
+        keeps_base: what is saved is trained on top of a base that stays as it is, and that resuming reads again.
+    """
+
+    keeps_base: bool
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
         """Refuse a model, perhaps without memory, that belongs to another kind of fine-tuning.
@@ -60,14 +73,19 @@ class ModelBuilder(Protocol):
         """Freeze the parameters that do not train; :meth:`build` calls it, and what estimates the memory of a step."""
 
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters that the optimizer steps; all others are frozen."""
+        """Return the parameters that the optimizer is given, in which it leaves frozen ones as they are."""
 
-    def to_save(self, model: torch.nn.Module, *, device: torch.device) -> Mapping[str, Any]:
-        """Return what a checkpoint of an epoch holds, on rank zero and its host; a collective."""
+    def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return what a resume point holds of the model by name, as this rank holds it."""
+
+    def to_save(self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device) -> Mapping[str, Any]:
+        """Return what torchtune's checkpointer saves of an epoch, by its keys, on rank zero and its host; a collective."""
 
 
 class FullModel:
     """Full fine-tuning: every parameter trains, and a checkpoint holds the whole model."""
+
+    keeps_base = False
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
         """Refuse a model with adapters."""
@@ -83,24 +101,45 @@ class FullModel:
     def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
         """Return the model with its weights on its device, compiled and checkpointed as configured."""
         if distributed.world_size() > 1:
-            model = build_sharded(cfg, dtype=dtype, device=device)
-            _load_sharded(model, weights, cfg, dtype=dtype, device=device)
-        else:
-            state = weights.load_weights()
-            with training.set_default_dtype(dtype), device:
-                model = config.instantiate(cfg.model)
-            self.check(model, cfg)
-            _fuse_norms(model, cfg)
-            if cfg.compile:
-                training.compile_model(model)
-            apply_checkpointing(model, cfg)
-            if weights.is_divided:
-                weights.load_divided(model)
-            else:
-                with _refusing_other_weights(model, state, cfg):
-                    model.load_state_dict(state)
+            model = build_sharded(cfg, self, dtype=dtype, device=device)
+            self._load_sharded(model, weights, cfg, dtype=dtype, device=device)
+            return model
+        state = weights.load_weights()
+        with training.set_default_dtype(dtype), device:
+            model = config.instantiate(cfg.model)
+        self.check(model, cfg)
+        _fuse_norms(model, cfg)
         self.freeze(model)
+        if cfg.compile:
+            training.compile_model(model)
+        apply_checkpointing(model, cfg)
+        self._load(model, weights, state, cfg)
         return model
+
+    def _load(self, model: torch.nn.Module, weights: Weights, state: Mapping[str, Any], cfg: DictConfig) -> None:
+        """Load the weights on one rank."""
+        if weights.is_divided:
+            weights.load_divided(self.state(model))
+            return
+        with refusing_other_weights(model, state, cfg):
+            model.load_state_dict(state)
+
+    def _load_sharded(
+        self, model: torch.nn.Module, weights: Weights, cfg: DictConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Give each rank its part of the weights: as it was saved, or of what rank zero has read."""
+        whole = weights.load_weights()
+        if weights.is_divided:
+            model.to_empty(device=torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device)
+            for module in model.modules():  # parameters alone are offloaded
+                buffers = {name: None if each is None else each.to(device) for name, each in module._buffers.items()}
+                module._buffers.update(buffers)
+        compute_rotary_buffers(model, dtype=dtype, device=device)
+        if weights.is_divided:
+            weights.load_divided(self.state(model))
+        else:
+            load_from_rank_zero(model, whole, cfg)
+            training.validate_no_params_on_meta_device(model)
 
     def freeze(self, model: torch.nn.Module) -> None:
         """Freeze nothing."""
@@ -109,19 +148,24 @@ class FullModel:
         """Return all parameters."""
         return model.parameters()
 
-    def to_save(self, model: torch.nn.Module, *, device: torch.device) -> Mapping[str, Any]:
+    def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the state dict."""
+        state: Mapping[str, torch.Tensor] = model.state_dict()
+        return state
+
+    def to_save(self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device) -> Mapping[str, Any]:
         """Return the whole model's state dict."""
         if distributed.world_size() == 1:
-            return model.state_dict()
-        state: Mapping[str, Any] = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
-        return state
+            return {training.MODEL_KEY: model.state_dict()}
+        state = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
+        return {training.MODEL_KEY: state}
 
 
 @contextmanager
-def _refusing_other_weights(model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig) -> Iterator[None]:
+def refusing_other_weights(model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig) -> Iterator[None]:
     """Inside, weights are loaded; refuse those of another model."""
     remedy = "give the model that the checkpoint is of"
-    for name, tensor in model.state_dict().items():
+    for name, tensor in named_parameters(model).items():
         if name in weights and (saved := weights[name].shape) != tensor.shape:
             why = f"its {name} is of shape {tuple(tensor.shape)}, and {tuple(saved)} in the checkpoint"
             raise SettingError("model", str(cfg.model._component_), f"{why}; {remedy}")
@@ -133,6 +177,11 @@ def _refusing_other_weights(model: torch.nn.Module, weights: Mapping[str, Any], 
         differs = str(error).splitlines()[1].strip()
         why = f"the checkpoint is of another one: {differs[:150]} ..."
         raise SettingError("model", str(cfg.model._component_), f"{why}; {remedy}") from error
+
+
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters by the names that checkpoints know them by, whatever wraps their modules."""
+    return {parameter_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 class FusedRMSNorm(modules.RMSNorm):  # type: ignore[misc]
@@ -165,7 +214,9 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
 # --- several ranks ------------------------------------------------------------------------------------------------------
 
 
-def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+def build_sharded(
+    cfg: DictConfig, builder: ModelBuilder, *, dtype: torch.dtype, device: torch.device
+) -> torch.nn.Module:
     """Return the model on the meta device, divided by tensor parallelism and FSDP2, in this order as torchtune's recipe divides it.
 
     Raises:
@@ -174,6 +225,7 @@ def build_sharded(cfg: DictConfig, *, dtype: torch.dtype, device: torch.device) 
     with training.set_default_dtype(dtype), torch.device("meta"):
         model: torch.nn.Module = config.instantiate(cfg.model)
     _fuse_norms(model, cfg)
+    builder.freeze(model)
     if cfg.compile:
         training.compile_model(model, verbose=distributed.is_rank_zero())
     ranks, dim = distributed.data_parallel_size(), distributed.world_size() // distributed.data_parallel_size()
@@ -219,29 +271,18 @@ def _tied_modules(model: torch.nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if id(module) in tied}
 
 
-def _load_sharded(
-    model: torch.nn.Module, weights: Weights, cfg: DictConfig, *, dtype: torch.dtype, device: torch.device
+def load_from_rank_zero(
+    model: torch.nn.Module, whole: Mapping[str, Any], cfg: DictConfig, *, strict: bool = True
 ) -> None:
-    """Give each rank its part of the weights: as it was saved, or of what rank zero has read."""
-    offload = bool(cfg.get("fsdp_cpu_offload", False))
-    whole = weights.load_weights()
-    if weights.is_divided:
-        model.to_empty(device=torch.device("cpu") if offload else device)
-        for module in model.modules():  # parameters alone are offloaded
-            buffers = {name: None if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()}
-            module._buffers.update(buffers)
-    compute_rotary_buffers(model, dtype=dtype, device=device)
-    if weights.is_divided:
-        weights.load_divided(model)
-        return
+    """Give each rank its part of whole tensors that rank zero has; a collective. Not strict, the model may have others."""
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in whole.items()}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=offload)
+    offload = bool(cfg.get("fsdp_cpu_offload", False))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict, cpu_offload=offload)
     with warnings.catch_warnings():  # torch's own words to itself
         warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are registered")
-        with _refusing_other_weights(model, state, cfg):
+        with refusing_other_weights(model, state, cfg):
             set_model_state_dict(model, state, options=options)
-    training.validate_no_params_on_meta_device(model)
 
 
 def compute_rotary_buffers(model: torch.nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -58,7 +58,7 @@ class Trainer:
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             cast(Any, model).set_num_output_chunks(self._loss_fn.num_output_chunks)
-        self.model, self._device, self._builder = model, job.device, job.builder
+        self.model, self._device, self._job = model, job.device, job
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         configured = MicroBatchLimit(settings.batch_size)
@@ -96,7 +96,7 @@ class Trainer:
         parameters = job.builder.trained(model)
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_bwd:
-            optimizers = {parameter: new_optimizer([parameter]) for parameter in parameters}
+            optimizers = {one: new_optimizer([one]) for one in parameters if one.requires_grad}
             self.in_backward = OptimizerInBackward(optimizers)
             self.optimizer = training.create_optim_in_bwd_wrapper(model, optimizers)
             self.optimizers = list(optimizers.values())
@@ -151,7 +151,11 @@ class Trainer:
 
     def to_save(self) -> Any:
         """Return what a checkpoint of an epoch holds of the model, on rank zero; a collective."""
-        return self._builder.to_save(self.model, device=self._device)
+        return self._job.builder.to_save(self.model, self._job.cfg, device=self._device)
+
+    def model_state(self) -> Mapping[str, torch.Tensor]:
+        """Return what a resume point holds of the model, as this rank holds it."""
+        return self._job.builder.state(self.model)
 
     @property
     def base_rate(self) -> float:
