@@ -116,7 +116,8 @@ def _run_tasks(setup: SmallSetup, tasks: Sequence[Task], ports: Sequence[int], p
 
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """Inside, the two calls of the stock recipe for which a CPU has no answer do what they can."""
+    """Inside, the calls of the stock recipes for which a CPU has no answer do what they can."""
+    init_process_group = dist.init_process_group
     instead = {
         "get_memory_stats": lambda device: {},
         "log_memory_stats": lambda stats: None,
@@ -124,10 +125,12 @@ def on_a_cpu() -> Iterator[None]:
     }
     usual = {name: getattr(training, name) for name in instead}
     vars(training).update(instead)
+    dist.init_process_group = lambda backend, **options: init_process_group("gloo", **options)
     try:
         yield
     finally:
         vars(training).update(usual)
+        dist.init_process_group = init_process_group
 
 
 def partly_labelled(tokenizer: ModelTokenizer, *, without_labels: Sequence[int], **options: Any) -> SFTDataset:
