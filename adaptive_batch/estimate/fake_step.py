@@ -95,7 +95,7 @@ class FakeDevice:
 
     def build(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Return a model with fake parameters and buffers, made in the order of `build`, which makes it on the meta device."""
-        with self.counting() as counter, _OffMeta(), _FromTensors():  # type: ignore[no-untyped-call]
+        with self.counting() as counter, _OffMeta(), _FromTensors(), _swapping(self.mode):  # type: ignore[no-untyped-call]
             model = build()
             self.loaded = counter.phase(_named(model=model))
         return model
@@ -362,6 +362,22 @@ class _FromTensors(TorchFunctionMode):
         if func is not torch.tensor:
             return func(*args, **(kwargs or {}))
         return func(*tree_map_only(torch.Tensor, torch.Tensor.item, args), **(kwargs or {})).clone()
+
+
+@contextmanager
+def _swapping(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, fake tensors can be swapped, as a linear layer does that quantizes its weight; the mode's memory of them forbids it."""
+    swap, made = torch.utils.swap_tensors, private(mode.fake_tensor_converter.meta_converter, "tensor_memo")
+
+    def swap_unremembered(one: torch.Tensor, other: torch.Tensor) -> None:
+        made.tensor_memo.clear()
+        swap(one, other)
+
+    torch.utils.swap_tensors = swap_unremembered
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 @contextmanager
