@@ -23,14 +23,20 @@ from support.stack_runs import NoWeights
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.step_log import STREAM
-from adaptive_batch.torchtune import Settings, Trainer
+from adaptive_batch.torchtune import AdapterModel, Settings, Trainer, builder_of
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.torchtune.data import Data
 from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
 from adaptive_batch.torchtune.job import Job
-from adaptive_batch.torchtune.model import FullModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+class Unloaded(AdapterModel):
+    """Adapters on a base that is left as memory had it."""
+
+    def _load(self, *_: object) -> None:
+        pass
 
 
 def read(name: str, *overrides: str) -> DictConfig:
@@ -72,7 +78,7 @@ def estimated(
 ) -> array[int]:
     """Return the log of a run on fake tensors of the device that PyTorch uses; rows that are not `traced` follow from those that are."""
     run = FakeRun(
-        cfg, Settings.from_config(cfg), FakeDevice(CudaKernels.of_this_device()), reads_data=False, builder=None
+        cfg, Settings.from_config(cfg), FakeDevice(CudaKernels.of_this_device()), reads_data=False, builder=builder_of(cfg)
     )
     step = run.step(lambda size: made_up_rows(size, tokens), accumulates=micro_batches > 1)
     for size in traced or (rows,):
@@ -87,9 +93,9 @@ def on_cuda(
     memory: Any = torch.cuda.memory
     torch._C._cuda_clearCublasWorkspaces()
     memory._record_memory_history(context=None, max_entries=10_000_000, clear_history=True)
-    job = Job(cfg, Settings.from_config(cfg), needs=TO_PLAN)
+    job = Job(cfg, Settings.from_config(cfg), Unloaded() if builder_of(cfg) else None, needs=TO_PLAN)
     data = Data(job, [made_up_row(8, packed=False)], packed=False)
-    model = FullModel().build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
+    model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
     trainer = Trainer(job, data, model, limit=lambda: MicroBatchLimit(rows))
     for _ in range(steps):
         trainer.runner.run(made_up_rows(rows, tokens) * micro_batches)
