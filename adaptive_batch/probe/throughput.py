@@ -2,8 +2,8 @@
 
 The largest that fits is a bound and no aim: from some size on more tokens at once are hardly faster, while rows of uneven
 lengths are padded more. A step has the same rows in any layout, so the time of its micro-batches decides. It is modelled as
-linear in what they hold (:class:`.MicroBatchTime`), fitted to micro-batches that were timed, and corrected by what trials of
-a near size took beside it. The best by that is tried, until it is one that was.
+linear in what they hold (:class:`.MicroBatchTime`), in all layouts much alike but for a factor, fitted to micro-batches that were
+timed, and corrected by what trials of a near size took beside it. The best by that is tried, until it is one that was.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ log = logging.getLogger("adaptive_batch")
 
 MAX_TRIALS = 6
 _ALIKE = 0.01  # of two sizes that are expected to differ by less, the smaller is taken: it leaves memory
+_OTHERS, _MADE_UP = 0.3, 0.1  # weights in a fit, of what was timed in another layout and of what was not timed
+_REFITS = 3  # of the time that layouts have in common, each with the factors of the last
 _NEAR = 0.08  # what is expected to take so much longer may prove faster, and is tried
 
 
@@ -174,8 +176,25 @@ class FastestSearch:
                 self._too_large[kind] = max(len(one.rows) if by_rows else one.padded_tokens for one in of_layout)
             else:
                 self._timings[kind] += zip(of_layout, seconds, strict=True)
-                self._layouts[kind] = replace(layout, time=fitted(self._timings[kind]))
+        self._learn()
         return [None if seconds is None else sum(seconds) for seconds in taken]
+
+    def _learn(self) -> None:
+        """Fit the time of each layout to what was timed in it and, with less weight, to the others', made as slow by a factor."""
+        timed = {kind: timings for kind, timings in self._timings.items() if timings}
+        factors = dict.fromkeys(timed, 1.0)
+        for _ in range(_REFITS if timed else 0):
+            time = fitted([(piece, s / factors[kind]) for kind, some in timed.items() for piece, s in some])
+            for kind, some in timed.items():
+                factors[kind] = sum(seconds for _, seconds in some) / time.of([piece for piece, _ in some])
+        for kind, own in timed.items():
+            others = [
+                (piece, s * factors[kind] / factors[other])
+                for other, some in timed.items()
+                if other != kind
+                for piece, s in some
+            ]
+            self._layouts[kind] = replace(self._layouts[kind], time=fitted(own, others))
 
     def _expect(self, kind: str, limit: MicroBatchLimit) -> float:
         """Return the seconds of the steps by the model, corrected by what the nearest size that was measured took beside it."""
@@ -219,23 +238,27 @@ def _at_once(limit: MicroBatchLimit) -> str:
     return f"{limit.amount:,} {limit.unit} at once"
 
 
-def fitted(timings: Sequence[tuple[MicroBatch, float]]) -> MicroBatchTime:
+def fitted(
+    timings: Sequence[tuple[MicroBatch, float]], alike: Sequence[tuple[MicroBatch, float]] = ()
+) -> MicroBatchTime:
     """Fit the time of micro-batches to those that were timed: non-negative least squares of relative errors.
 
-    Few or similar micro-batches do not tell the parts from each other, so some that behave as :class:`.MicroBatchTime` does
-    by default, at the mean speed of the others, are added with a tenth of the weight.
+    Few or similar micro-batches do not tell the parts from each other, so others are added: with a third of the weight those that
+    should take about as long as is said, and with a tenth some that behave as :class:`.MicroBatchTime` does by default, at
+    the mean speed of those that were timed.
     """
-    seconds = [each for _, each in timings]
     usual = MicroBatchTime()
+    speed = sum(seconds for _, seconds in timings) / usual.of([piece for piece, _ in timings])
     made_up = [MicroBatch([0] * rows, length) for rows, length in ((1, 64), (8, 128), (1, 1024), (16, 512))]
-    speed = sum(seconds) / sum(usual.of([piece]) for piece, _ in timings)
-    pieces = [piece for piece, _ in timings] + made_up
-    target = torch.tensor([*seconds, *(speed * usual.of([piece]) for piece in made_up)], dtype=torch.float64)
+    pieces = [*(piece for piece, _ in (*timings, *alike)), *made_up]
+    seconds = [*(each for _, each in (*timings, *alike)), *(speed * usual.of([piece]) for piece in made_up)]
+    target = torch.tensor(seconds, dtype=torch.float64)
     features = torch.tensor(
         [(1, len(piece.rows), piece.padded_tokens, sum(n * n for n in piece.lengths)) for piece in pieces],
         dtype=torch.float64,
     )
-    weight = torch.tensor([1.0] * len(timings) + [0.1] * len(made_up)) / target.clamp(min=1e-9)
+    weight = torch.tensor([1.0] * len(timings) + [_OTHERS] * len(alike) + [_MADE_UP] * len(made_up))
+    weight /= target.clamp(min=1e-9)
     features, target = features * weight[:, None], target * weight
     scale = features.norm(dim=0)
     features /= scale
