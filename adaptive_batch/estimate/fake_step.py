@@ -371,7 +371,7 @@ def _swapping(mode: FakeTensorMode) -> Iterator[None]:
 
     def swap_unremembered(one: torch.Tensor, other: torch.Tensor) -> None:
         made.tensor_memo.clear()
-        swap(one, other)
+        swap(one, other)  # type: ignore[no-untyped-call]
 
     torch.utils.swap_tensors = swap_unremembered
     try:

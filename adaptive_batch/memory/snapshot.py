@@ -118,7 +118,7 @@ class TrainingSnapshot:
     Gradients are set aside, not copied: :meth:`restore` puts the same tensors back.
 
     Args:
-        model: its parameters and buffers are copied to the host.
+        model: its parameters and buffers are copied to the host, but those that are frozen, which nothing steps.
         optimizers: all that step its parameters; several with the optimizer in backward.
         device: where the model lives.
         parameters_change: False where something else puts each parameter back (the optimizer in backward); they are then not
@@ -133,7 +133,8 @@ class TrainingSnapshot:
     ) -> None:
         reshard(model)
         optimizers = list(optimizers)
-        saved = [*model.buffers(), *(model.parameters() if parameters_change else ())]
+        stepped = [one for one in model.parameters() if parameters_change and one.requires_grad]
+        saved = [*model.buffers(), *stepped]
         needed = storage_bytes([*saved, *optimizer_state_tensors(optimizers)])
         if needed > (available := host_available_bytes() // distributed.local_world_size()):
             raise DoesNotFitError(

@@ -95,7 +95,8 @@ class Checkpoints:
         self._job = self._output_dir / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
         self.found = distributed.from_rank_zero(self._find)
-        self._run, self._base = _run(self.found.recipe_state), {}
+        self._run = _run(self.found.recipe_state)
+        self._base: dict[str, dict[str, int]] = {}
         if not settings.preview:  # which needs no weights
             epoch = None if keeps_base else self.found.epoch
             epochs = distributed.on_rank_zero(lambda: EpochCheckpoints(cfg.checkpointer, epoch))
@@ -150,7 +151,9 @@ class Checkpoints:
         if found.epoch:
             holds_adapters = (found.epoch.path / ADAPTERS).exists()
         if holds_adapters != self._keeps_base:
-            other, is_here = ("adaptive_lora_finetune", "weights") if holds_adapters else ("adaptive_full_finetune", "adapters")
+            other, is_here = (
+                ("adaptive_lora_finetune", "weights") if holds_adapters else ("adaptive_full_finetune", "adapters")
+            )
             held = "adapters" if holds_adapters else "weights without adapters"
             remedy = f"{found.source} holds {held}, and {is_here} are trained here; resume it with `tune run {other}`"
             raise SettingError("resume_from_checkpoint", True, f"{remedy}, or give another output_dir")

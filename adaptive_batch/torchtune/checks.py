@@ -100,7 +100,9 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Refuse a model without adapters, or one whose block does not say what torchtune writes down of them."""
     component = _component(cfg.model)
     if not get_adapter_params(model):
-        remedy = "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a model with adapters"
+        remedy = (
+            "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a model with adapters"
+        )
         raise SettingError("model", component, f"{remedy}, such as torchtune.models.llama3_2.lora_llama3_2_1b")
     for key in ("lora_rank", "lora_alpha", "lora_attn_modules", "apply_lora_to_mlp"):
         if key not in cfg.model:

@@ -261,7 +261,9 @@ class EpochCheckpoints:
             name = next(name for name in (*saved, *found) if saved.get(name) != found.get(name))
             remedy = "give the checkpoint_dir and checkpoint_files that it began with"
             where = "is not" if name in found else "is not among checkpoint_files, but was"
-            raise CheckpointError(f"{name} of {paths[0].parent} {where} the base that the adapters were trained on; {remedy}")
+            raise CheckpointError(
+                f"{name} of {paths[0].parent} {where} the base that the adapters were trained on; {remedy}"
+            )
         return found
 
     def save(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import chain, product
 from typing import cast
 
@@ -67,6 +68,8 @@ def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_si
     if tokens >= 256:
         half = tokens // 2
         yield Candidate((f"tokenizer.max_seq_len={half}",), f"rows are cut to {half} tokens", sequence_length=half)
+    if "lora_attn_modules" in cfg.model:
+        yield from _of_adapters(cfg.model)
     if world_size > 1 and not cfg.get("fsdp_reshard_after_forward", True):
         yield Candidate(("fsdp_reshard_after_forward=True",), "each layer is gathered again in backward")
     if world_size > 1 and cfg.get("sync_gradients_every_micro_batch", None) is False:
@@ -74,6 +77,22 @@ def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_si
     for more in (number for number in (2, 4, 8) if number > world_size):
         cost = f"{more} devices, which gather and reduce each layer's parameters; rows of each device"
         yield Candidate((f"--nproc_per_node {more}",), cost, world_size=more)
+
+
+def _of_adapters(block: DictConfig) -> Iterator[Candidate]:
+    """Yield changes of the adapters, and the base in four bits instead of its dtype."""
+    component, rank = str(block._component_), int(block.get("lora_rank", 8))
+    if rank > 1:
+        yield Candidate((f"model.lora_rank={rank // 2}",), "adapters of half the rank hold less")
+    if block.get("apply_lora_to_mlp", False):
+        yield Candidate(("model.apply_lora_to_mlp=False",), "no adapters in the MLP, whose inputs are then not kept")
+    if {*block.lora_attn_modules} - {"q_proj", "v_proj"}:
+        cost = "adapters of queries and values alone in attention"
+        yield Candidate(("model.lora_attn_modules=[q_proj,v_proj]",), cost)
+    module, _, name = component.rpartition(".")
+    if name.startswith("lora_") and hasattr(import_module(module), f"q{name}"):
+        cost = "the base has 4 bits (NF4): it is rounded, and made whole again in each forward and backward"
+        yield Candidate((f"model={module}.q{name}",), cost)
 
 
 def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
@@ -101,7 +120,7 @@ def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
             block, _, key = key[1:].rpartition(".")
             OmegaConf.select(changed, block).pop(key)
         elif not key.startswith(("--", "PYTORCH")):
-            key += "._component_" if key in ("optimizer", "loss") else ""
+            key += "._component_" if key in ("model", "optimizer", "loss") else ""
             OmegaConf.update(changed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True)
     return changed
 

@@ -101,12 +101,12 @@ class FullModel:
     def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
         """Return the model with its weights on its device, compiled and checkpointed as configured."""
         if distributed.world_size() > 1:
-            model = build_sharded(cfg, self, dtype=dtype, device=device)
-            self._load_sharded(model, weights, cfg, dtype=dtype, device=device)
-            return model
+            sharded = build_sharded(cfg, self, dtype=dtype, device=device)
+            self._load_sharded(sharded, weights, cfg, dtype=dtype, device=device)
+            return sharded
         state = weights.load_weights()
         with training.set_default_dtype(dtype), device:
-            model = config.instantiate(cfg.model)
+            model: torch.nn.Module = config.instantiate(cfg.model)
         self.check(model, cfg)
         _fuse_norms(model, cfg)
         self.freeze(model)

@@ -78,7 +78,11 @@ def estimated(
 ) -> array[int]:
     """Return the log of a run on fake tensors of the device that PyTorch uses; rows that are not `traced` follow from those that are."""
     run = FakeRun(
-        cfg, Settings.from_config(cfg), FakeDevice(CudaKernels.of_this_device()), reads_data=False, builder=builder_of(cfg)
+        cfg,
+        Settings.from_config(cfg),
+        FakeDevice(CudaKernels.of_this_device()),
+        reads_data=False,
+        builder=builder_of(cfg),
     )
     step = run.step(lambda size: made_up_rows(size, tokens), accumulates=micro_batches > 1)
     for size in traced or (rows,):
