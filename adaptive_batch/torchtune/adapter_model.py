@@ -67,9 +67,8 @@ class AdapterModel(FullModel):
         if cfg.get("save_adapter_weights_only", False):
             adapters = {name: _whole(one.detach()).cpu() for name, one in self.state(model).items()}
             return found | {training.ADAPTER_KEY: adapters}
-        if (
-            distributed.world_size() == 1
-        ):  # merging changes tensors in place, and on a CPU these would be the model's own
+        # Merging changes tensors in place, and on a CPU these would be the model's own.
+        if distributed.world_size() == 1:
             state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
         else:
             state = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
