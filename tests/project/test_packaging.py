@@ -109,7 +109,7 @@ def test_the_wheel_holds_recipes_as_modules_and_configs_inside_the_package(wheel
     names = zipfile.ZipFile(wheel).namelist()
     modules = {name for name in names if "/" not in name}
     assert modules == {path.name for path in (ROOT / "recipes").glob("*.py")}
-    assert modules == {f"adaptive_{name}.py" for name in ("full_finetune", "probe", "estimate")}
+    assert modules == {f"adaptive_{name}.py" for name in ("full_finetune", "lora_finetune", "probe", "estimate")}
     configs = {f"adaptive_batch/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "adaptive_batch").rglob("*.py")}
     assert configs | package | {"adaptive_batch/py.typed", "adaptive_batch/report/page.html.jinja"} <= set(names)
@@ -193,7 +193,9 @@ def test_torchtunes_own_recipes_are_as_it_installed_them():
         assert base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == file.hash.value
 
 
-@pytest.mark.parametrize("name", ["adaptive_full_finetune", "adaptive_probe", "adaptive_estimate"])
+@pytest.mark.parametrize(
+    "name", ["adaptive_full_finetune", "adaptive_lora_finetune", "adaptive_probe", "adaptive_estimate"]
+)
 def test_tune_finds_the_recipe_as_a_module(name):
     assert importlib.util.find_spec(name)
 

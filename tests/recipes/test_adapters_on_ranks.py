@@ -6,49 +6,34 @@ import shutil
 
 import pytest
 import torch
-from support.cli import SmallSetup, make_setup
+from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup
+from support.cli import SmallSetup
 from support.launch import Attempt, launch
 
 from adaptive_batch.report import audit, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-RECIPE = "adaptive_lora_finetune"
-LORA = (
-    "model._component_=torchtune.models.qwen2.lora_qwen2",
-    "model.lora_attn_modules=[q_proj,v_proj]",
-    "model.apply_lora_to_mlp=True",
-    "model.lora_rank=4",
-    "model.lora_alpha=8",
-    "batch_size=4",
-    "epochs=1",
-)
-KINDS = {"DoRA": ("model.use_dora=True",), "QLoRA": ("model.quantize_base=True", "dtype=bf16")}
 ROUNDING = {"fp32": 2e-6, "bf16": 0.02}  # of a loss, relative, where rows are summed in another order
 
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory) -> SmallSetup:
-    return make_setup(tmp_path_factory.mktemp("wide"), embed_dim=256, intermediate_dim=512)  # which NF4 can divide
+    return make_wide_setup(tmp_path_factory.mktemp("wide"))
 
 
 def run(setup: SmallSetup, ranks: int, *overrides: str, ends: int = 0, **options) -> Attempt:
-    (attempt,) = launch(setup, ranks, *LORA, *overrides, recipe=RECIPE, **options)
+    (attempt,) = launch(setup, ranks, *LORA, "epochs=1", *overrides, recipe=OURS, **options)
     assert attempt.exit_statuses == [ends] * ranks, attempt.output[-6000:]
     return attempt
-
-
-def adapters(attempt: Attempt) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(attempt.output_dir / "epoch_0" / "adapter_model.pt", weights_only=True)
-    return found
 
 
 def assert_close(one: Attempt, other: Attempt, rounding: float) -> None:
     pairs = list(zip(map(float, one.losses), map(float, other.losses), strict=True))
     assert pairs
     assert all(abs(a - b) <= rounding * abs(b) for a, b in pairs), pairs
-    for name, tensor in adapters(one).items():
-        assert torch.allclose(tensor.float(), adapters(other)[name].float(), atol=100 * rounding), name
+    for name, tensor in adapters(one, 0).items():
+        assert torch.allclose(tensor.float(), adapters(other, 0)[name].float(), atol=100 * rounding), name
 
 
 @pytest.mark.parametrize("kind", ["QLoRA"])
@@ -61,7 +46,7 @@ def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup, kind):
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), [("DoRA", 2, 1), ("QLoRA", 1, 2)])
-def test_a_resume_point_holds_adapters_alone_and_any_number_of_ranks_goes_on_from_it(setup, kind, before, after):
+def test_any_number_of_ranks_goes_on_from_a_resume_point(setup, kind, before, after):
     keys = (*KINDS[kind], "save_every_n_steps=2", "save_adapter_weights_only=True", "batch_size=4")
     whole = run(setup, before, *keys)
     folder = setup.fresh_folder()
@@ -70,10 +55,6 @@ def test_a_resume_point_holds_adapters_alone_and_any_number_of_ranks_goes_on_fro
     for path in folder.glob("step_*"):
         if path.name != "step_2":
             shutil.rmtree(path)
-    point = folder / "step_2"
-    trained = sum(tensor.numel() for tensor in adapters(whole).values())
-    held = sum(path.stat().st_size for path in point.iterdir()) / trained
-    assert held < (30 if kind == "QLoRA" else 40)  # bytes: the adapter, two moments, and what describes them
     gone_on = run(setup, after, *keys, f"output_dir={folder}", "resume_from_checkpoint=True")
     assert audit(folder).holds
     pairs = zip(map(float, gone_on.losses[2:]), map(float, whole.losses[2:]), strict=False)

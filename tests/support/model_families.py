@@ -177,7 +177,11 @@ class RandomWeights:
             model: torch.nn.Module = config.instantiate(self._job.cfg.model)
         return model.state_dict()
 
-    def load_divided(self, model: torch.nn.Module) -> None:
+    def load_adapters(self) -> Mapping[str, torch.Tensor]:
+        """None but those that the model begins with."""
+        return {}
+
+    def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
         """They never are."""
         raise AssertionError
 

@@ -97,7 +97,10 @@ class NoWeights:
     def load_weights(self) -> Mapping[str, Any]:
         return {}
 
-    def load_divided(self, model: torch.nn.Module) -> None:
+    def load_adapters(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_divided(self, state: Mapping[str, Any]) -> None:
         pass
 
 

@@ -24,6 +24,14 @@ PLAIN = "loss._component_=torch.nn.CrossEntropyLoss"
 
 PACKED = ("micro_batch_layout=packed",)
 RECOMPUTED = "enable_activation_checkpointing=True"
+ADAPTERS = (
+    "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
+    "model.apply_lora_to_mlp=True",
+    "model.lora_rank=8",
+    "model.lora_alpha=16",
+)
+LORA = ("model._component_=torchtune.models.llama3_2.lora_llama3_2_1b", *ADAPTERS)
+QLORA = ("model._component_=torchtune.models.llama3_2.qlora_llama3_2_1b", *ADAPTERS)
 SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9")
 
 EQUAL = {
@@ -41,6 +49,10 @@ EQUAL = {
 
 OF_EQUAL_PEAK = {  # where some tensors are freed a place earlier or later
     "recomputed": ("llama3_2_1B", 2, 2048, 1, (RECOMPUTED,)),
+    "LoRA": ("llama3_2_1B", 2, 512, 1, LORA),
+    "LoRA, recomputed": ("llama3_2_1B", 2, 512, 1, (*LORA, RECOMPUTED)),
+    "DoRA": ("llama3_2_1B", 2, 512, 1, (*LORA, "model.use_dora=True")),
+    "QLoRA": ("llama3_2_1B", 2, 512, 1, QLORA),
     "packed, recomputed": ("llama3_2_1B", 4, (512, 37, 300, 1200), 1, (*PACKED, RECOMPUTED)),
     "7B, recomputed": ("qwen2_5_7B", 1, 512, 1, ("optimizer_in_bwd=False", *SGD)),
     "14B, recomputed": ("phi4_14B", 2, 300, 1, ("optimizer_in_bwd=True", "enable_activation_offloading=False", *SGD)),

@@ -50,7 +50,7 @@ def save(block, epoch, *, order, **own):
         "adaptive_batch": {"run": "a"},
         **own,
     }
-    epochs.save(weights, recipe_state=state, epoch=epoch, order=order)
+    epochs.save({training.MODEL_KEY: weights}, recipe_state=state, epoch=epoch, order=order)
 
 
 def test_a_run_that_torchrun_starts_again_finds_its_epoch_whatever_recipe_checkpoint_says(block, out, monkeypatch):
@@ -251,7 +251,7 @@ def test_a_second_save_does_not_lose_what_a_killed_one_has_left_aside(block, out
     save_again = EpochCheckpoints(block)
     monkeypatch.setattr(save_again._checkpointer, "save_checkpoint", lambda *args, **rest: 1 / 0)
     with pytest.raises(CheckpointError, match="division by zero"):
-        save_again.save({}, recipe_state=None, epoch=0, order=9)
+        save_again.save({training.MODEL_KEY: {}}, recipe_state=None, epoch=0, order=9)
     assert order_of(block) == 4
     assert not list(out.glob(".*"))
 

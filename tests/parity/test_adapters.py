@@ -1,0 +1,77 @@
+"""With everything adaptive off, adapters are trained as torchtune's recipes train them, to the bit.
+
+On a CPU torchtune's recipe merges the adapters into the model that goes on training wherever it saves an epoch, so runs of two
+epochs save the adapters alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from support.adapters import KINDS, LORA, OURS, STOCK, STOCK_ON_RANKS, make_wide_setup, same_epoch
+from support.cli import FEATURES, LOG, SmallSetup
+from support.stock import Task, run_tasks
+
+ALONE = "save_adapter_weights_only=True"
+SHORT = "max_steps_per_epoch=3"  # without which torchtune's recipe begins its schedule again where it resumes
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> SmallSetup:
+    return make_wide_setup(tmp_path_factory.mktemp("wide"))
+
+
+def assert_alike(ours, stock, epoch):
+    assert ours.losses == stock.losses != []
+    assert ours.figures("grad_norm") == stock.figures("grad_norm")
+    assert same_epoch(ours, stock, epoch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "features", "overrides"),
+    [
+        ("LoRA", (), ("epochs=1",)),
+        ("LoRA", ("accumulation", "clipping", "bf16"), ("model.lora_dropout=0.1", "epochs=1")),
+        ("LoRA", ("activation checkpointing", "packed"), (ALONE,)),
+        ("DoRA", ("plain cross-entropy",), ("epochs=1",)),
+        ("DoRA", ("bf16", "accumulation"), (ALONE,)),
+    ],
+)
+def test_losses_norms_and_adapters_are_those_of_the_stock_recipe(small, kind, features, overrides):
+    own = (*LORA, *KINDS[kind], *(one for name in features for one in FEATURES[name]), *overrides)
+    ours, stock = (small.run_in_process(recipe, *own) for recipe in (OURS, STOCK))
+    assert_alike(ours, stock, 0 if "epochs=1" in overrides else 1)
+
+
+def test_a_quantized_base_is_trained_on_as_the_stock_recipe_does(wide):
+    own = (*LORA, *KINDS["QLoRA"], "epochs=1", SHORT)
+    ours, stock = (wide.run_in_process(recipe, *own) for recipe in (OURS, STOCK))
+    assert_alike(ours, stock, 0)
+
+
+def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes_and_that_from_ours(small):
+    own = (*LORA, SHORT, "epochs=2")
+    ours, stock = (small.run_in_process(recipe, *own) for recipe in (OURS, STOCK))
+
+    def resume(recipe, begun):
+        folder = small.fresh_folder()
+        shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
+        shutil.rmtree(folder / "epoch_1")
+        (folder / "logs" / LOG).unlink()
+        return small.run_in_process(recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
+
+    expected = resume(STOCK, stock)
+    for recipe, begun in ((OURS, ours), (OURS, stock), (STOCK, ours)):
+        assert_alike(resume(recipe, begun), expected, 1)
+    assert ours.losses[3:] == expected.losses
+
+
+@pytest.mark.slow
+def test_two_ranks_do_what_the_stock_recipe_does_on_them(wide):
+    asked = [("LoRA", "clip_grad_norm=0.5"), ("DoRA", "gradient_accumulation_steps=2"), ("QLoRA", ALONE)]
+    each = [(*LORA, *KINDS[kind], "epochs=1", SHORT, own) for kind, own in asked]
+    tasks = [Task(recipe, wide.fresh_folder(), own) for own in each for recipe in (OURS, STOCK_ON_RANKS)]
+    finished = run_tasks(wide, tasks, ranks=2)
+    for ours, stock in zip(finished[::2], finished[1::2], strict=True):
+        assert_alike(ours, stock, 0)

@@ -1,0 +1,41 @@
+"""Adapters on the small setup: what a run with them is configured with, and what it saved."""
+
+from __future__ import annotations
+
+import torch
+from support.cli import Finished, SmallSetup, make_setup, same_weights
+
+__all__ = ["KINDS", "LORA", "OURS", "STOCK", "STOCK_ON_RANKS", "adapters", "make_wide_setup", "same_epoch"]
+
+OURS = "adaptive_lora_finetune"
+STOCK, STOCK_ON_RANKS = "lora_finetune_single_device", "lora_finetune_distributed"
+LORA = (
+    "model._component_=torchtune.models.qwen2.lora_qwen2",
+    "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
+    "model.apply_lora_to_mlp=True",
+    "model.lora_rank=4",
+    "model.lora_alpha=8",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=3",
+    "~optimizer_in_bwd",
+)
+KINDS = {"LoRA": (), "DoRA": ("model.use_dora=True",), "QLoRA": ("model.quantize_base=True", "dtype=bf16")}
+
+
+def make_wide_setup(folder) -> SmallSetup:
+    """A setup whose weights NF4 can divide into its blocks, and FSDP2 those among two ranks."""
+    return make_setup(folder, embed_dim=256, intermediate_dim=512)
+
+
+def adapters(finished: Finished, epoch: int) -> dict[str, torch.Tensor]:
+    """The adapters of a saved epoch."""
+    path = finished.output_dir / f"epoch_{epoch}" / "adapter_model.pt"
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return found
+
+
+def same_epoch(one: Finished, other: Finished, epoch: int) -> bool:
+    """Whether two runs saved the same adapters, in torchtune's form and in PEFT's, and the same merged weights, if any."""
+    config = [(run.output_dir / f"epoch_{epoch}" / "adapter_config.json").read_bytes() for run in (one, other)]
+    same = same_weights(adapters(one, epoch), adapters(other, epoch))
+    return config[0] == config[1] and same and same_weights(one.weights(epoch), other.weights(epoch))
