@@ -107,7 +107,12 @@ def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
         read = TuneCLIParser()._parser.parse_args(shlex.split(line))
         if line.startswith("download "):
             continue
-        assert read.recipe in {"adaptive_full_finetune", "adaptive_probe", "adaptive_estimate"}
+        assert read.recipe in {
+            "adaptive_full_finetune",
+            "adaptive_lora_finetune",
+            "adaptive_probe",
+            "adaptive_estimate",
+        }
         assert read.rdzv_endpoint in {"", "node0:29500", "first:29500"}
         flag, name, *settings = read.recipe_args
         assert (flag, [setting for setting in settings if "=" not in setting]) == ("--config", [])
