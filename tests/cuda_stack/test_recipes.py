@@ -10,6 +10,8 @@ import json
 
 import pytest
 import torch
+from support.adapters import KINDS, LORA
+from support.adapters import OURS as OURS_WITH_ADAPTERS
 from support.cli import NUM_ROWS, OURS, SmallSetup, make_setup
 from support.cuda_stack.squeezing import leave
 
@@ -53,6 +55,20 @@ def test_the_bound_is_trained_with_and_twice_of_it_does_not_fit(setup):
     torch.cuda.empty_cache()
     with pytest.raises((DoesNotFitError, torch.OutOfMemoryError)):
         setup.run_in_process(OURS, *ON_CUDA, f"batch_size={2 * found}", "on_out_of_memory=raise", "epochs=1")
+
+
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_adapters_train_at_their_bound_and_go_on_where_memory_is_taken_away(setup, kind):
+    leave(ROOM // 2)
+    keys = (*LORA, *KINDS[kind], *ON_CUDA, "dtype=bf16", MAXIMUM, *SQUEEZED, "epochs=1", "save_every_n_steps=1")
+    folder = setup.run_in_process(OURS_WITH_ADAPTERS, *keys).output_dir
+    (found,) = records(folder, "bound")
+    assert 2 < found["max_batch_size"] < NUM_ROWS
+    assert found["trials"] <= 5
+    change, *_ = records(folder, "limit")
+    assert change["out_of_memory"]
+    assert change["after"] < change["before"] == found["max_batch_size"]
+    assert audit(folder).problems == ()
 
 
 def test_memory_that_is_taken_away_in_mid_run_costs_no_row(setup):
