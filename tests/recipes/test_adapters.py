@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import torchtune
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_epoch
 from support.cli import OURS as FULL
 from support.cli import STOCK as STOCK_FULL
 from support.cli import make_setup
-from support.paths import ROOT
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.errors import CheckpointError, SettingError
@@ -117,7 +118,7 @@ def test_what_is_no_adapter_is_refused_before_weights_load(small, overrides, key
 
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama2/7B_lora_dpo"])
 def test_preferences_are_refused_in_one_line(name):
-    cfg = OmegaConf.load(ROOT / ".venv/lib/python3.11/site-packages/recipes/configs" / f"{name}.yaml")
+    cfg = OmegaConf.load(Path(torchtune.__file__).parents[1] / "recipes" / "configs" / f"{name}.yaml")
 
     def check() -> None:
         Settings.from_config(cfg)
