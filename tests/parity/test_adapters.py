@@ -1,4 +1,4 @@
-"""With everything adaptive off, adapters are trained as torchtune's recipes train them, to the bit.
+"""With everything adaptive off, adapters are trained as torchtune's recipes train them, to the bit. The long form: benchmarks/parity_adapters.py.
 
 On a CPU torchtune's recipe merges the adapters into the model that goes on training wherever it saves an epoch, so runs of two
 epochs save the adapters alone.
