@@ -63,6 +63,8 @@ class AdapterModel(FullModel):
         on_output = bool(block.get("apply_lora_to_output", False))
         modules = get_lora_module_names(list(block.lora_attn_modules), block.apply_lora_to_mlp, on_output)
         described = {"r": block.lora_rank, "lora_alpha": block.lora_alpha, "target_modules": modules}
+        if block.get("use_dora", False):
+            described["use_dora"] = True  # which torchtune's recipe leaves out, and PEFT takes it for LoRA
         found: dict[str, Any] = {training.ADAPTER_CONFIG: {**described, "peft_type": "LORA"}}
         if cfg.get("save_adapter_weights_only", False):
             adapters = {name: _whole(one.detach()).cpu() for name, one in self.state(model).items()}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torchtune import training
 
 from adaptive_batch._torch import tree_leaves
@@ -301,12 +302,39 @@ class EpochCheckpoints:
             self._checkpointer.save_checkpoint(
                 state, epoch=epoch, intermediate_checkpoint=recipe_state is not None, **alone
             )
+            if training.ADAPTER_CONFIG in content:
+                self._order_rows_for_peft(saved)
             weights = {path.name: SavedFile.of(path) for path in _weights_in(saved)}
             manifest = _Manifest(identity, weights, None if recipe_state is None else SavedFile.of(new_state))
             (saved / _MANIFEST).write_text(manifest.text())
             _flush_to_disk(self._temporary)
             move_into_place(saved, target, then=replace_recipe_state)
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _order_rows_for_peft(self, folder: Path) -> None:
+        """Give rows of queries and keys the order that the base has in transformers.
+
+        torchtune reorders ``lora_B`` for Qwen2, whose queries and keys it has in transformers' order, and never DoRA's magnitudes.
+        Elsewhere it has the two halves of a head, which rotary embeddings pair, in turns.
+        """
+        for path in folder.glob("adapter_model.*"):
+            if path.name == ADAPTERS:
+                continue
+            in_safetensors = path.suffix == ".safetensors"
+            adapters = load_file(path) if in_safetensors else torch.load(path, weights_only=True)
+            config = self._checkpointer._config
+            heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+            in_turns = self._checkpointer._model_type != training.ModelType.QWEN2
+            kind, halves = ("lora_magnitude_vector", (-1, 2)) if in_turns else ("lora_B", (2, -1))
+            for name, rows in adapters.items():
+                module = next((part for part in name.split(".") if part in heads), None)
+                if module and kind in name:
+                    in_halves = rows.unflatten(0, (heads[module], *halves)).transpose(1, 2)
+                    adapters[name] = in_halves.reshape(rows.shape)
+            if in_safetensors:
+                save_file(adapters, path, metadata={"format": "pt"})
+            else:
+                torch.save(adapters, path)
 
     def _restore_replaced(self) -> None:
         """Put back the weights of the recipe state that is there, where a save was killed while it replaced both."""

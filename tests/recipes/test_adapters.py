@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torchtune
+import transformers
 from omegaconf import OmegaConf
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_epoch
+from support.cli import MODEL, make_setup
 from support.cli import OURS as FULL
 from support.cli import STOCK as STOCK_FULL
-from support.cli import make_setup
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.errors import CheckpointError, SettingError
@@ -160,3 +162,42 @@ def test_changes_of_adapters_are_estimated_and_name_what_is_typed():
             OmegaConf.to_container(cfg.model)
         )
     assert with_overrides(cfg, expected).model._component_.endswith("qlora_llama3_2_1b")
+
+
+FAMILIES = {  # transformers' configuration, what differs in it, and what is typed for torchtune
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False}, ()),
+    "llama3_2": (transformers.LlamaConfig, {"tie_word_embeddings": False}, ("model.tie_word_embeddings=False",)),
+    "gemma2": (transformers.Gemma2Config, {"head_dim": 16}, ("model.head_dim=16",)),
+}
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_peft_computes_what_the_merged_weights_compute(tmp_path, family, kind):
+    setup = make_setup(tmp_path)
+    config, differs, typed = FAMILIES[family]
+    shape = {
+        "vocab_size": MODEL["vocab_size"],
+        "num_hidden_layers": MODEL["num_layers"],
+        "num_attention_heads": MODEL["num_heads"],
+        "num_key_value_heads": MODEL["num_kv_heads"],
+        "hidden_size": MODEL["embed_dim"],
+        "intermediate_size": MODEL["intermediate_dim"],
+    }
+    base = transformers.AutoModelForCausalLM.from_config(config(**shape, **differs, initializer_range=0.2))
+    base.save_pretrained(setup.base)
+    overrides = (
+        *(*LORA, *KINDS[kind], *typed),
+        f"model._component_=torchtune.models.{family}.lora_{family}",
+        "model.lora_attn_modules=[q_proj,k_proj,v_proj]",
+        f"checkpointer.model_type={family.upper()}",
+        "epochs=1",
+    )
+    folder = setup.run_in_process(OURS, *overrides).output_dir / "epoch_0"
+    merged = shutil.copytree(folder, tmp_path / "merged", ignore=shutil.ignore_patterns("adapter_*"))
+    tokens = torch.arange(64).reshape(2, 32)
+    with torch.inference_mode():
+        before = base(tokens).logits
+        expected = transformers.AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
+        found = PeftModel.from_pretrained(base, folder)(tokens).logits
+    assert (found - expected).abs().max() < 1e-4 * (expected - before).abs().max()
