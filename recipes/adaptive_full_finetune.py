@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -428,7 +429,7 @@ def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
     try:
         with all_ranks(cfg) as watch:
             if distributed.is_rank_zero():
-                config.log_config(recipe_name="AdaptiveFullFinetuneRecipe", cfg=cfg)
+                config.log_config(recipe_name=Path(sys.argv[0]).stem, cfg=cfg)
             recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
             with interruptible(recipe.after_end):
                 with raising_on_sigterm():

@@ -392,7 +392,7 @@ def killed_under_torchrun(setup: SmallSetup, whole: killed_runs.Whole, *, kills:
     ended = tune_run(setup, folder, *WAYS["plain"], restarts=5, act=act)
     differing = [] if ended.returncode == 0 else [f"exit status {ended.returncode}:\n{ended.output[-5000:]}"]
     differing += [f"{len(ended.kills)} kills, not {kills}"] if len(ended.kills) != kills else []
-    starts = ended.output.count("Running AdaptiveFullFinetuneRecipe")
+    starts = ended.output.count("with resolved config:")
     differing += [f"{starts} starts, not {kills + 1}:\n{ended.output[-5000:]}"] if starts != kills + 1 else []
     differing += [f"process {process} was left behind" for process in ended.left]
     said = messages(ended.output)
