@@ -435,7 +435,8 @@ def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> It
 
     for prefix, block, given in (("", settings, config), ("probe.", settings.probe, config.get("probe") or {})):
         for name, key in keys_of(type(block)).items():
-            if given.get(name) not in (None, False, getattr(type(block), name, None)) and key.needs and not any(map(is_set, key.needs)):
+            does_nothing = given.get(name) in (None, False, getattr(type(block), name, None))
+            if key.needs and not does_nothing and not any(map(is_set, key.needs)):
                 needs = " or ".join(key.needs)
                 yield prefix + name, f"it is for {needs}" + ("" if "=" in needs else ", which is not set")
 
