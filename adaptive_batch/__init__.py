@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .schedules import geometric as geometric
     from .schedules import linear_ramp as linear_ramp
     from .schedules import ramp_by_doubling as ramp_by_doubling
+    from .schedules import seesaw as seesaw
     from .schedules import steps as steps
     from .training import AdaptiveLoop as AdaptiveLoop
     from .training import OOMPolicy as OOMPolicy
@@ -67,6 +68,7 @@ _PACKAGE_OF = {
     "geometric": ".schedules",
     "linear_ramp": ".schedules",
     "ramp_by_doubling": ".schedules",
+    "seesaw": ".schedules",
     "steps": ".schedules",
     "AdaptiveLoop": ".training",
     "MicroBatchLimit": ".data",

@@ -47,6 +47,7 @@ from adaptive_batch.torchtune import (
     build_rate,
     check_output_dir,
     check_scheduler,
+    couple_batch,
     instantiate,
     interruptible,
     set_up_terminal,
@@ -116,6 +117,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if settings.needs_bound or (settings.validation is not None and settings.validation.fits_itself):
             self.bounds.check()
         check_scheduler(self.cfg)
+        couple_batch(job, planner)
         self.preview = TrainingPreview(job, data, planner)
         self.preview.check(self.progress)
 
@@ -277,6 +279,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     result,
                     self.progress,
                     rate=rate,
+                    scaled=self.rate.scaled,
                     seconds=time.perf_counter() - start,
                     sampler=self.planner.sampler,
                     num_out_of_memory=self.limits.num_out_of_memory,

@@ -144,6 +144,7 @@ class EpochPlanner:
         maximum: returns the batch that a rule may not pass now; None for no limit.
 
     Attributes:
+        batching: as configured; a schedule that follows the rate is put in coupled to it.
         depends_on_lengths: which rows a step holds does.
     """
 
@@ -157,7 +158,7 @@ class EpochPlanner:
         counts_tokens: bool,
         maximum: Callable[[], int | None],
     ) -> None:
-        self._rows, self._batching, self.ranks = rows, batching, ranks
+        self._rows, self.batching, self.ranks = rows, batching, ranks
         self._divisible, self._counts_tokens, self._maximum = divisible, counts_tokens, maximum
         self.sampler = RowSampler(
             rows,
@@ -177,7 +178,7 @@ class EpochPlanner:
 
     def rule(self, batch_size: int) -> Callable[[Progress], int]:
         """Return the rows of a step on one device as a function of progress: the schedule's, or `batch_size` accumulated."""
-        rule, batching = self._batching.batch_size_schedule, self._batching
+        rule, batching = self.batching.batch_size_schedule, self.batching
         if rule is None or batching.batch_tokens:
             rows = batch_size * batching.gradient_accumulation_steps
             return lambda progress: rows
@@ -225,7 +226,7 @@ class EpochPlanner:
 
     def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[Progress, int]:
         """Return progress with the batch that is requested for the next step, and its rows over all ranks; 0 where the epoch is over."""
-        if self._batching.batch_tokens:
+        if self.batching.batch_tokens:
             (_, budgets, plan), step = self._planned(progress.at_epoch_start()), progress.epoch_steps
             if step >= plan.steps:
                 return progress, 0
@@ -235,19 +236,19 @@ class EpochPlanner:
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""
-        if self._batching.batch_tokens:
+        if self.batching.batch_tokens:
             return progress.epoch_steps >= self._planned(progress.at_epoch_start())[2].steps
         return self._rows_of_next_step(progress, 1) == 0
 
     def _rows_of_next_step(self, progress: Progress, step_rows: int) -> int:
-        most_steps, left = self._batching.max_steps_per_epoch, len(self.sampler) - progress.epoch_rows
+        most_steps, left = self.batching.max_steps_per_epoch, len(self.sampler) - progress.epoch_rows
         if most_steps is not None and progress.epoch_steps >= most_steps:
             return 0
-        return 0 if self._batching.drop_last and left < step_rows else min(step_rows, left)
+        return 0 if self.batching.drop_last and left < step_rows else min(step_rows, left)
 
     def divide(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
         """Divide the epoch at whose beginning, or within which, progress is."""
-        batching = self._batching
+        batching = self.batching
         if batching.batch_tokens:
             plan = self._planned(progress.at_epoch_start())[2]
         elif batching.batch_size_schedule is None:
@@ -265,16 +266,18 @@ class EpochPlanner:
                 plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
                 plan = replace(plan, is_estimate=sizes != again)
             plan = replace(plan, rows=len(self.sampler), is_estimate=self._is_estimate or plan.is_estimate)
-        return replace(plan, tokens=self._tokens(progress, plan))
+        return replace(plan, tokens=self._tokens(plan, lambda: self.order(progress)))
 
     def constant(self, batch_size: int) -> EpochPlan:
         """Divide the first epoch by a batch that does not change."""
-        batching = self._batching
+        batching = self.batching
         if batching.batch_tokens:
-            order = self.sampler.order(0, lengths=self._rows.lengths)
-            return EpochPlan.of_sizes(self._plan_constant(order).sizes.tolist(), **batching.ends)
+            batches = self._plan_constant(self.sampler.order(0, lengths=self._rows.lengths))
+            plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
+            return replace(plan, tokens=self._tokens(plan, lambda: batches.rows))
         step_rows = batch_size * batching.gradient_accumulation_steps * self.ranks
-        return EpochPlan.of(len(self.sampler), step_rows=step_rows, **batching.ends)
+        plan = EpochPlan.of(len(self.sampler), step_rows=step_rows, **batching.ends)
+        return replace(plan, tokens=self._tokens(plan, lambda: self.order(Progress())))
 
     def ahead(
         self, progress: Progress, batch_sizes: Mapping[int, int], *, counts_tokens: bool = True
@@ -302,12 +305,12 @@ class EpochPlanner:
 
     def num_steps(self, progress: Progress, batch_sizes: Mapping[int, int]) -> int:
         """Count the steps of :meth:`ahead`."""
-        counts_tokens = self._batching.batch_size_schedule is not None
+        counts_tokens = self.batching.batch_size_schedule is not None
         return sum(1 for _ in self.ahead(progress, batch_sizes, counts_tokens=counts_tokens))
 
     def order(self, progress: Progress) -> torch.Tensor:
         """Return the row numbers of the current epoch in the order of their use: int64, `[rows]`."""
-        if self._batching.batch_tokens:
+        if self.batching.batch_tokens:
             return self.token_batches(progress).rows
         if not self.depends_on_lengths:
             return self.sampler.order(progress.epoch)
@@ -327,10 +330,10 @@ class EpochPlanner:
 
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Count the rows of an epoch that is over which no step has used, by reason."""
-        long_rows = len(self.token_batches(progress).dropped) if self._batching.batch_tokens else 0
+        long_rows = len(self.token_batches(progress).dropped) if self.batching.batch_tokens else 0
         rest = len(self.sampler) - progress.epoch_rows - long_rows
-        most = self._batching.max_steps_per_epoch
-        why = "drop_last" if self._batching.drop_last else "an error"  # which the audit does not let pass
+        most = self.batching.max_steps_per_epoch
+        why = "drop_last" if self.batching.drop_last else "an error"  # which the audit does not let pass
         why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else why
         return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
 
@@ -342,14 +345,14 @@ class EpochPlanner:
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
         left = [size for _, size in self._walk(progress, rule, tokens_before)]
         plan = EpochPlan.of_sizes(done + left)
-        return replace(plan, rows=len(self.sampler), most_steps=self._batching.max_steps_per_epoch)
+        return replace(plan, rows=len(self.sampler), most_steps=self.batching.max_steps_per_epoch)
 
-    def _tokens(self, progress: Progress, plan: EpochPlan) -> int:
-        """Return the real tokens of the rows that are stepped; 0 where nothing needs them."""
-        if not (self._counts_tokens or self._batching.batch_tokens):
+    def _tokens(self, plan: EpochPlan, order: Callable[[], torch.Tensor]) -> int:
+        """Return the real tokens of the rows that are stepped, of all in their order; 0 where nothing needs them."""
+        if not (self._counts_tokens or self.batching.batch_tokens):
             return 0
         used = plan.slots if plan.sizes is None else sum(plan.sizes)
-        lengths = self._rows.real_lengths[self.order(progress)[:used]]
+        lengths = self._rows.real_lengths[order()[:used]]
         alike = len(lengths) > 0 and bool((lengths == lengths[0]).all())
         return plan.slots * int(lengths[0]) if alike else int(lengths.sum())
 
@@ -372,7 +375,7 @@ class EpochPlanner:
 
     def _plan_constant(self, order: torch.Tensor, lengths: torch.Tensor | None = None) -> TokenBatchPlan:
         lengths, divisible = self._rows.lengths if lengths is None else lengths, self._divisible
-        return plan_token_batches(lengths, self._batching, ranks=self.ranks, order=order, divisible=divisible)
+        return plan_token_batches(lengths, self.batching, ranks=self.ranks, order=order, divisible=divisible)
 
     def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int], EpochPlan]:
         """Plan the rows of each step of an epoch, and the tokens that are requested for each on one device."""
@@ -386,11 +389,11 @@ class EpochPlanner:
                 at = replace(at.after_step(rows=len(rows), tokens=int(part.lengths[rows].sum())), batch=budgets[step])
             rest, budgets_of_rest = self._plan_part(at, part, used=batches.rows[: part.begin])
             batches, budgets = batches.followed_by(rest, after=done), budgets[:done] + budgets_of_rest
-        return batches, budgets, EpochPlan.of_sizes(batches.sizes.tolist(), **self._batching.ends)
+        return batches, budgets, EpochPlan.of_sizes(batches.sizes.tolist(), **self.batching.ends)
 
     def _plan_part(self, begin: Progress, part: _PlannedBy, *, used: torch.Tensor) -> tuple[TokenBatchPlan, list[int]]:
         """Plan the steps of the rows that are not used yet, and the tokens that are requested for each on one device."""
-        batching, order = self._batching, self._left(begin.epoch, part, used=used)
+        batching, order = self.batching, self._left(begin.epoch, part, used=used)
         if batching.batch_size_schedule is None:
             assert batching.batch_tokens
             batches = self._plan_constant(order, part.lengths)

@@ -13,8 +13,12 @@ from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     ClampedBatch,
+    Clock,
     EpochPlan,
     Progress,
+    Seesaw,
+    TrainingClock,
+    decay_of,
     next_batch_size,
     request_batch,
 )
@@ -68,7 +72,6 @@ class StepPlanner:
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._rows, self._layout = rows, layout or MicroBatchLayout()
-        self.batching = batching
         self.epochs = EpochPlanner(
             rows,
             batching,
@@ -91,6 +94,11 @@ class StepPlanner:
         self._at = Progress()
         self._plan: EpochPlan | None = None
         self._reference: EpochPlan | None = None
+
+    @property
+    def batching(self) -> Batching:
+        """What a step holds, as configured."""
+        return self.epochs.batching
 
     @property
     def ranks(self) -> int:
@@ -133,6 +141,31 @@ class StepPlanner:
     def layout(self) -> MicroBatchLayout:
         """How rows lie in a micro-batch now."""
         return self.limits.layout if self.limits else self._layout
+
+    def couple(self, schedule: Callable[[float], float], clock: Clock) -> None:
+        """Couple a batch schedule that follows the rate to the rate's own, a function of the clock.
+
+        Both read one clock, that of an epoch of the constant batch: however the batch grows, the rate's schedule takes as much data.
+
+        Raises:
+            SettingError: the clock counts steps, or an epoch ends by them: there are fewer then for the same data.
+        """
+        batching, rule = self.batching, self.batching.batch_size_schedule
+        assert isinstance(rule, Seesaw)
+        if clock.warmup != clock.decay or clock.decay == "steps":
+            raise SettingError(
+                "lr_clock", str(clock), f"{rule} takes fewer steps for the same data; give samples or tokens"
+            )
+        if (most := batching.max_steps_per_epoch) is not None:
+            remedy = f"{rule} takes fewer steps for the same data, so that these would be more of it; set it to null"
+            raise SettingError("max_steps_per_epoch", most, f"{remedy}, and take fewer rows of the dataset")
+        left = decay_of(schedule)
+
+        def decay(progress: Progress) -> float:
+            return left(TrainingClock(clock, reference=self.reference).decay(progress, self.reference))
+
+        coupled = rule.coupled(batching.batch_tokens or batching.batch_size, decay)
+        self.epochs.batching = replace(batching, batch_size_schedule=coupled)
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 

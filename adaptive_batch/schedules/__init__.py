@@ -10,13 +10,26 @@ from .batch_rules import (
     next_batch_size,
     request_batch,
 )
-from .batch_schedules import EXAMPLES, at_epochs, by_noise_scale, geometric, linear_ramp, ramp_by_doubling, steps
-from .clock import UNITS, Clock, TrainingClock
+from .batch_schedules import (
+    EXAMPLES,
+    Seesaw,
+    at_epochs,
+    by_noise_scale,
+    geometric,
+    linear_ramp,
+    ramp_by_doubling,
+    rate_rule,
+    seesaw,
+    steps,
+)
+from .clock import UNITS, Clock, TrainingClock, decay_of
 from .epoch_plan import EpochPlan
 from .learning_rate import (
     RULES,
+    SCALED_WITH_BATCH,
     LearningRate,
     Reference,
+    check_scaled,
     describe_unscaled,
     parse_reference,
     scale_learning_rate,
@@ -30,6 +43,7 @@ __all__ = [
     "EXAMPLES",
     "KEY",
     "RULES",
+    "SCALED_WITH_BATCH",
     "UNITS",
     "ClampedBatch",
     "Clock",
@@ -41,6 +55,7 @@ __all__ = [
     "Progress",
     "Reference",
     "Schedule",
+    "Seesaw",
     "TrainingClock",
     "as_record",
     "at_epochs",
@@ -48,8 +63,10 @@ __all__ = [
     "by_noise_scale",
     "check_increment",
     "check_increments",
+    "check_scaled",
     "check_schedule",
     "check_stages",
+    "decay_of",
     "describe_unscaled",
     "geometric",
     "linear_ramp",
@@ -57,8 +74,10 @@ __all__ = [
     "next_batch_size",
     "parse_reference",
     "ramp_by_doubling",
+    "rate_rule",
     "request_batch",
     "scale_learning_rate",
+    "seesaw",
     "squared_norm",
     "stages_of",
     "steps",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import ClassVar
@@ -223,6 +223,76 @@ def by_noise_scale(
 
 
 @dataclass(frozen=True, repr=False)
+class Seesaw(_Rule):
+    """What :func:`seesaw` makes; training couples it to the schedule of the rate."""
+
+    factor: float | None
+    most: int | None
+    start: int = 0
+    decay: Callable[[Progress], float] | None = None
+
+    def coupled(self, start: int, decay: Callable[[Progress], float]) -> Seesaw:
+        """Return it with the batch that it starts from, and the part of its peak that the rate's schedule has at a progress."""
+        if self.most is not None and start > self.most:
+            raise SettingError(f"{KEY}.maximum", self.most, f"training starts with {start}; give that or more")
+        return replace(self, start=start, decay=decay)
+
+    def __call__(self, progress: Progress) -> int:
+        assert self.decay is not None, f"{self} is not coupled to a schedule of the rate"
+        growth = 1 / max(self.decay(progress), 1 / MOST_ROWS)  # a schedule may end at 0
+        if self.factor is not None:  # a power of it may be missed by its rounding
+            growth = self.factor ** math.floor(math.log(growth, self.factor) + 1e-9)
+        return min(self.most or MOST_ROWS, math.floor(self.start * growth + 0.5))
+
+
+def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
+    """Make a schedule that grows the batch where the learning rate decays, so that the same data take fewer steps.
+
+    Where the rate's schedule has decayed to 1 / a of its peak, a step holds a times the configured batch and has 1 / sqrt(a) of
+    the peak rate (Meterez et al. 2025, arXiv 2510.14717, algorithm 1; for normalized SGD, and Adam where noise dominates). With
+
+        f(t)  the schedule, at the part t of the data that is trained: a decay takes the data that it takes alone
+        d(t)  f(t) / the highest f so far, which is 1 in a warm-up: it is not touched
+        B0    the configured batch
+
+    a step holds B = round(B0 / d) and has the rate lr x f x sqrt(B / B0), by the global batch that it really has. So at each t
+    rate / sqrt(batch) is what f alone gives with B0, whatever cuts B: a bound, `maximum`, rounding, the end of an epoch. Before that
+
+        rate = lr x f x sqrt(1 / d) = peak x sqrt(d)
+
+    and from d = B0 / maximum on, as B stays, the rate decays as f does, from where it was then:
+
+        rate = peak x sqrt(B0 / maximum) x d / (B0 / maximum)
+
+    Uncut, n steps of B0 become n x the mean of d: half of them for a half cosine to 0, 2 / pi for a quarter cosine.
+
+    Args:
+        factor: of one growth, above 1: with 2 the batch doubles whenever d has halved, B = B0 x 2 ** floor(log2(1 / d)), and between
+            two growths the rate follows f, where the paper's staircase keeps it. None grows it with each step.
+        maximum: what a step on one device never passes, such as the critical batch; None leaves that to the bound.
+
+    Raises:
+        SettingError: a number is out of range.
+    """
+    if factor is not None and (not _is_finite(factor) or factor <= 1):
+        raise SettingError(f"{KEY}.factor", factor, "must be a number above 1, such as 2.0, or null")
+    most = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
+    factor = factor and float(factor)
+    return Seesaw(f"seesaw({factor=}, maximum={most})", factor, most)
+
+
+def rate_rule(schedule: object, lr_scaling: str) -> str:
+    """Return how the rate follows the batch: as configured, but ``sqrt`` with :func:`seesaw`; refuse another one beside that."""
+    if not isinstance(schedule, Seesaw):
+        return lr_scaling
+    if lr_scaling == "linear":
+        raise SettingError(
+            "lr_scaling", lr_scaling, f"{schedule} scales the rate by the square root; leave lr_scaling out"
+        )
+    return "sqrt"
+
+
+@dataclass(frozen=True, repr=False)
 class _AtEpochs(_Rule):
     additions: Mapping[int, int]
 
@@ -304,6 +374,7 @@ EXAMPLES: Mapping[Callable[..., Schedule | Increment], str] = {
     linear_ramp: "start: 16, end: 64, over: 1ep",
     ramp_by_doubling: "end: 64, over: 1ep",
     by_noise_scale: "start: 16",
+    seesaw: "factor: 2",
     at_epochs: "additions: {1: 8}",
     geometric: "factor: 2",
 }

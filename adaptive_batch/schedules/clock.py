@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,3 +102,17 @@ class TrainingClock:
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
         """Resume from a saved state."""
         self._warmup_ended_at = state["warmup_ended_at"]
+
+
+def decay_of(schedule: Callable[[float], float]) -> Callable[[float], float]:
+    """Return what a schedule has left of the highest value that it had up to a time of the clock: 1 as long as it rises."""
+    peaks = [0.0]  # up to each whole time
+
+    def decay(time: float) -> float:
+        while len(peaks) < int(time) + 2:
+            peaks.append(max(peaks[-1], schedule(len(peaks) - 1)))
+        now = schedule(time)
+        peak = max(peaks[int(time) + 1], now)
+        return now / peak if peak > 0 else 1.0
+
+    return decay

@@ -7,7 +7,7 @@ import math
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -24,6 +24,8 @@ from adaptive_batch.errors import SettingError
 log = logging.getLogger("adaptive_batch")
 
 RULES = ("none", "linear", "sqrt")
+SCALED_WITH_BATCH: Mapping[str, str] = {"beta2": "half_life", "weight_decay": "per_token"}
+_IN_GROUP = {"beta2": "betas", "weight_decay": "weight_decay"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,35 @@ def scale_learning_rate(learning_rate: float, batch: float, reference: float, ru
     return learning_rate * factor
 
 
+def scale_beta2(beta2: float, ratio: float) -> float:
+    """Scale the beta2 of one batch to one of `ratio` times as much, so that its half-life in data stays.
+
+    beta2 ** ratio (Marek et al. 2025, arXiv 2507.07101), kept within 0.9 to 0.9999 or what was configured.
+    """
+    return float(min(max(beta2**ratio, min(beta2, 0.9)), max(beta2, 0.9999)))
+
+
+def scale_weight_decay(weight_decay: float, ratio: float, rate_factor: float) -> float:
+    """Scale the weight decay of one batch to one of `ratio` times as much, so that the decay for each row or token stays.
+
+    A step of AdamW decays weights by rate x weight decay. Of `ratio` times the data, it has to by `ratio` times that, of which the
+    rate brings `rate_factor`: rate x weight decay / batch is kept (the timescale of Wang and Aitchison 2024, arXiv 2405.13698). So
+    the rule ``linear`` keeps the weight decay, ``sqrt`` multiplies it by sqrt(ratio), and ``none`` by `ratio`.
+    """
+    return weight_decay * ratio / rate_factor
+
+
+def check_scaled(name: str, value: object) -> Mapping[str, str]:
+    """Read what is scaled with the batch, such as ``{beta2: half_life}``; raise SettingError for what is not known."""
+    known = ", ".join(f"{key}: {how}" for key, how in SCALED_WITH_BATCH.items())
+    if not isinstance(value, Mapping):
+        raise SettingError(name, value, f"give a block of {known}")
+    for key, how in value.items():
+        if key not in SCALED_WITH_BATCH or how not in (None, SCALED_WITH_BATCH[key]):
+            raise SettingError(f"{name}.{key}", how, f"give {known}; null or nothing for what stays")
+    return {str(key): how for key, how in value.items() if how is not None}
+
+
 def describe_unscaled(learning_rate: float, *, batch: int, reference: int) -> str:
     """Return one line on a rate that is kept although the batch is another, and what the two rules would make of it."""
     linear, root = (scale_learning_rate(learning_rate, batch, reference, rule) for rule in ("linear", "sqrt"))
@@ -96,20 +127,24 @@ class _Scheduled(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """A parameter group whose rate was scaled: the rate before, and the one that was applied, as it reads."""
+    """A value of parameter group `number` that was scaled: as it was before, and as it was applied."""
 
+    number: int
     group: dict[str, Any]
-    unscaled: float
-    applied: float
+    key: str
+    unscaled: Any
+    applied: Any
 
     @property
     def is_there(self) -> bool:
-        """Whether the group still has the rate that was applied."""
-        return float(self.group["lr"]) == self.applied
+        """Whether the group still has what was applied."""
+        return bool(_read(self.group, self.key) == self.applied)
 
 
 class LearningRate:
     """Set the rate of optimizers for a step: the unscaled rate x rule(batch / reference), which the step alone sees.
+
+    So it does with beta2 and the weight decay, where these are to follow the batch.
 
     The unscaled rate is base x schedule(clock); without a scheduler it is the one that the groups hold, which anybody may
     change between two steps. The groups hold it again as soon as ``optimizer.step()`` returns, and so does what
@@ -126,14 +161,17 @@ class LearningRate:
         scheduler: None for a rate that only the batch changes. Of either, what accelerate or Lightning wraps is taken.
         rule: ``none``, ``linear`` or ``sqrt``, see :func:`scale_learning_rate`.
         reference: the global batch that the base rates were chosen for; rows where it is a number.
+        scale_with_batch: what else follows the batch: ``beta2``, ``weight_decay``; see :func:`scale_beta2`,
+            :func:`scale_weight_decay`.
         batch_can_change: warn where the scheduler cannot follow.
 
     Attributes:
         follows_clock: the scheduler is a function of the clock, and keeps no count.
         rule, reference: as given.
+        scaled: what else was applied last, by name, of the first group; before the first step, what it is scaled from.
 
     Raises:
-        SettingError: a scheduler that waits for a metric.
+        SettingError: a scheduler that waits for a metric, or an optimizer without what is to follow the batch.
         ValueError: an unknown rule, a rule without a reference, or a scheduler built around another optimizer.
     """
 
@@ -144,11 +182,13 @@ class LearningRate:
         *,
         rule: str = "none",
         reference: Reference | int | None = None,
+        scale_with_batch: Mapping[str, str] | None = None,
         batch_can_change: bool = False,
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"rule={rule!r}: give one of {', '.join(RULES)}")
-        if rule != "none" and reference is None:
+        self._follow = check_scaled("scale_with_batch", scale_with_batch or {})
+        if (rule != "none" or self._follow) and reference is None:
             raise ValueError(f"rule={rule!r}: give the reference too, the global batch that the rate was chosen for")
         several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self._optimizers: list[Optimizer] = [_unwrapped(each, "optimizer") for each in several]
@@ -178,7 +218,12 @@ class LearningRate:
                 name,
             )
         self._remember_bases()
-        for optimizer in self._optimizers if rule != "none" else ():
+        for optimizer in self._optimizers:
+            _check_has(optimizer, self._follow)
+            if "beta2" in self._follow and hasattr(optimizer, "_subclass_zeros"):
+                _let_beta2_be_a_tensor(optimizer)
+        self.scaled = self._read_scaled()
+        for optimizer in self._optimizers if rule != "none" or self._follow else ():
             with suppress(AttributeError):  # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it
                 optimizer.register_step_post_hook(lambda stepped, *_: self._after_step(stepped))
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
@@ -198,12 +243,13 @@ class LearningRate:
                 parameter group that the scheduler does not know.
             ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has moved then.
         """
-        factor = 1.0
-        if self.rule != "none":
+        factor = ratio = 1.0
+        if self.rule != "none" or self._follow:
             assert self.reference is not None
             if batch is None:
                 raise ValueError(f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step")
             factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
+            ratio = batch / self.reference.amount
         overwritten, self._overwritten = self._overwritten, []
         for one in overwritten:
             if not one.is_there:
@@ -213,12 +259,16 @@ class LearningRate:
         self.restore()
         if self._scheduler is not None:
             self._schedule(self._scheduler, clock)
-        for optimizer in self._optimizers if factor != 1.0 else ():
-            rates = _read_rates(optimizer)  # all of them first: groups may share a tensor
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                write_rate(group, rate * factor)
-            applied = _read_rates(optimizer)
-            self._scaled[optimizer] = [*map(_Scaled, optimizer.param_groups, rates, applied)]
+        keys = [*(["lr"] if factor != 1.0 else []), *(_IN_GROUP[name] for name in self._follow)]
+        for optimizer in self._optimizers if keys else ():
+            # all are read first: groups may share a tensor
+            before = [
+                (at, group, key, _read(group, key)) for at, group in enumerate(optimizer.param_groups) for key in keys
+            ]
+            for _, group, key, value in before:
+                write_rate(group, _scale(optimizer, key, value, ratio, factor), key)
+            self._scaled[optimizer] = [_Scaled(*one, applied=_read(one[1], one[2])) for one in before]
+        self.scaled = self._read_scaled()
         if self._scheduler is not None:
             self._scheduler._last_lr = [*_read_rates(self._first)]  # for its get_last_lr()
         return float(self._first.param_groups[0]["lr"])
@@ -228,10 +278,26 @@ class LearningRate:
         for each in self._optimizers if optimizer is None else [optimizer]:
             for one in self._scaled.pop(each, ()):
                 if one.is_there:
-                    write_rate(one.group, one.unscaled)
+                    write_rate(one.group, one.unscaled, one.key)
+
+    def _read_scaled(self) -> dict[str, float]:
+        first = self._first.param_groups[0]
+        return {name: _number(first[_IN_GROUP[name]]) for name in self._follow}
+
+    def schedule(self) -> Callable[[float], float]:
+        """Return the schedule as a function of the clock: what it multiplies the first group's base rate by.
+
+        Raises:
+            SettingError: there is none, or it keeps its own count.
+        """
+        scheduler = self._scheduler
+        if scheduler is None or not self.follows_clock:
+            remedy = "a batch that follows the decay of the rate needs a LambdaLR, such as torchtune's cosine schedule"
+            raise SettingError("lr_scheduler", None if scheduler is None else type(scheduler).__name__, remedy)
+        return lambda clock: _evaluate(scheduler, int(clock) if clock == int(clock) else clock)[0].factor or 0.0
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        self._overwritten += [one for one in self._scaled.get(optimizer, ()) if not one.is_there]
+        self._overwritten += [one for one in self._scaled.get(optimizer, ()) if one.key == "lr" and not one.is_there]
         self.restore(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,10 +335,11 @@ class LearningRate:
         self._rates, self._last_clock, self._counts = list(state["rates"]), state["clock"], _counts(self._scheduler)
 
     def _save_unscaled(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        for saved, one in zip(state["param_groups"], self._scaled.get(optimizer, ()), strict=False):
+        for one in self._scaled.get(optimizer, ()):
             if one.is_there:
-                rate = saved["lr"]
-                saved["lr"] = torch.full_like(rate, one.unscaled) if isinstance(rate, torch.Tensor) else one.unscaled
+                saved = state["param_groups"][one.number]
+                in_tensor = one.key == "lr" and isinstance(saved["lr"], torch.Tensor)
+                saved[one.key] = torch.full_like(saved["lr"], one.unscaled) if in_tensor else one.unscaled
 
     def _remember_bases(self) -> None:
         """Keep the base rate of each group where an optimizer's state dict keeps it: its lr is saved as it was scheduled."""
@@ -350,12 +417,52 @@ def _read_rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def write_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it."""
-    if hasattr(group["lr"], "fill_"):
+def write_rate(group: dict[str, Any], rate: Any, key: str = "lr") -> None:
+    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it; or what `key` names."""
+    if key == "lr" and hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
     else:
-        group["lr"] = rate
+        group[key] = rate
+
+
+def _read(group: dict[str, Any], key: str) -> Any:
+    return float(group[key]) if key == "lr" else group[key]
+
+
+def _scale(optimizer: Optimizer, key: str, value: Any, ratio: float, rate_factor: float) -> Any:
+    """Return what becomes of a value of a parameter group at a batch of `ratio` times the reference."""
+    if key == "lr":
+        return value * rate_factor
+    # torchao's low-bit optimizers compile their step for each number that is no tensor
+    kept = torch.tensor if hasattr(optimizer, "_subclass_zeros") else float
+    if key == "betas":
+        return (value[0], kept(scale_beta2(value[1], ratio)), *value[2:])
+    return kept(scale_weight_decay(value, ratio, rate_factor))
+
+
+def _let_beta2_be_a_tensor(optimizer: Any) -> None:
+    """Give the states of torchao's low-bit optimizers the one operation that they lack for it."""
+    kind = type(optimizer._subclass_zeros(torch.zeros(optimizer.block_size), True, optimizer.block_size))
+
+    @kind.implements(torch.ops.aten.lerp.Tensor)  # type: ignore[untyped-decorator]
+    def lerp(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return func(*(each.dequantize() if isinstance(each, kind) else each for each in args), **kwargs)
+
+
+def _number(value: Any) -> float:
+    """Return the weight decay, or of betas the second."""
+    return float(value[1] if isinstance(value, tuple | list) else value)
+
+
+def _check_has(optimizer: Optimizer, names: Mapping[str, str]) -> None:
+    """Refuse an optimizer whose groups do not have what is to follow the batch."""
+    for name, how in names.items():
+        key, kind = _IN_GROUP[name], type(optimizer).__name__
+        if not all(key in group for group in optimizer.param_groups):
+            remedy = f"the parameter groups of {kind} have no {key}; remove it, or take torch.optim.AdamW"
+            raise SettingError(f"scale_with_batch.{name}", how, remedy)
+        if not any(_number(group[key]) for group in optimizer.param_groups):
+            raise SettingError(f"scale_with_batch.{name}", how, f"{name} of {kind} is 0; set it, or remove this")
 
 
 def _is_function_of_clock(scheduler: LRScheduler) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from itertools import groupby
 from typing import Any
@@ -29,6 +29,7 @@ class PlannedStep:
         rows: rows that it has, over all ranks.
         micro_batches: forwards and backwards on one device.
         tokens: real tokens that it has, over all ranks; 0 where that is not known.
+        scaled: what follows the batch beside the rate, by name.
     """
 
     progress: Progress
@@ -36,6 +37,7 @@ class PlannedStep:
     micro_batches: int
     learning_rate: float
     tokens: int = 0
+    scaled: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,15 @@ class Stage:
     micro_batches_most: int
     learning_rate_first: float
     learning_rate_last: float
+    scaled_first: Mapping[str, float]
+    scaled_last: Mapping[str, float]
 
     @classmethod
     def of(cls, step: PlannedStep) -> Stage:
         """Make a stage of one step."""
         batch, micro, rate = step.progress.batch, step.micro_batches, step.learning_rate
         last = step.progress.after_step(rows=step.rows, tokens=step.tokens)
-        return cls(step.progress, last, 1, 0, batch, batch, micro, micro, rate, rate)
+        return cls(step.progress, last, 1, 0, batch, batch, micro, micro, rate, rate, step.scaled, step.scaled)
 
     def merged(self, later: Stage) -> Stage:
         """Merge with what follows."""
@@ -80,6 +84,8 @@ class Stage:
             max(self.micro_batches_most, later.micro_batches_most),
             self.learning_rate_first,
             later.learning_rate_last,
+            self.scaled_first,
+            later.scaled_last,
         )
 
 
@@ -100,7 +106,8 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
     if not stages:
         return "\n".join(["no step is left", *notes])
     places = ("from", "step", "sample", "to", "step", "sample")
-    head = (*places, f"batch ({unit})", "micro-batches", "global batch", "lr at start", "at end", "steps")
+    scaled = [name for name in stages[0].scaled_first for name in (f"{name} at start", "at end")]
+    head = (*places, f"batch ({unit})", "micro-batches", "global batch", "lr at start", "at end", *scaled, "steps")
     lines = [head, *(_cells(stage, ranks) for stage in stages)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -131,6 +138,7 @@ def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
         _range(low * ranks, high * ranks),
         f"{stage.learning_rate_first:.3g}",
         f"{stage.learning_rate_last:.3g}",
+        *(f"{ends[name]:.4g}" for name in stage.scaled_first for ends in (stage.scaled_first, stage.scaled_last)),
         f"{stage.steps:,}",
     )
 

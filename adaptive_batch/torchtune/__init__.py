@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .preview import TrainingPreview as TrainingPreview
     from .rate import build_rate as build_rate
     from .rate import check_scheduler as check_scheduler
+    from .rate import couple_batch as couple_batch
     from .resumed_run import ResumedRun as ResumedRun
     from .settings import Settings as Settings
     from .settings import reference_tables as reference_tables
@@ -67,7 +68,7 @@ _NAMES_OF = {
     ".log": ("TrainingLog",),
     ".model": ("FullModel", "ModelBuilder"),
     ".preview": ("TrainingPreview",),
-    ".rate": ("build_rate", "check_scheduler"),
+    ".rate": ("build_rate", "check_scheduler", "couple_batch"),
     ".resumed_run": ("ResumedRun",),
     ".settings": ("Settings", "reference_tables", "write_reference"),
     ".trainer": ("Trainer",),

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
-from adaptive_batch.schedules import Progress
+from adaptive_batch.schedules import Progress, Seesaw
 from adaptive_batch.training import Choices, MaxBatchSearch, WorstRows
 
 from .config_errors import as_dict
@@ -458,7 +458,10 @@ class BoundFinder:
     def order(self, longest: int) -> list[int]:
         """Return the numbers of the rows of up to so many tokens, in the order in which training's first epoch takes them."""
         data = self._data
-        epochs = StepPlanner(data.dataset, data.batching(), layout=data.shapes).epochs
+        batching = data.batching()
+        if isinstance(batching.batch_size_schedule, Seesaw):  # which is not known here, and changes the order little
+            batching = replace(batching, batch_size_schedule=None)
+        epochs = StepPlanner(data.dataset, batching, layout=data.shapes).epochs
         return [i for i in epochs.order(Progress()).tolist() if int(data.dataset.lengths[i]) <= longest]
 
 

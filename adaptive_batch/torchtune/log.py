@@ -236,6 +236,7 @@ class TrainingLog:
         progress: Progress,
         *,
         rate: float,
+        scaled: Mapping[str, float],
         seconds: float,
         sampler: RowSampler,
         num_out_of_memory: int,
@@ -249,6 +250,7 @@ class TrainingLog:
         metrics = {
             "loss": result.loss,
             "lr": rate,
+            **scaled,
             "tokens_per_second_per_gpu": label_tokens / (seconds * distributed.data_parallel_size()),
             "batch_size": result.rows,
             "micro_batches": result.micro_batches,

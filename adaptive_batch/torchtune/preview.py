@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import (
     PlannedStep,
     Progress,
+    Seesaw,
     as_record,
     batch_sizes_ahead,
     check_increments,
@@ -24,7 +26,7 @@ from adaptive_batch.training import MicroBatchLimits, StepRate, same_answers
 from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
-from .rate import build_rate, optimizer_of_nothing
+from .rate import build_rate, stand_in
 
 
 class TrainingPreview:
@@ -118,7 +120,7 @@ class TrainingPreview:
         rate = build_rate(
             self._job,
             batches,
-            [optimizer_of_nothing(base_rate)],
+            [stand_in(self._job, base_rate)],
             progress=progress,
             total_steps=self.schedule_steps,
             saved=saved.get("learning_rate", {}),
@@ -127,6 +129,8 @@ class TrainingPreview:
         notes = [*filter(None, [self._unknown]), *self._stage_notes]
         if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
+        if isinstance(settings.batch_size_schedule, Seesaw):
+            notes.append(f"all epochs with the configured batch would be {count(self.schedule_steps, 'step', ',')}")
         if batches.plan.is_estimate:
             notes.append("the schedule follows what training measures: this is what comes if nothing new is measured")
         unit = "tokens" if settings.batch_tokens else "rows"
@@ -184,6 +188,7 @@ class TrainingPreview:
                 micro_batches=num_micro_batches,
                 learning_rate=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
                 tokens=tokens,
+                scaled=rate.scaled,
             )
 
     def _num_micro_batches(self, rows: list[int], limit: MicroBatchLimit) -> int:

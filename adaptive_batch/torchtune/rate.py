@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Clock, LearningRate, Progress, TrainingClock
+from adaptive_batch.schedules import Clock, LearningRate, Progress, Seesaw, TrainingClock
 from adaptive_batch.training import StepRate
 
 from .config_errors import as_dict, instantiate
@@ -55,12 +55,26 @@ def build_rate(
         settings.lr_clock,
         rule=settings.lr_scaling,
         reference=settings.reference_batch_size,
+        scale_with_batch=settings.scale_with_batch,
         warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
         total_steps=total_steps,
     )
     if saved:
         rate.load_state_dict(saved)
     return rate
+
+
+def couple_batch(job: Job, planner: StepPlanner) -> None:
+    """Couple a batch schedule that follows the rate to the configured scheduler.
+
+    Raises:
+        SettingError: a scheduler or a clock that it cannot follow, or an optimizer without what `scale_with_batch` names.
+    """
+    optimizer, block = stand_in(job, 1.0), job.cfg.get("lr_scheduler", None)
+    if isinstance(job.settings.batch_size_schedule, Seesaw):
+        steps = job.settings.epochs * planner.reference.steps
+        scheduler = block and instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
+        planner.couple(LearningRate(optimizer, scheduler).schedule(), job.settings.lr_clock)
 
 
 def check_scheduler(cfg: DictConfig) -> None:
@@ -96,6 +110,17 @@ def check_scheduler(cfg: DictConfig) -> None:
             f"{block._component_} counts steps and can follow nothing else; give steps, or a LambdaLR such as "
             "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
         )
+
+
+def stand_in(job: Job, rate: float) -> Optimizer:
+    """Return an optimizer of nothing that has what of the configured one follows the batch; refuse one that has not."""
+    optimizer = optimizer_of_nothing(rate)
+    if scaled := job.settings.scale_with_batch:
+        configured = job.new_optimizer([torch.nn.Parameter(torch.zeros(1, dtype=job.dtype, device=job.device))])
+        LearningRate(configured, reference=1, scale_with_batch=scaled)
+        (values, *_) = configured.param_groups
+        optimizer.param_groups[0].update({key: values[key] for key in ("betas", "weight_decay") if key in values})
+    return optimizer
 
 
 def optimizer_of_nothing(rate: float) -> Optimizer:

@@ -25,9 +25,11 @@ from adaptive_batch.schedules import (
     Progress,
     Reference,
     check_increment,
+    check_scaled,
     check_schedule,
     needs_noise_scale,
     parse_reference,
+    rate_rule,
 )
 from adaptive_batch.training import ON_NONFINITE_LOSS
 
@@ -402,7 +404,15 @@ class Settings:
         default=None,
         shown="configured",
         resume="report",
-        needs=("lr_scaling=linear", "lr_scaling=sqrt"),
+        needs=("lr_scaling=linear", "lr_scaling=sqrt", "scale_with_batch"),
+    )
+    scale_with_batch: Mapping[str, str] | None = key(
+        lambda name, value: check_scaled(name, value) or None,
+        "what of the optimizer follows the batch, by the one that is really stepped over `reference_batch_size`: `{beta2: half_life}` "
+        "keeps the half-life of the second moment in rows, `{weight_decay: per_token}` the decay for each row or token, or both. See "
+        "[below](#what-follows-the-batch)",
+        default=None,
+        resume="report",
     )
     dataset_val: Any = key(
         checked(lambda name, value: None),  # checked together with run_val_every_n_steps
@@ -561,6 +571,7 @@ class Settings:
             values["micro_batch_tokens"] = "auto"  # the tokens of a step do not tell what fits at once
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
+        values["lr_scaling"] = rate_rule(values.get("batch_size_schedule"), values.get("lr_scaling", "none"))
         settings = cls(**values)
         if "drop_last" not in values:
             settings = replace(settings, drop_last=not settings.adaptive)

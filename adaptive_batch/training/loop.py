@@ -51,10 +51,13 @@ from adaptive_batch.schedules import (
     RULES,
     UNITS,
     Clock,
+    LearningRate,
     Progress,
     Schedule,
+    Seesaw,
     needs_noise_scale,
     parse_reference,
+    rate_rule,
 )
 
 from .limits import MicroBatchLimits
@@ -135,6 +138,8 @@ class StepOptions:
         micro_batch_layout: ``padded``, ``grouped`` or ``packed``; None for padded, or with ``micro_batch_tokens="auto"`` what
             :meth:`AdaptiveLoop.find_bound` finds fastest. Packed rows are mappings with ``labels`` and ``tokens`` or ``input_ids``, of
             which :func:`pack_rows` makes the batch in the place of `collate`.
+        scale_with_batch: what of the optimizer follows the batch beside the rate: ``{"beta2": "half_life", "weight_decay": "per_token"}``
+            or one of them; None for neither.
 
     Raises:
         SettingError: a value cannot be used.
@@ -148,6 +153,7 @@ class StepOptions:
     memory: DeviceMemory | None = None
     on_nonfinite_loss: str = "warn"
     micro_batch_layout: str | None = None
+    scale_with_batch: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batch_layout is not None:
@@ -246,6 +252,7 @@ class AdaptiveLoop:
             check_whole("micro_batch_tokens", micro_batch_tokens, remedy="give auto, or a whole number, 1 or more")
         _check_choice("lr_scaling", lr_scaling, RULES)
         _check_choice("lr_clock", lr_clock, UNITS)
+        lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
         self._model, self._optimizer = model, optimizer
         sharding = Sharding(
             model, finishes=not is_replicated(model), syncs_every_micro_batch=options.sync_gradients_every_micro_batch
@@ -277,6 +284,8 @@ class AdaptiveLoop:
             self._rows, batching, counts_tokens=clock.counts_tokens, asks_rank_zero=True, event=self._log_event
         )
         self._steps.limits, self._steps.first_batch_size = self._limits, batch_size
+        if isinstance(batch_size_schedule, Seesaw):
+            self._steps.couple(LearningRate(optimizer, lr_scheduler).schedule(), clock)
         self._handed_out = _HandedOut()
         device = next(model.parameters()).device
         shrinks = options.on_out_of_memory == "shrink"
@@ -307,6 +316,7 @@ class AdaptiveLoop:
             "reference_batch_size": reference_batch_size,
             "lr_scaling": lr_scaling,
             "lr_clock": str(clock),
+            "scale_with_batch": dict(options.scale_with_batch or {}),
             **asdict(sampling),
             "dataset": f"{len(self._rows)} rows",
         }
@@ -314,7 +324,15 @@ class AdaptiveLoop:
             reference = None if reference_batch_size is None else parse_reference(reference_batch_size)
         except ValueError as error:
             raise SettingError("reference_batch_size", reference_batch_size, str(error)) from None
-        self._rate = StepRate(self._steps, [optimizer], lr_scheduler, clock, rule=lr_scaling, reference=reference)
+        self._rate = StepRate(
+            self._steps,
+            [optimizer],
+            lr_scheduler,
+            clock,
+            rule=lr_scaling,
+            reference=reference,
+            scale_with_batch=options.scale_with_batch,
+        )
         self.progress = Progress(rows_per_epoch=len(self._rows))
         self.learning_rate: float | None = None
         self._bound_accumulates = False  # it was tried with the gradients of earlier micro-batches there

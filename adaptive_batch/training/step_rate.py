@@ -10,11 +10,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.schedules import (
+    SCALED_WITH_BATCH,
     Clock,
     EpochPlan,
     LearningRate,
     Progress,
     Reference,
+    Seesaw,
     TrainingClock,
     describe_unscaled,
 )
@@ -29,6 +31,7 @@ class StepRate:
         clock: its units.
         reference: the global batch that the rates belong to; None for that of a configured step on the ranks that training
             began with.
+        scale_with_batch: of :class:`LearningRate`.
         warmup_steps, total_steps: of the scheduler, see :class:`TrainingClock`.
     """
 
@@ -41,6 +44,7 @@ class StepRate:
         *,
         rule: str,
         reference: Reference | None = None,
+        scale_with_batch: Mapping[str, str] | None = None,
         warmup_steps: int = 0,
         total_steps: int = 0,
     ) -> None:
@@ -49,8 +53,14 @@ class StepRate:
         batching = planner.batching
         changes = (batching.batch_increase_function, batching.batch_size_schedule, batching.batch_tokens)
         can_change = any(each is not None for each in changes)
+        self._follows_rate = isinstance(batching.batch_size_schedule, Seesaw)
         self._rate = LearningRate(
-            optimizers, scheduler, rule=rule, reference=self.reference, batch_can_change=can_change
+            optimizers,
+            scheduler,
+            rule=rule,
+            reference=self.reference,
+            scale_with_batch=scale_with_batch,
+            batch_can_change=can_change,
         )
         self._begin()
 
@@ -63,7 +73,9 @@ class StepRate:
     def reference(self) -> Reference:
         """The global batch that the rates belong to."""
         batching, ranks = self._planner.batching, self._planner.ranks
-        return self._given or Reference(batching.batch_size * batching.gradient_accumulation_steps * ranks, "rows")
+        if self._given or not (self._follows_rate and batching.batch_tokens):
+            return self._given or Reference(batching.batch_size * batching.gradient_accumulation_steps * ranks, "rows")
+        return Reference(batching.batch_tokens * ranks, "tokens")
 
     @property
     def counts_tokens(self) -> bool:
@@ -79,20 +91,28 @@ class StepRate:
             plan: of the epoch; None for the planner's, and for one of a constant batch where only rows count: that is as good
                 for a loop that drops no row, and known without reading lengths.
         """
-        if plan is None:
+        if self._follows_rate:  # the clock that the batch reads
+            plan = self._planner.reference
+        elif plan is None:
             needs_lengths = self._unit.counts_tokens or self._planner.batching.batch_tokens
             plan = self._planner.plan if needs_lengths else self._planner.reference
         return self._rate.set(self._clock.at(progress, plan), batch=max(1, batch))
+
+    @property
+    def scaled(self) -> dict[str, float]:
+        """What else follows the batch, as it was applied last: ``beta2``, ``weight_decay``."""
+        return self._rate.scaled
 
     def restore(self) -> None:
         """Put the rates back that are not scaled, after a step or without one."""
         self._rate.restore()
 
     def describe(self) -> str | None:
-        """Return a line on the scaling of the rate; None without."""
-        if self._rate.rule == "none":
-            return None
-        return f"lr {self._base:g} belongs to {self.reference} a step, and is scaled by the rule {self._rate.rule}"
+        """Return a line on what is scaled with the batch, before the first step; None where nothing is."""
+        bases = [("lr", self._base, self._rate.rule)] if self._rate.rule != "none" else []
+        bases += [(name, base, SCALED_WITH_BATCH[name]) for name, base in self.scaled.items()]
+        belongs = f"belongs to {self.reference} a step, and is scaled by the rule"
+        return "; ".join(f"{name} {base:g} {belongs} {rule}" for name, base, rule in bases) or None
 
     def describe_unscaled(self, batch_size: int) -> str | None:
         """Return a line on a rate that does not follow a batch that has changed; None where it does, or where tokens are counted."""

@@ -130,6 +130,9 @@ RULES = {
     "a user's own, up and down": (f"{KEY}=support.batch_rules.waves",),
     "tokens a step": (*steps_rule([100, 200, 400], ["0.5ep", "1.25ep"]), "batch_tokens=100", "micro_batch_size=null"),
     "tokens a step, after so many tokens": (*steps_rule([100, 300], ["700tok"]), "batch_tokens=100"),
+    "seesaw": (f"{RULE}seesaw",),
+    "seesaw by doubling, to a cap": (f"{RULE}seesaw", *ramp(factor=2, maximum=12)),
+    "seesaw in tokens a step": (f"{RULE}seesaw", "batch_tokens=100"),
     "a growth function": ("batch_increase_function=support.components.four_more", "probe.device_memory=1GiB"),
 }
 
@@ -320,7 +323,8 @@ def test_a_rule_that_would_fail_later_is_refused_before_anything_is_trained(smal
 @pytest.mark.slow
 def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
     settings = (*of_lengths(VARIED), *COSINE, *FREE, "epochs=2", "save_every_n_steps=3", "model.attn_dropout=0.2")
-    for rule in (RULES["steps by tokens"], RULES["tokens a step"], RULES["a user's own, up and down"]):
+    names = ("steps by tokens", "tokens a step", "a user's own, up and down", "seesaw", "seesaw in tokens a step")
+    for rule in map(RULES.get, names):
         whole = small.run_in_process(OURS, *settings, *rule)
         folder = small.fresh_folder()
         shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)

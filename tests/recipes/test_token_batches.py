@@ -268,5 +268,8 @@ def test_the_rate_follows_a_batch_that_grows(small):
 def test_a_reference_without_effect_is_said(small):
     finished = small.run_in_process(OURS, *SHORT_END, "reference_batch_size=48")
     (said,) = records(finished, "no_effect")
-    assert said["message"] == "reference_batch_size has no effect: it is for lr_scaling=linear or lr_scaling=sqrt"
+    assert (
+        said["message"]
+        == "reference_batch_size has no effect: it is for lr_scaling=linear or lr_scaling=sqrt or scale_with_batch"
+    )
     assert set(figures(finished, "lr")) == {RATE}
