@@ -1,11 +1,11 @@
 """The bound that each search finds, beside brute force under the same budget and the same rule for a trial.
 
-    python benchmarks/bound.py [--quick] [--threads N] [--output DIR]
+    python benchmarks/bound.py [--quick] [--adapters] [--threads N] [--output DIR]
     python benchmarks/bound.py --device cuda [--memory 24GiB] [--quick] [--output DIR]
 
 On a CPU, tensor bytes are counted: small models of torchtune's qwen2 builder, every size from one row up until three in a
 row do not fit, then the three searches. The peaks that brute force saw are also replayed to `predict` under budgets for every
-true maximum that they cover. On CUDA: random weights of real size in bf16; the true maximum is bisected and checked upward.
+true maximum that they cover. With `--adapters`, LoRA, DoRA and QLoRA, two bounds of hundreds of rows among them. On CUDA: random weights of real size in bf16; the true maximum is bisected and checked upward.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from torch import nn
 from torchtune import modules, training
 from torchtune.data import padded_collate_sft
 from torchtune.models.llama3_2 import llama3_2_1b
-from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.models.qwen2_5 import qwen2_5_0_5b
 from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.utils import batch_to_device
 
 from adaptive_batch.data import MicroBatchLimit
@@ -52,15 +53,32 @@ from support.runners import build_runner
 
 MIB = 2**20
 PLENTY = 2**50
-MAXIMUM = 128  # rows of the epoch, on a CPU
+MAXIMUM = 128  # rows of the epoch, on a CPU; twice the true maximum where that is more
 IGNORED = -100
 SEED = 0
+
+
+def with_adapters(*sizes: int, **options: bool) -> nn.Module:
+    """A Qwen2 whose adapters alone are trained."""
+    names = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len")
+    attention = ["q_proj", "v_proj", "output_proj"]
+    shape = dict(zip(names, sizes, strict=True))
+    model = lora_qwen2(attention, apply_lora_to_mlp=True, lora_rank=8, lora_alpha=16, **shape, **options)
+    for module in model.modules():
+        if hasattr(module, "initialize_dora_magnitude"):
+            module.initialize_dora_magnitude()
+    set_trainable_params(model, get_adapter_params(model))
+    return model
+
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "narrow": partial(qwen2, 1000, 3, 4, 2, 64, 192, 1024, tie_word_embeddings=True),
     "wide": partial(qwen2, 2000, 2, 4, 2, 128, 512, 1024),
     "vocabulary": partial(qwen2, 16000, 2, 4, 2, 64, 256, 1024, tie_word_embeddings=True),
     "deep": partial(qwen2, 500, 8, 4, 4, 64, 256, 1024),
+    "LoRA": partial(with_adapters, 1000, 3, 4, 2, 64, 192, 1024, tie_word_embeddings=True),
+    "DoRA": partial(with_adapters, 1000, 3, 4, 2, 64, 192, 1024, use_dora=True),
+    "QLoRA": partial(with_adapters, 1000, 2, 4, 2, 256, 512, 1024, quantize_base=True),
     "qwen2_5_0_5b": qwen2_5_0_5b,
     "llama3_2_1b": llama3_2_1b,
 }
@@ -86,6 +104,10 @@ class Combination:
     dtype: str = "float32"
     accumulates: bool = False
     about: int = 0
+
+    @property
+    def maximum(self) -> int:
+        return max(MAXIMUM, 2 * self.about)
 
     def __str__(self) -> str:
         marks = [self.model, str(self.length), self.optimizer + (" in backward" if self.in_backward else ""), self.loss]
@@ -113,6 +135,21 @@ ON_CPU = [
     Combination("vocabulary", 16, "AdamW fused", in_backward=True, checkpointing=True, about=40),
     Combination("vocabulary", 64, "SGD momentum", loss="chunked", about=5),
 ]
+WITH_ADAPTERS = [
+    Combination("LoRA", 32, "AdamW", about=60),
+    Combination("LoRA", 64, "AdamW fused", checkpointing=True, loss="chunked", about=23),
+    Combination("LoRA", 64, "AdamW", loss="chunked", accumulates=True, about=37),
+    Combination("LoRA", 128, "AdamW8bit", dtype="bfloat16", about=7),
+    Combination("LoRA", 32, "AdamW", in_backward=True, checkpointing=True, about=9),
+    Combination("LoRA", 32, "AdamW", about=300),
+    Combination("DoRA", 32, "SGD momentum", about=19),
+    Combination("DoRA", 64, "AdamW fused", checkpointing=True, loss="chunked", accumulates=True, about=48),
+    Combination("DoRA", 128, "AdamW", dtype="bfloat16", about=2),
+    Combination("DoRA", 32, "AdamW fused", checkpointing=True, about=220),
+    Combination("QLoRA", 32, "AdamW", dtype="bfloat16", about=31),
+    Combination("QLoRA", 64, "AdamW8bit", checkpointing=True, loss="chunked", dtype="bfloat16", about=12),
+    Combination("QLoRA", 128, "SGD", accumulates=True, dtype="bfloat16", about=1),
+]
 ON_CUDA = [
     Combination(model, length, "AdamW fused", checkpointing=checkpointing, loss="chunked", dtype="bfloat16")
     for model in ("qwen2_5_0_5b", "llama3_2_1b")
@@ -135,12 +172,12 @@ class Bench:
         self._chunked = CEWithChunkedOutputLoss(ignore_index=IGNORED) if combination.loss == "chunked" else None
         if self._chunked:
             self.model.set_num_output_chunks(self._chunked.num_output_chunks)
-        make = OPTIMIZERS[combination.optimizer]
+        make, trained = OPTIMIZERS[combination.optimizer], [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer: torch.optim.Optimizer | OptimizerInBackward
         if combination.in_backward:
-            self._optimizer = OptimizerInBackward({p: make([p]) for p in self.model.parameters()})
+            self._optimizer = OptimizerInBackward({p: make([p]) for p in trained})
         else:
-            self._optimizer = make(self.model.parameters())
+            self._optimizer = make(trained)
         self._runner = build_runner(
             self.model,
             MicroBatchLimit(1),
@@ -217,7 +254,7 @@ def brute_force(bench: Bench, budget_bytes: int) -> tuple[int, dict[int, int], f
     start = time.perf_counter()
     with bench.rehearsal(budget_bytes) as trial:
         rows = failed = 0
-        while failed < 3 and rows < MAXIMUM:
+        while failed < 3 and rows < bench.combination.maximum:
             rows += 1
             tried = trial(rows)
             failed = 0 if tried.fits else failed + 1
@@ -270,7 +307,7 @@ def measure_on_cpu(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
         budget = choose_budget(bench)
         true_maximum, peaks, seconds = brute_force(bench, budget)
         searches = {
-            name: found(*bench.search(name, budget_bytes=budget, maximum=MAXIMUM))
+            name: found(*bench.search(name, budget_bytes=budget, maximum=combination.maximum))
             for name in ("predict", "binary", "halve")
         }
         with bench.rehearsal(budget) as trial:
@@ -406,6 +443,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--memory", help="on CUDA: what may be used, such as 24GiB; default all that is free")
     parser.add_argument("--quick", action="store_true", help="fewer combinations, smaller all_reduce_max")
+    parser.add_argument("--adapters", action="store_true", help="on a frozen base, on a CPU")
     parser.add_argument("--threads", type=int, help="threads of PyTorch on the CPU")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
@@ -417,10 +455,13 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         records.write("bound-cuda", arguments.output, bound=measure_on_cuda(combinations, device, arguments.memory))
         return
-    combinations = [replace(c, about=min(c.about, 8)) for c in ON_CPU[::3]] if arguments.quick else ON_CPU
+    combinations = WITH_ADAPTERS if arguments.adapters else ON_CPU
+    if arguments.quick:
+        combinations = [replace(c, about=min(c.about, 8)) for c in combinations[::3]]
     rows = measure_on_cpu(combinations)
     print()
-    records.write("bound", arguments.output, totals=summarize(rows), bound=rows)
+    name = "bound_adapters" if arguments.adapters else "bound"
+    records.write(name, arguments.output, totals=summarize(rows), bound=rows)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Whether a replay leaves a trace: memory runs out at every single operation of a step, each time in a training of its own.
 
-    python benchmarks/faults.py [--quick] [--output DIR]
+    python benchmarks/faults.py [--quick] [--adapters] [--output DIR]
 
 By rows and by tokens, with and without activation checkpointing, once and again in the replay; in the first step of the
 optimizer and in the second (see tests/support/fault_injection.py). What each training ends with, weights, optimizer, running
 statistics, random numbers and every figure of its steps, is compared bit by bit with one that never ran out and was given
-the same capacity in each step.
+the same capacity in each step. With `--adapters`, a way of each of LoRA, DoRA and QLoRA on a frozen base.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import records
@@ -24,21 +25,27 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.fault_injection import PHASES, Way, sweep
 
 QUICK = 29  # every so many-th operation
+FLAGS = (False, True)
+WAYS = [Way(*combination) for combination in itertools.product(("rows", "tokens"), FLAGS, FLAGS)]
+WITH_ADAPTERS = [
+    Way("rows", checkpointing=False, adapters="LoRA"),
+    Way("tokens", checkpointing=True, adapters="DoRA"),
+    Way("rows", checkpointing=False, nested=True, adapters="QLoRA"),
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th operation")
+    parser.add_argument("--adapters", action="store_true", help="on a frozen base")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the model is tiny
-    flags = (False, True)
-    ways = [Way(*combination) for combination in itertools.product(("rows", "tokens"), flags, flags)]
     width = max(map(len, PHASES))
     columns = " ".join(f"{phase:>{width}}" for phase in PHASES)
     print(f"{'memory runs out':<34} {'places':>6} {columns} {'bit-identical':>13} {'seconds':>8}")
     rows = []
-    for way in ways:
+    for way in WITH_ADAPTERS if arguments.adapters else WAYS:
         start = time.perf_counter()
         swept = list(sweep(way, every=QUICK if arguments.quick else 1))
         seconds = time.perf_counter() - start
@@ -47,9 +54,7 @@ def main() -> None:
         identical = sum(not names for _, names in swept)
         rows.append(
             {
-                "unit": way.unit,
-                "checkpointing": way.checkpointing,
-                "nested": way.nested,
+                **asdict(way),
                 "places": len(swept),
                 "by_phase": dict(phases),
                 "identical": identical,
@@ -62,8 +67,9 @@ def main() -> None:
         if differing:
             print(f"  DIFFERING {dict(differing)}")
     places, identical = (sum(row[name] for row in rows) for name in ("places", "identical"))
+    name = "faults_adapters" if arguments.adapters else "faults"
     print(f"\n{places} places, bit-identical after {identical}")
-    records.write("faults", arguments.output, places=places, identical=identical, faults=rows)
+    records.write(name, arguments.output, places=places, identical=identical, faults=rows)
     sys.exit(identical != places or not places)
 
 

@@ -62,18 +62,21 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=40, help="of each way")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="ways at a time")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, metavar="WAY", help="these alone; the record is named after them"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        ways = reversed(arguments.ways)  # the longest first
+        ways = reversed(arguments.ways or WAYS)  # the longest first
         begun = [pool.submit(experiment, way, kills=arguments.kills, seed=arguments.seed) for way in ways]
         rows = show(future.result() for future in as_completed(begun))
     rows.sort(key=lambda row: list(WAYS).index(row["way"]))
     kills, differing = sum(row["kills"] for row in rows), sum(len(row["differing"]) for row in rows)
     never_hit = [f"{row['way']}: {moment}" for row in rows for moment, hits in row["by_moment"].items() if not hits]
     print(f"\n{kills} kills, {differing} differences" + "".join(f"; never killed {moment}" for moment in never_hit))
-    records.write("kills", arguments.output, kills=kills, differing=differing, never_hit=never_hit, ways=rows)
+    name = "_".join(["kills", *(arguments.ways or ())]).replace(" ", "_")
+    records.write(name, arguments.output, kills=kills, differing=differing, never_hit=never_hit, ways=rows)
     sys.exit(bool(differing or never_hit or not kills))
 
 

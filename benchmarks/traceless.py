@@ -1,9 +1,10 @@
 """Whether a probe leaves a trace: every combination of optimizer, optimizer in backward, dtype, checkpointing, resumed optimizer.
 
-    python benchmarks/traceless.py [--quick] [--device cuda] [--threads N] [--output DIR]
+    python benchmarks/traceless.py [--quick] [--adapters] [--device cuda] [--threads N] [--output DIR]
 
 In each, one training is probed again and again, however a probe can end (see tests/support/training_cases.py), and everything is
-compared bit by bit after each; then it goes on and is compared with one that was never probed.
+compared bit by bit after each; then it goes on and is compared with one that was never probed. With `--adapters`, LoRA, DoRA and QLoRA
+on a frozen base take turns in the combinations.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ import records
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.training_cases import CUDA_OPTIMIZERS, OPTIMIZERS, all_cases, traces
+from support.training_cases import CUDA_OPTIMIZERS, OPTIMIZERS, all_cases, cases_with_adapters, traces
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="every seventh combination")
+    parser.add_argument("--adapters", action="store_true", help="on a frozen base")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch; the model is tiny")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
-    cases = all_cases(CUDA_OPTIMIZERS if device.type == "cuda" else OPTIMIZERS)[:: 7 if arguments.quick else 1]
+    combinations = cases_with_adapters if arguments.adapters else all_cases
+    cases = combinations(CUDA_OPTIMIZERS if device.type == "cuda" else OPTIMIZERS)[:: 7 if arguments.quick else 1]
     rows = []
     for case in cases:
         start = time.perf_counter()
@@ -43,7 +46,7 @@ def main() -> None:
     checks = [names for row in rows for names in row["outcomes"].values()]
     identical = sum(not names for names in checks)
     print(f"\n{len(rows)} combinations, {len(checks)} comparisons, bit-identical in {identical}")
-    name = "traceless" if device.type == "cpu" else "traceless-cuda"
+    name = ("traceless_adapters" if arguments.adapters else "traceless") + ("-cuda" if device.type == "cuda" else "")
     records.write(
         name, arguments.output, combinations=len(rows), comparisons=len(checks), identical=identical, traceless=rows
     )

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from support.runners import build_runner
-from support.training_cases import CPU, VOCABULARY, WIDTH, Layer
+from support.training_cases import CPU, VOCABULARY, WIDTH, Layer, bits, put_adapters
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
@@ -125,15 +124,18 @@ class Way:
         unit: of the capacity.
         checkpointing: of activations, non-reentrant.
         nested: it runs out again in the replay.
+        adapters: which kind is on a frozen base, if any.
     """
 
     unit: str
     checkpointing: bool
     nested: bool = False
+    adapters: str = ""
 
     def __str__(self) -> str:
         checkpointing = ", checkpointing" if self.checkpointing else ""
-        return f"by {self.unit}{checkpointing}{', twice' if self.nested else ''}"
+        adapters = f", {self.adapters}" if self.adapters else ""
+        return f"by {self.unit}{checkpointing}{', twice' if self.nested else ''}{adapters}"
 
 
 # Of the rows of a step: two micro-batches of four either way, pairs after a failure in one, single rows after one more.
@@ -194,7 +196,9 @@ def train(
     random.seed(0)
     np.random.seed(0)
     model = Decoder(checkpointing=way.checkpointing)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if way.adapters:
+        put_adapters(model, way.adapters)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     fault, trained = RunsOutAt(), Trained()
     attempts: list[list[int]] = []
 
@@ -230,24 +234,13 @@ def train(
         trained.capacities.append(runner.retry.limit())
         trained.run_rows.append(sorted(next(rows for rows in reversed(attempts) if rows)))
     trained.state = {
-        "model": _bits(model.state_dict()),
-        "optimizer": _bits(optimizer.state_dict()),
-        "torch": _bits(torch.get_rng_state()),
+        "model": bits(model.state_dict()),
+        "optimizer": bits(optimizer.state_dict()),
+        "torch": bits(torch.get_rng_state()),
         "python": random.getstate(),
-        "numpy": _bits(np.random.get_state(legacy=False)),
+        "numpy": bits(np.random.get_state(legacy=False)),
     }
     return trained
-
-
-def _bits(nested: Any) -> Any:
-    """With the bytes of each tensor and array in its place."""
-
-    def bits(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
-        return value.tobytes() if isinstance(value, np.ndarray) else value
-
-    return tree_map(bits, nested)
 
 
 class Undisturbed:
@@ -258,7 +251,7 @@ class Undisturbed:
 
     def like(self, way: Way, capacities: Sequence[MicroBatchLimit]) -> Trained:
         """One that was given these capacities."""
-        key = way.unit, way.checkpointing, tuple(capacities)
+        key = replace(way, nested=False), tuple(capacities)
         if key not in self._known:
             self._known[key] = train(way, capacities=capacities, steps=len(capacities))
         return self._known[key]

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import adaptive_full_finetune  # noqa: F401  # what each start would import anew
+import adaptive_lora_finetune  # noqa: F401  # what each start would import anew
 import torchtune._cli.tune  # noqa: F401
-from support import components  # noqa: F401  # what the ways name
+from support import adapters, components  # noqa: F401  # what the ways name
 from support.cli import OURS, SmallSetup, make_setup, same_weights, weights
 
 from adaptive_batch.report import audit, read_records
@@ -94,6 +94,15 @@ WAYS: dict[str, tuple[str, ...]] = {
         "optimizer.lr=0.05",
     ),
     "in backward": (*SAVES, "batch_size=2", "model.attn_dropout=0.2", "optimizer_in_bwd=True", *SCHEDULE),
+    "adapters": (
+        *SAVES,
+        *ROWS,
+        *adapters.LORA,
+        *adapters.KINDS["DoRA"],
+        *DROPOUT,
+        "model.lora_dropout=0.1",
+        "batch_increase_function=support.components.four_more",
+    ),
     # with torchao's low-bit states, whose step is compiled
     "8 bit": (
         "epochs=2",
@@ -135,7 +144,8 @@ def start(setup: SmallSetup, folder: Path, *overrides: str) -> int:
             os.dup2(printed.fileno(), 1)
             os.dup2(printed.fileno(), 2)
         resumes = ("resume_from_checkpoint=True",) if saved else ()
-        setup.run_in_process(OURS, f"output_dir={folder}", *overrides, *resumes)
+        recipe = adapters.OURS if adapters.LORA[0] in overrides else OURS
+        setup.run_in_process(recipe, f"output_dir={folder}", *overrides, *resumes)
         status = 0
     except SystemExit as ended:
         status = int(ended.code or 0)

@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ PLENTY = 2**40
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see deterministic()
 gc.freeze()  # each probe collects garbage; what is imported need not be looked through every time
 CPU = torch.device("cpu")
+ADAPTERS = ("LoRA", "DoRA", "QLoRA")
 
 
 class Counting(Optimizer):
@@ -86,12 +87,15 @@ class Case:
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
     resumed: bool = False
+    adapters: str = ""  # which kind is on a frozen base
 
     def __str__(self) -> str:
         where = " in backward" if self.in_backward else ""
         checkpointing = ", checkpointing" if self.checkpointing else ""
         start = "resumed" if self.resumed else "fresh"
-        return f"{self.optimizer}{where}, {str(self.dtype).removeprefix('torch.')}{checkpointing}, {start}"
+        adapters = f", {self.adapters}" if self.adapters else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.optimizer}{where}, {dtype}{checkpointing}, {start}{adapters}"
 
 
 def all_cases(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
@@ -99,6 +103,30 @@ def all_cases(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
     dtypes = (torch.float32, torch.bfloat16)
     flags = (False, True)
     return [Case(*combination) for combination in itertools.product(optimizers, flags, dtypes, flags, flags)]
+
+
+def cases_with_adapters(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
+    """Every combination, with each kind of adapter in turn."""
+    kinds = itertools.cycle(ADAPTERS)
+    return [replace(case, adapters=kind) for case, kind in zip(all_cases(optimizers), kinds, strict=False)]
+
+
+def put_adapters(model: nn.Module, kind: str) -> None:
+    """Put torchtune's adapters into each linear layer, the base of QLoRA in four bits and without bias, and freeze all else."""
+    from torchtune.modules import peft  # which takes seconds that a process without adapters need not wait
+
+    make = peft.DoRALinear if kind == "DoRA" else peft.LoRALinear
+    quantized = {"quantize_base": True, "block_size": 64, "scaler_block_size": 32} if kind == "QLoRA" else {}
+    for module in list(model.modules()):
+        for name, linear in list(module.named_children()):
+            if isinstance(linear, nn.Linear):
+                adapted = make(
+                    linear.in_features, linear.out_features, 4, 8, dropout=0.1, use_bias=not quantized, **quantized
+                )
+                setattr(module, name, adapted.to(linear.weight))
+                if kind == "DoRA":
+                    adapted.initialize_dora_magnitude()
+    peft.set_trainable_params(model, peft.get_adapter_params(model))
 
 
 class Layer(nn.Module):
@@ -160,6 +188,8 @@ class Training:
         self.memory = device_memory(device)
         self._make = optimizers[case.optimizer]
         self.model = Decoder(checkpointing=case.checkpointing).to(device, case.dtype)
+        if case.adapters:
+            put_adapters(self.model, case.adapters)
         self.model.frozen.eval()
         self.phase = ""
         self.optimizer = self._optimizer(None)
@@ -235,23 +265,23 @@ class Training:
     def everything(self) -> dict[str, Any]:
         """All that training goes on from, bit by bit; a tensor as its dtype, shape and bytes."""
         python, numpy = random.getstate(), np.random.get_state(legacy=False)
-        found: dict[str, Any] = {"python": python, "numpy": _bits(numpy), "torch": _bits(torch.get_rng_state())}
+        found: dict[str, Any] = {"python": python, "numpy": bits(numpy), "torch": bits(torch.get_rng_state())}
         if self.device.type != "cpu":
-            found["device"] = _bits(getattr(torch, self.device.type).get_rng_state(self.device))
+            found["device"] = bits(getattr(torch, self.device.type).get_rng_state(self.device))
         for name, parameter in self.model.named_parameters():
-            found[f"parameter {name}"] = _bits(parameter)
-            found[f"gradient {name}"] = _bits(parameter.grad)
+            found[f"parameter {name}"] = bits(parameter)
+            found[f"gradient {name}"] = bits(parameter.grad)
         for name, buffer in self.model.named_buffers():
-            found[f"buffer {name}"] = _bits(buffer)
+            found[f"buffer {name}"] = bits(buffer)
         for name, module in self.model.named_modules():
             found[f"training {name}"] = module.training
         for index, optimizer in enumerate(self.optimizers):
             numbers = {id(p): n for n, p in self.model.named_parameters()}
             found[f"optimizer {index}"] = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))}
             found[f"groups {index}"] = [
-                _bits({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups
+                bits({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups
             ]
-            found[f"state {index}"] = {numbers[id(p)]: _bits(state) for p, state in optimizer.state.items()}
+            found[f"state {index}"] = {numbers[id(p)]: bits(state) for p, state in optimizer.state.items()}
         return found
 
     def objects(self) -> dict[str, int]:
@@ -265,7 +295,7 @@ class Training:
         return found
 
 
-def _bits(value: Any) -> Any:
+def bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         plain = [p.detach().cpu().contiguous() for p in plain_tensors(value)]
         return [
@@ -275,8 +305,8 @@ def _bits(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, dict):
-        return {key: _bits(item) for key, item in value.items()}
-    return [_bits(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: bits(item) for key, item in value.items()}
+    return [bits(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager

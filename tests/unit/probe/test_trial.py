@@ -19,6 +19,7 @@ from support.training_cases import (
     Case,
     Mishap,
     Training,
+    cases_with_adapters,
     differences,
     traces,
 )
@@ -44,7 +45,7 @@ SHORT_FORM = [
     )
     for index, optimizer in enumerate(OPTIMIZERS)
     for in_backward in (False, True)
-]
+] + cases_with_adapters()[::37]
 
 
 @pytest.mark.slow

@@ -39,9 +39,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("unit", ["rows", "tokens"])
-def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(unit, checkpointing, nested):
-    swept = list(sweep(Way(unit, checkpointing, nested), every=79))
+@pytest.mark.parametrize(("unit", "adapters"), [("rows", ""), ("tokens", ""), ("rows", "LoRA")])
+def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(unit, checkpointing, nested, adapters):
+    swept = list(sweep(Way(unit, checkpointing, nested, adapters), every=79))
     assert {phase for phase, _ in swept} == set(PHASES)
     assert [differing for _, differing in swept if differing] == []
 
