@@ -1,21 +1,24 @@
 """Adapters as our recipe trains them beside torchtune's stock one, with everything adaptive off: identical to the bit?
 
-    python benchmarks/parity_adapters.py [--quick] [--output DIR]
+    python benchmarks/parity_adapters.py [--ranks] [--quick] [--output DIR]
 
 Every run is a real one on a small model: LoRA and DoRA, and QLoRA on a wider one. Losses and gradient norms are compared as they
 stand in the logs, adapters, PEFT's files and merged weights as they were saved. On a CPU the stock recipe merges the adapters
 into the model that goes on training wherever it saves merged weights, so runs of two epochs save the adapters alone. Resumed
 runs end their epochs early, as the stock recipe begins its schedule again otherwise; each goes on from the other's epoch as well.
+With `--ranks`, on two ranks of gloo beside torchtune's distributed recipe, which makes DoRA's magnitudes anew where it resumes: there
+only LoRA is resumed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,9 @@ from parity import quiet
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.adapters import KINDS, LORA, OURS, STOCK, make_wide_setup, same_epoch
-from support.cli import FEATURES, LOG, Finished, SmallSetup, make_setup
+from support.adapters import KINDS, LORA, OURS, STOCK, STOCK_ON_RANKS, make_wide_setup, same_epoch
+from support.cli import FEATURES, Finished, SmallSetup, make_setup
+from support.stock import Task, interrupted, run_tasks
 
 EXTRAS = {
     **{name: FEATURES[name] for name in ("accumulation", "clipping", "packed")},
@@ -36,9 +40,12 @@ EXTRAS = {
 EXTRAS["dropout"] = ("model.lora_dropout=0.1",)
 MERGED, ALONE = ("epochs=1",), ("epochs=2", "save_adapter_weights_only=True")
 QUICK = 7  # every so many-th
+RANKS, IN_ONE_START = 2, 4
+STOCKS = {1: STOCK, RANKS: STOCK_ON_RANKS}
+Features = tuple[str, ...]
 
 
-def whole() -> list[tuple[str, ...]]:
+def whole() -> list[Features]:
     """The features of each whole run, what it saves last."""
     switches = product(("LoRA", "DoRA"), ("", "bf16"), ("", "activation checkpointing"), ("", *EXTRAS))
     cases = [(*filter(None, each), ("merged", "adapters alone")[number % 2]) for number, each in enumerate(switches)]
@@ -50,12 +57,12 @@ def whole() -> list[tuple[str, ...]]:
     ]
 
 
-def overrides(features: tuple[str, ...]) -> tuple[str, ...]:
+def overrides(features: Features) -> tuple[str, ...]:
     given = {**FEATURES, **EXTRAS, **KINDS, "merged": MERGED, "adapters alone": ALONE}
     return (*LORA, *(one for name in features for one in given[name]))
 
 
-def outcome(kind: str, features: tuple[str, ...], ours: Finished, stock: Finished, epoch: int) -> dict[str, Any]:
+def outcome(kind: str, features: Features, ours: Finished, stock: Finished, epoch: int) -> dict[str, Any]:
     """What two runs have in common."""
     return {
         "kind": kind,
@@ -67,45 +74,99 @@ def outcome(kind: str, features: tuple[str, ...], ours: Finished, stock: Finishe
     }
 
 
-def compare_whole(setup: SmallSetup, features: tuple[str, ...]) -> list[dict[str, Any]]:
-    ours, stock = (setup.run_in_process(recipe, *overrides(features)) for recipe in (OURS, STOCK))
-    return [outcome("whole", features, ours, stock, int("adapters alone" in features))]
+def whole_on_ranks() -> list[Features]:
+    """The same, of fewer runs."""
+    alone = [(), *((one,) for one in ("bf16", "activation checkpointing", *EXTRAS))]
+    cases = [(kind, *each) for each in alone for kind in ("LoRA", "DoRA")]
+    return [
+        *((*each, ("merged", "adapters alone")[number // 2 % 2]) for number, each in enumerate(cases)),
+        ("LoRA", "bf16", "activation checkpointing", "accumulation", "merged"),
+        ("DoRA", "bf16", "accumulation", "adapters alone"),
+        ("QLoRA", "merged"),
+        ("QLoRA", "accumulation", "adapters alone"),
+    ]
 
 
-def compare_resumed(setup: SmallSetup, features: tuple[str, ...]) -> list[dict[str, Any]]:
+def run_all(setup: SmallSetup, tasks: Sequence[Task], ranks: int) -> list[Finished]:
+    """Do runs in this process, or all in the same few."""
+    if ranks == 1:
+        return [setup.run_in_process(each.recipe, *each.overrides, f"output_dir={each.output_dir}") for each in tasks]
+    tasks = [replace(task, overrides=(*task.overrides, "batch_size=2")) for task in tasks]
+    return run_tasks(setup, tasks, ranks=ranks, timeout=1800)
+
+
+def run_both(setup: SmallSetup, cases: Sequence[Features], ranks: int, *more: str) -> list[list[Finished]]:
+    """Our runs, and the stock recipe's."""
+    tasks = [
+        Task(recipe, setup.fresh_folder(), (*overrides(features), *more))
+        for recipe in (OURS, STOCKS[ranks])
+        for features in cases
+    ]
+    finished = run_all(setup, tasks, ranks)
+    return [finished[: len(cases)], finished[len(cases) :]]
+
+
+def compare_whole(setup: SmallSetup, cases: Sequence[Features], ranks: int) -> list[dict[str, Any]]:
+    both = zip(cases, *run_both(setup, cases, ranks), strict=True)
+    return [outcome("whole", features, *runs, int("adapters alone" in features)) for features, *runs in both]
+
+
+def compare_resumed(setup: SmallSetup, cases: Sequence[Features], ranks: int) -> list[dict[str, Any]]:
     """The second epoch after a stop: ours from either's epoch, and the stock recipe's from ours."""
-    own = (*overrides(features), "epochs=2", "max_steps_per_epoch=2")
-    ours, stock = (setup.run_in_process(recipe, *own) for recipe in (OURS, STOCK))
+    more, stock_recipe = ("epochs=2", "max_steps_per_epoch=2"), STOCKS[ranks]
+    ours, stock = run_both(setup, cases, ranks, *more)
+    ways = {
+        "stock from stock": (stock_recipe, stock),
+        "ours from ours": (OURS, ours),
+        "ours from stock's": (OURS, stock),
+        "stock from ours": (stock_recipe, ours),
+    }
+    tasks = [
+        Task(recipe, interrupted(run, setup), (*overrides(features), *more, "resume_from_checkpoint=True"))
+        for recipe, begun in ways.values()
+        for features, run in zip(cases, begun, strict=True)
+    ]
+    finished = run_all(setup, tasks, ranks)
+    expected = finished[: len(cases)]
+    return [
+        outcome(f"resumed, {way}", features, run, expected[number], 1)
+        for way, begin in zip(list(ways)[1:], range(len(cases), len(finished), len(cases)), strict=True)
+        for number, (features, run) in enumerate(zip(cases, finished[begin:], strict=False))
+    ]
 
-    def resume(recipe: str, begun: Finished) -> Finished:
-        folder = setup.fresh_folder()
-        shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-        shutil.rmtree(folder / "epoch_1")
-        (folder / "logs" / LOG).unlink()
-        return setup.run_in_process(recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
 
-    expected = resume(STOCK, stock)
-    ways = {"ours from ours": (OURS, ours), "ours from stock's": (OURS, stock), "stock from ours": (STOCK, ours)}
-    return [outcome(f"resumed, {name}", features, resume(*way), expected, 1) for name, way in ways.items()]
+def starts(cases: Sequence[Features], size: int) -> Iterator[Sequence[Features]]:
+    """Cases that share a setup, and processes."""
+    for is_wide in (False, True):
+        chosen = [features for features in cases if ("QLoRA" in features) == is_wide]
+        yield from (chosen[begin : begin + size] for begin in range(0, len(chosen), size))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", action="store_true", help=f"on {RANKS} ranks")
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th comparison")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    resumed = [(kind, *more) for kind in ("LoRA", "DoRA") for more in ((), ("bf16",), ("clipping",), ("accumulation",))]
-    tasks = [(compare_whole, features) for features in whole()] + [(compare_resumed, features) for features in resumed]
+    ranks, kinds = (RANKS, ("LoRA",)) if arguments.ranks else (1, ("LoRA", "DoRA"))
+    resumed = [(kind, *more) for kind in kinds for more in ((), ("bf16",), ("clipping",), ("accumulation",))]
+    every = QUICK if arguments.quick else 1
+    whole_runs = whole_on_ranks() if arguments.ranks else whole()
+    tasks = [
+        (compare, cases)
+        for compare, all_cases in ((compare_whole, whole_runs[::every]), (compare_resumed, resumed[::every]))
+        for cases in starts(all_cases, IN_ONE_START if arguments.ranks else 1)
+    ]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
         small, wide = Path(folder) / "small", Path(folder) / "wide"
         small.mkdir()
         wide.mkdir()
         setups = make_setup(small), make_wide_setup(wide)
-        for compare, features in tqdm(tasks[:: QUICK if arguments.quick else 1], file=terminal, desc="comparisons"):
+        for compare, cases in tqdm(tasks, file=terminal, desc="starts"):
             with quiet():
-                rows += compare(setups["QLoRA" in features], features)
+                rows += compare(setups["QLoRA" in cases[0]], cases, ranks)
     identical = [row["losses"] and row["grad_norms"] and row["adapters"] for row in rows]
     for kind in dict.fromkeys(row["kind"] for row in rows):
         same = [is_same for row, is_same in zip(rows, identical, strict=True) if row["kind"] == kind]
@@ -115,7 +176,8 @@ def main() -> None:
             print(f"differs: {row}")
     print(f"{sum(identical)} of {len(rows)} comparisons identical in every loss, gradient norm and adapter")
     seconds = round(time.perf_counter() - start, 1)
-    records.write("parity_adapters", arguments.output, seconds=seconds, identical=sum(identical), comparisons=rows)
+    name = "parity_adapters_on_ranks" if arguments.ranks else "parity_adapters"
+    records.write(name, arguments.output, seconds=seconds, identical=sum(identical), comparisons=rows)
     sys.exit(0 if all(identical) else 1)
 
 
