@@ -10,7 +10,7 @@ TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo test test-all check docs measure format cuda-stack cuda-stack-all test-versions
+.PHONY: demo demo-lora test test-all check docs measure format cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,6 +19,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned model with the base
 	$(BIN)/python examples/demo
+
+demo-lora: $(INSTALLED)  ## adapters on the model that the demo has tuned, which comes first
+	test -d adaptive_batch_demo/tuned/epoch_2 || $(BIN)/python examples/demo
+	$(BIN)/python examples/demo --lora
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 

@@ -1,6 +1,6 @@
 """The demo: makes a small task from the Python that is installed, and runs the real recipe on it.
 
-    python examples/demo [--directory DIR] [--files-only] [key=value ...]
+    python examples/demo [--directory DIR] [--files-only | --lora] [key=value ...]
 
 No file is downloaded. In DIR it makes, once:
 
@@ -8,7 +8,8 @@ No file is downloaded. In DIR it makes, once:
     base/   a Qwen2 checkpoint in Hugging Face's format, with random weights, and the byte-level BPE tokenizer
             that was trained on the data; torchtune and transformers both load it
 
-Then it trains with ``configs/demo_cpu.yaml`` and compares the tuned model with the base.
+Then it trains with ``configs/demo_cpu.yaml`` and compares the tuned model with the base. With ``--lora`` that model is the base,
+and adapters learn the way back: docstring -> signature.
 """
 
 from __future__ import annotations
@@ -32,31 +33,33 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 EXAMPLES = Path(__file__).resolve().parents[1]
+PROMPT = "def string.join_lines(lines, separator='\\n')"
+PROMPT_BACK = "Return the lines, joined by the separator."
 
 
 def main() -> None:
     """Make the files, train on them with `tune run`, then compare the tuned model with the base."""
     parser = argparse.ArgumentParser(prog="python examples/demo", description=__doc__.splitlines()[0])
     parser.add_argument("--directory", default=demo.DIRECTORY, help="where everything goes (default: %(default)s)")
-    parser.add_argument("--files-only", action="store_true", help="make data and base model, and train nothing")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--files-only", action="store_true", help="make data and base model, and train nothing")
+    either.add_argument("--lora", action="store_true", help="train adapters on the model that the demo has tuned")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="passed on to tune run, after the demo's own")
     arguments = parser.parse_args()
     if "=" in arguments.directory:
         parser.error("--directory must not contain '=': tune run could not pass it on")
 
-    settings = [
-        f"demo_dir={arguments.directory}",
-        "use_maximum_batch_size=True",
-        "batch_increase_function=demo.grow",
-        *arguments.overrides,
-    ]
+    recipe, own, prompt = "adaptive_full_finetune", ["batch_increase_function=demo.grow"], PROMPT
+    if arguments.lora:
+        recipe, own, prompt = "adaptive_lora_finetune", _of_adapters(Path(arguments.directory)), PROMPT_BACK
+    settings = [f"demo_dir={arguments.directory}", "use_maximum_batch_size=True", *own, *arguments.overrides]
     started = time.perf_counter()
     cfg = _resolved(settings)
     demo.prepare(cfg.demo_dir)
     if arguments.files_only:
         return
 
-    command = ["tune", "run", "adaptive_full_finetune", "--config", "demo_cpu", *settings]
+    command = ["tune", "run", recipe, "--config", "demo_cpu", *settings]
     path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))  # demo.grow is found there
     print(f"$ PYTHONPATH={shlex.quote(os.path.relpath(EXAMPLES))} {shlex.join(command)}", flush=True)
     finished = subprocess.run([_installed("tune"), *command[1:]], env={**os.environ, "PYTHONPATH": path}, check=False)
@@ -64,9 +67,30 @@ def main() -> None:
         sys.exit(finished.returncode)
 
     print_epochs(Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl")
-    compare(cfg, Path(cfg.output_dir) / f"epoch_{cfg.epochs - 1}")
+    compare(cfg, Path(cfg.output_dir) / f"epoch_{cfg.epochs - 1}", prompt)
     print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {cfg.demo_dir}.\n")
     print(next_steps(arguments.directory, Path(cfg.output_dir)))
+
+
+def _of_adapters(directory: Path) -> list[str]:
+    """Return the settings of adapters on the tuned model, which learn from the same rows the other way round."""
+    base = directory / "tuned" / "epoch_2"
+    weights = sorted(path.name for path in base.glob("model*.safetensors"))
+    if not weights:
+        sys.exit(f"there is no tuned model in {base}: `make demo` makes it, or this command without --lora")
+    return [
+        "model._component_=torchtune.models.qwen2.lora_qwen2",
+        "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj]",
+        "model.apply_lora_to_mlp=True",
+        "model.lora_rank=16",
+        "model.lora_alpha=32",
+        f"checkpointer.checkpoint_dir={base}",
+        f"checkpointer.checkpoint_files=[{','.join(weights)}]",
+        "dataset.column_map.input=docstring",
+        "dataset.column_map.output=signature",
+        "epochs=1",
+        f"output_dir={directory / 'adapters'}",
+    ]
 
 
 def next_steps(directory: str, output_dir: Path) -> str:
@@ -123,8 +147,8 @@ def print_epochs(record: Path) -> None:
         print(f"{epoch:>5}  {steps[0]['batch_size']:>10}  {len(steps):>5}  {mean_loss:>9.3f}")
 
 
-def compare(cfg: DictConfig, tuned: Path) -> None:
-    """Print the loss of base and tuned model on the held-out rows, and what each writes for one of their prompts."""
+def compare(cfg: DictConfig, tuned: Path, prompt: str) -> None:
+    """Print the loss of base and tuned model on the held-out rows, and what each writes for a prompt."""
     import torch
     from torchtune import config
 
@@ -133,11 +157,10 @@ def compare(cfg: DictConfig, tuned: Path) -> None:
     held_out = directory / "data" / "held_out.jsonl"
     dataset = config.instantiate(cfg.dataset, tokenizer, data_files=str(held_out))
     rows = [dataset[index] for index in range(len(dataset))]
-    prompt = "def string.join_lines(lines, separator='\\n')"
 
     losses: dict[str, float] = {}
     print(f"\nprompt: {prompt}")
-    for name, folder in (("base", directory / "base"), ("tuned", tuned)):
+    for name, folder in (("base", Path(cfg.checkpointer.checkpoint_dir)), ("tuned", tuned)):
         model = demo.load(folder)
         with torch.inference_mode():
             losses[name] = demo.held_out_loss(model, rows, pad_id=tokenizer.pad_id)

@@ -222,7 +222,7 @@ def load(folder: Path) -> TransformerDecoder:
     from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
     weights: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob("model*.safetensors")):
         weights |= load_file(path)
     model = build_model()
     model.load_state_dict(qwen2_hf_to_tune(weights, tie_word_embeddings=bool(MODEL["tie_word_embeddings"])))

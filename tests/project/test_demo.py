@@ -271,9 +271,16 @@ def test_the_epochs_of_the_latest_run_are_shown_and_no_earlier_ones(tmp_path, ca
     assert lines[1:] == [["0", "4", "2", "2.500"], ["1", "8", "1", "1.000"]]
 
 
-def test_a_directory_that_tune_could_not_pass_on_is_refused(tmp_path):
-    command = [sys.executable, str(DEMO), "--directory", "a=b"]
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--directory", "a=b"], 2, "must not contain '='"),
+        (["--lora"], 1, "there is no tuned model in adaptive_batch_demo/tuned/epoch_2: `make demo` makes it"),
+    ],
+)
+def test_what_the_demo_cannot_do_is_refused_before_anything_is_made(tmp_path, arguments, status, says):
+    command = [sys.executable, str(DEMO), *arguments]
     finished = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 2
-    assert "must not contain '='" in finished.stderr
+    assert finished.returncode == status
+    assert says in finished.stderr
     assert list(Path(tmp_path).iterdir()) == []
