@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from adaptive_batch.schedules import (
     decay_of,
     next_batch_size,
     request_batch,
+    small_batch,
 )
 
 from .balance import balance_by_rows, balance_by_tokens
@@ -57,6 +59,7 @@ class StepPlanner:
         batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a step now.
         first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
         limits: what fits; None where that is not known yet.
+        small_rows: of this rank's rows of the last step handed out, so many, the first, are in its small batch (:func:`small_batch`).
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller device.
     """
 
@@ -84,7 +87,7 @@ class StepPlanner:
         self.batch_size = batching.batch_size
         self.first_batch_size: int | None = None
         self.limits: Limits | None = None
-        self.saved_maximum = 0
+        self.saved_maximum = self.small_rows = 0
         self.event = event
         self._on_all_ranks: Callable[[Callable[[], ClampedBatch]], ClampedBatch] = (
             distributed.from_rank_zero if asks_rank_zero else lambda request: request()
@@ -284,7 +287,9 @@ class StepPlanner:
         return balance_by_rows(len(numbers), ranks)[rank]
 
     def _take(self, size: int) -> list[dict[str, Any]]:
-        mine = self.rows_of_rank(self.sampler.next_numbers(size), self.limit)
+        numbers = self.sampler.next_numbers(size)
+        mine = self.rows_of_rank(numbers, self.limit)
+        self.small_rows = bisect_left(mine, small_batch(len(numbers)))
         return self.sampler.take(size, only=mine)
 
     # --- rules ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from .learning_rate import (
     scale_learning_rate,
     write_rate,
 )
-from .noise_scale import NoiseSample, NoiseScale, squared_norm
+from .noise_scale import NoiseSample, NoiseScale, small_batch, squared_norm
 from .preview import PlannedStep, as_record, batch_sizes_ahead, check_increments, check_stages, stages_of, table
 from .progress import Progress
 
@@ -78,6 +78,7 @@ __all__ = [
     "request_batch",
     "scale_learning_rate",
     "seesaw",
+    "small_batch",
     "squared_norm",
     "stages_of",
     "steps",

@@ -1,20 +1,27 @@
 """The gradient noise scale: how many rows a step needs before its noise is no larger than its gradient.
 
-Measured from what accumulation has anyway: the gradient of the first micro-batch of a step and that of the whole step
+Measured from what accumulation has anyway: the gradient of a part of a step's rows, the small batch, and that of all of them
 (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162, appendix A.1). A batch of B rows has
 a gradient whose squared norm is, expected, |G|^2 + S / B: of the true gradient G, and of the noise, S = tr(covariance of one
 row's gradient). Two batch sizes tell the two apart, and B_simple = S / |G|^2 (its equation 2.9).
 
-Why the first micro-batch: with a share r of the step's B rows as the small batch, T = tr(covariance^2), the variance of one
-step's |G|^2 is 4 T / (B^2 (1 - r)) + 4 G'CG / (B (1 - r)) and that of its S is T (2 (1 + r)^2 + 2 r^2 + 4 r^3 / (1 - r)) +
-4 G'CG B r / (1 - r) for normal noise of covariance C: both rise with r, so the smallest small batch is the best one. Keeping
-every row's gradient apart would lower the first term of |G|^2's variance, the larger one, to half and no further; norms
-after more micro-batches lie in between, and cost a pass over the gradients each.
+Rows of unequal length: a batch of b rows that have L label tokens has the gradient g = s / L, s being the sum of what its rows
+give. With l the expected label tokens of a row, G = E[s] / (b l), and the noise of a row is d = (its part of s - its label tokens x G) / l,
+which is 0 on average: a ratio of sums, to first order, has S = E|d|^2. Then
 
-Rows of unequal length: gradients are means over label tokens, so the small batch counts as its share of the step's label
-tokens, in rows. Then, rows in random order, the estimate is right to first order in 1 / rows of the small batch, and low
-with few (docs/how_it_decides.md has numbers); counted by rows it was off further, and varied more from step to step. Rows
-that are sorted or grouped by length within a step make the small batch no random sample of it, and estimates worthless.
+    E[L |g|^2] = b l |G|^2 + l S (1 + order of 1 / b)        since L |g|^2 = L |G|^2 + 2 l G . sum(d) + |l sum(d)|^2 / L
+    E[L^2 |g|^2] = b^2 l^2 |G|^2 + b tr(covariance of a row's part of s)                                      exactly
+
+whatever length and gradient of a row have to do with each other. Two sizes of the first give S and two of the second |G|^2, with the
+step's own L / B for l, which leaves an error of order 1 / B. Where rows are equally long, both are the paper's.
+Assumed is that rows are independent, and that which of them the small batch has, and how many, does not depend on their length. So a micro-batch
+that holds as many rows as fit, or rows of a length, is no small batch: there it is the first quarter of the step's rows.
+S is low with few rows in the small batch, by up to the share of squared variation of lengths / rows (docs/how_it_decides.md has numbers).
+
+Why not more rows: with a share r of the step's B rows as the small batch, T = tr(covariance^2), the variance of one
+step's |G|^2 is 4 T / (B^2 (1 - r)) + 4 G'CG / (B (1 - r)) and that of its S is T (2 (1 + r)^2 + 2 r^2 + 4 r^3 / (1 - r)) +
+4 G'CG B r / (1 - r) for normal noise of covariance C: both rise with r, so the smallest small batch is the best one but for the bias
+above. Keeping every row's gradient apart would lower the first term of |G|^2's variance, the larger one, to half and no further.
 """
 
 from __future__ import annotations
@@ -34,30 +41,33 @@ class NoiseSample:
     """The norms of one step; numbers, or scalar tensors that have not been waited for.
 
     Attributes:
-        small_rows: rows of the small batch, the first micro-batch of the step: its share of the step's label tokens, in rows.
+        small_rows: rows of the small batch.
         small_squared_norm: squared norm of its gradient, a mean over its label tokens.
         big_rows: rows of the whole step.
         big_squared_norm: squared norm of its gradient before clipping, a mean over its label tokens.
+        label_ratio: label tokens of a row of the small batch, on average, over those of a row of the whole step.
     """
 
     small_rows: float | torch.Tensor
     small_squared_norm: float | torch.Tensor
     big_rows: int
     big_squared_norm: float | torch.Tensor
+    label_ratio: float | torch.Tensor = 1.0
 
     def estimates(self) -> tuple[float, float]:
         """Return S, the trace of the covariance of one row's gradient, and |G|^2, the squared norm of the true gradient.
 
-        Both are without bias, and below zero by chance (equations A.3 and A.2).
+        Both are without bias where rows are equally long, and below zero by chance (equations A.3 and A.2).
 
         Raises:
             ValueError: not 0 < `small_rows` < `big_rows`.
         """
         small, big = float(self.small_rows), self.big_rows
-        of_small, of_big = float(self.small_squared_norm), float(self.big_squared_norm)
+        of_small, of_big, ratio = map(float, (self.small_squared_norm, self.big_squared_norm, self.label_ratio))
         if not 0 < small < big:
             raise ValueError(f"small_rows={small}, big_rows={big}: the small batch must be the smaller one")
-        return (of_small - of_big) / (1 / small - 1 / big), (big * of_big - small * of_small) / (big - small)
+        noise = (ratio * of_small - of_big) / (1 / small - 1 / big)
+        return noise, (big * of_big - small * ratio**2 * of_small) / (big - small)
 
 
 class NoiseScale:
@@ -70,15 +80,21 @@ class NoiseScale:
         decay: what an average keeps at each sample, 0 or more and below 1; about 1 / (1 - decay) samples count.
         min_samples: before so many there is no value: where the scale is several times the step, a value after 20 samples
             was found to be off by a factor of 3 in one run of ten, after 50 by less than 2.
+        every: from then on, steps from one sample to the next: a norm costs up to 2% of a small step in bf16, and micro-batches by
+            tokens one more of them.
     """
 
-    def __init__(self, *, decay: float = 0.99, min_samples: int = 50) -> None:
+    def __init__(self, *, decay: float = 0.99, min_samples: int = 50, every: int = 4) -> None:
         assert 0 <= decay < 1
         assert min_samples >= 1
         self._decay = decay
-        self._min_samples = min_samples
+        self._min_samples, self._every = min_samples, every
         self._samples = 0
         self._weight = self._noise = self._squared_gradient = 0.0
+
+    def is_due(self, steps: int) -> bool:
+        """Return whether the step after so many is to be sampled: each, until there may be a value."""
+        return self._samples < self._min_samples or steps % self._every == 0
 
     def update(self, sample: NoiseSample) -> None:
         """Add one step, waiting for its norms; one whose norms are not finite is left out."""
@@ -118,6 +134,11 @@ class NoiseScale:
         self._weight = float(state["weight"])
         self._noise = float(state["noise"])
         self._squared_gradient = float(state["squared_gradient"])
+
+
+def small_batch(rows: int) -> int:
+    """Return how many rows of a step, the first in its random order, are its small batch where micro-batches follow lengths; 0 of one row."""
+    return min(max(1, rows // 4), rows - 1) if rows else 0
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -219,7 +219,7 @@ class BoundFinder:
             return None
         kinds = [settings.micro_batch_layout] if settings.micro_batch_layout else ["grouped"]
         if settings.micro_batch_layout is None:
-            if settings.uniform_micro_batches or settings.measures_noise:
+            if settings.uniform_micro_batches:
                 kinds = ["padded"]
             elif why := data.why_unpacked or trainer.runner.why_not_packed(data.longest(2)):
                 log.info("rows are not packed: %s", why)

@@ -463,14 +463,12 @@ def _hides_noise(settings: Settings) -> str:
     rows = settings.step_rows if rule is None else getattr(rule, "start", None)
     stays = not (settings.batch_changes or settings.batch_tokens)
     whole_steps = size is None and settings.gradient_accumulation_steps == 1 and not settings.grow_beyond_maximum
-    if settings.micro_batch_tokens is not None:
-        return (
-            "micro-batches by tokens are grouped by length, so they are no random part of a step; use micro_batch_size"
-        )
-    if settings.micro_batch_layout == "grouped":
-        return "grouped micro-batches are of rows of a length, so they are no random part of a step; remove micro_batch_layout"
+    by_length = settings.micro_batch_tokens is not None or settings.micro_batch_layout == "grouped"
+    if by_length and settings.uniform_micro_batches:
+        return "uniform_micro_batches leaves no random part of a step a micro-batch of its own; remove it, or use micro_batch_size"
     if settings.sample_order == "seqlen":
         return "rows come sorted by length, so a micro-batch is no random part of a step"
-    if whole_steps or (stays and isinstance(size, int) and isinstance(rows, int) and size >= rows):
+    one_each = whole_steps or (stays and isinstance(size, int) and isinstance(rows, int) and size >= rows)
+    if one_each and not by_length:
         return "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"
     return ""

@@ -456,8 +456,8 @@ class Settings:
     )
     log_gradient_noise_scale: bool = key(
         check_bool,
-        "`True`: measure the gradient noise scale from the micro-batches of each step and log it. Takes steps of two "
-        "micro-batches or more",
+        "`True`: measure the gradient noise scale from the micro-batches of steps and log it. By rows it takes steps of two "
+        "micro-batches or more; by tokens or `grouped` a step that is sampled has up to one more",
         default=False,
     )
     save_every_n_steps: int | None = key(check_whole, "optimizer steps from one resume point to the next", default=None)
@@ -512,7 +512,8 @@ class Settings:
     def measures_noise(self) -> bool:
         """Whether the gradient noise scale is measured."""
         rule = self.batch_size_schedule
-        return self.log_gradient_noise_scale or (rule is not None and needs_noise_scale(rule))
+        is_asked = self.log_gradient_noise_scale or (rule is not None and needs_noise_scale(rule))
+        return is_asked and self.sample_order != "seqlen"
 
     @property
     def restores_random_state(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, micro_batches
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.memory import RandomState, TensorSnapshot, is_out_of_memory
 from adaptive_batch.schedules import NoiseSample, squared_norm
@@ -72,8 +72,8 @@ class StepResult:
         micro_batches: forward and backward passes that were run, by each rank.
         padding_fraction: share of the padded tokens that were padding.
         grad_norm: of all gradients before they were clipped, where that is measured; a scalar tensor.
-        noise: a sample of the gradient's noise, where that is measured; None of a step that ran as one micro-batch, or
-            whose micro-batches were grouped by length.
+        noise: a sample of the gradient's noise, where that is measured; None of a step whose rows were all in the small batch,
+            or none of whose labels were on one side.
     """
 
     loss: float
@@ -101,11 +101,13 @@ class MicroBatchRunner:
         layout: of micro-batches; None for rows that are padded, and nothing else.
         max_grad_norm: clip the norm of all gradients to this; infinity measures it, and None does neither.
         scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as it comes.
-        measures_noise: sample the gradient's noise in each step; not with the optimizer in backward, which leaves no gradient.
+        measures_noise: sample the gradient's noise; not with the optimizer in backward, which leaves no gradient.
         sharding: of the model; needed where there are several ranks.
 
     Attributes:
         layout: of micro-batches, from the next step on.
+        small_rows: of the next step's rows on this rank, the first so many are in the small batch that noise is sampled with, and
+            run before the others; where micro-batches keep the order of rows, the first micro-batch is. None samples none.
         is_trial: whether what runs now is a trial, and not training.
     """
 
@@ -129,22 +131,26 @@ class MicroBatchRunner:
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
         self._measures_noise = measures_noise
+        self.small_rows = 1 if measures_noise else None
         self._device = retry.memory.device
         # Ranks agree on how many there are before they run: the same rows are not split twice.
-        self._split = lru_cache(maxsize=1)(micro_batches)
+        self._split = lru_cache(maxsize=1)(_split)
         self._running_statistics = _running_statistics(model)
 
-    def num_micro_batches(self, rows: Sequence[Row]) -> int:
-        """Return how many micro-batches some rows are now."""
-        return len(self._split(tuple(map(self.loss.row_length, rows)), self.retry.limit(), self.layout))
+    def num_micro_batches(self, rows: Sequence[Row]) -> tuple[int, ...]:
+        """Return how many micro-batches some rows are now; where noise is sampled, those of the small batch and the others."""
+        return tuple(map(len, self._parts(rows)))
 
-    def run(self, rows: Sequence[Row], *, num_micro_batches: int | None = None) -> StepResult:
+    def _parts(self, rows: Sequence[Row]) -> tuple[list[MicroBatch], ...]:
+        return self._split(tuple(map(self.loss.row_length, rows)), self.retry.limit(), self.layout, self.small_rows)
+
+    def run(self, rows: Sequence[Row], *, num_micro_batches: Sequence[int] | None = None) -> StepResult:
         """Leave in the gradients the mean over the label tokens of all `rows`, clipped.
 
         Args:
             rows: of this rank; none where other ranks have some.
-            num_micro_batches: that the rank with most of them needs within the limit, where all ranks know it; None lets
-                them ask each other.
+            num_micro_batches: as :meth:`num_micro_batches` returns them, of the rank with most, where all ranks know it; None
+                lets them ask each other.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -263,42 +269,43 @@ class MicroBatchRunner:
             torch.nn.utils.clip_grads_with_norm_(those, self._max_grad_norm, norm)
         return norm
 
-    def _attempt(self, rows: Sequence[Row], num_micro_batches: int | None) -> StepResult:
+    def _attempt(self, rows: Sequence[Row], num_micro_batches: Sequence[int] | None) -> StepResult:
         """Run the micro-batches of a step; where a rank fails, all of them come to the end of it."""
         retry, together = self.retry, distributed.world_size() > 1
         if together:
             self.sharding.reset()  # a forward of another's, as in its own validation, leaves parameters gathered
-        lengths, limit = tuple(map(self.loss.row_length, rows)), retry.limit()
-        pieces = self._split(lengths, limit, self.layout)
-        retry.current = fullest = limit.fullest(pieces) if pieces else self._dummy_micro_batch()
-        count = num_micro_batches or max(1, distributed.maximum(len(pieces)))
-        assert len(pieces) <= count, f"{len(pieces)} micro-batches on this rank, and {count} were agreed upon"
-        assert self._scale_gradients or count == 1, "with the optimizer in backward a step is one micro-batch"
+        parts = self._parts(rows)
+        mine = [piece for part in parts for piece in part]
+        retry.current = fullest = retry.limit().fullest(mine) if mine else self._dummy_micro_batch()
+        counts = num_micro_batches or distributed.all_reduce_max(list(map(len, parts)))
+        pieces: list[MicroBatch | None] = []
+        for part, count in zip(parts, counts, strict=True):
+            assert len(part) <= count, f"{len(part)} micro-batches on this rank, and {count} were agreed upon"
+            pieces += [*part, *[None] * (count - len(part))]
+        pieces = pieces or [None]
+        assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
         sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self._device)
-        # Grouped by length, the first micro-batch is no random sample of the step.
-        by_rows = limit.unit == "rows" and self.layout.kind != "grouped"
-        in_order = by_rows or (not together and len(set(lengths)) == 1)
-        measures = self._measures_noise and in_order and count > 1 and _copies_of_each_row() == 1
-        # What is measured after the first has to be reduced by then.
-        reduced = [number + 1 == count or (measures and number == 0) for number in range(count)]
-        sample: tuple[torch.Tensor, torch.Tensor] | None = None  # label tokens, and squared norm
-        for number, is_last in enumerate(reduced):
+        samples = len(counts) > 1 and all(counts) and _copies_of_each_row() == 1
+        last_small, sums.small = (counts[0], _Small()) if samples else (0, None)
+        # What is measured has to be reduced by then.
+        reduced = [number in (last_small, len(pieces)) for number in range(1, len(pieces) + 1)]
+        for number, (piece, is_last) in enumerate(zip(pieces, reduced, strict=True), start=1):
             if retry.has_failed:
                 self.sharding.run_dummy_collectives(is_last=is_last)
                 continue
-            piece = pieces[number] if number < len(pieces) else None
             retry.current = piece or retry.current
             retry.run_micro_batch(
                 partial(self._run_piece, rows, piece, sums, is_last=is_last),
                 sharding=self.sharding,
                 drop=self.drop_gradients,
-                can_continue=partial(self._knows, reduced[number + 1 :]),
+                can_continue=partial(self._knows, reduced[number:]),
             )
-            if measures and (number == 0 if together else sums.micro_batches == 1 and sample is None):
-                sample = self._labels_and_squared_norm(sums.label_tokens)
+            if number == last_small:
+                small_rows = sum(len(small.rows) for small in parts[0])
+                sums.small = _Small(small_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches)
         if not retry.has_failed:
             retry.current = fullest
-        return self._finish(sums, count, sample)
+        return self._finish(sums, len(pieces))
 
     def _knows(self, reduced: Sequence[bool]) -> bool:
         """Return whether the collectives of these micro-batches, each reduced or not, are known."""
@@ -333,9 +340,16 @@ class MicroBatchRunner:
             token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
         token_loss.backward()  # type: ignore[no-untyped-call]
 
-    def _finish(self, sums: _Sums, count: int, sample: tuple[torch.Tensor, torch.Tensor] | None) -> StepResult:
+    def _finish(self, sums: _Sums, count: int) -> StepResult:
         """Count the label tokens of all ranks and divide the gradients by them; fails where any rank has failed."""
-        together = distributed.world_size() > 1
+        together, ranks = distributed.world_size() > 1, distributed.world_size()
+        gives_norm = not together and self._max_grad_norm is not None
+        gives_norm = gives_norm and all(gradient.dtype.itemsize >= 4 for gradient in self._gradients())
+        small, squared = sums.small, torch.zeros(())
+        if small is not None and not gives_norm:
+            squared = self._squared_norm()
+        if small is not None and together:
+            small, squared = small.all_reduce_sum(squared, device=self._device)
         if self._scale_gradients:
             sums.failed = int(self.retry.has_failed)
             sums.all_reduce_sum()
@@ -343,16 +357,19 @@ class MicroBatchRunner:
                 raise OutOfMemoryElsewhereError
         has_labels = bool(sums.label_tokens) if together else sums.micro_batches > 0
         if has_labels and self._scale_gradients:  # FSDP has taken the mean over the ranks
-            self._multiply_gradients_by(distributed.world_size() / sums.label_tokens)
+            self._multiply_gradients_by(ranks / sums.label_tokens)
         elif not has_labels and together:
             self.drop_gradients()
-        noise, copies = None, _copies_of_each_row()
-        is_part = sample is not None and (0 < sample[0] < sums.label_tokens if together else sums.micro_batches > 1)
-        if sample is not None and is_part:
-            grad_norm, squared = self._clip_and_measure()
-            noise = NoiseSample(sample[0] / sums.label_tokens * sums.rows, sample[1], sums.rows, squared)
-        else:
-            grad_norm = self.clip()
+        noise, grad_norm, copies = None, self.clip(), _copies_of_each_row()
+        if small is not None and small.is_part_of(sums):
+            per_row = small.label_tokens / small.rows
+            noise = NoiseSample(
+                small.rows,
+                small.squared_norm * (ranks / small.label_tokens) ** 2,
+                sums.rows,
+                grad_norm**2 if gives_norm and grad_norm is not None else squared * (ranks / sums.label_tokens) ** 2,
+                per_row * sums.rows / sums.label_tokens,
+            )
         return StepResult(
             loss=float(sums.loss.item() / sums.label_tokens) if has_labels else 0.0,
             label_tokens=sums.label_tokens // copies,
@@ -376,26 +393,10 @@ class MicroBatchRunner:
     def _dummy_micro_batch(self) -> MicroBatch:
         return MicroBatch([0], self.loss.row_length(self._dummy_row()))
 
-    def _labels_and_squared_norm(self, label_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return over all ranks: label tokens, and the squared norm of the gradients that were summed over them, divided by these."""
-        if distributed.world_size() == 1:
-            return label_tokens, squared_norm(self._gradients()) / label_tokens**2
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        total[0] = label_tokens
-        for gradient in self._gradients():
-            total[1] += squared_norm([self.sharding.of_this_rank(gradient)])
-        distributed.all_reduce_sum(total)
-        return total[0], total[1] * (distributed.world_size() / total[0]) ** 2
-
-    def _clip_and_measure(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Clip; return the norm as :meth:`clip` does, and the squared norm that there was before."""
-        is_exact = all(gradient.dtype.itemsize >= 4 for gradient in self._gradients())
-        if self._max_grad_norm is not None and is_exact and distributed.world_size() == 1:
-            grad_norm = self.clip()
-            assert grad_norm is not None
-            return grad_norm, grad_norm**2
-        _, before = self._labels_and_squared_norm(torch.ones(()))
-        return self.clip(), before
+    def _squared_norm(self) -> torch.Tensor:
+        """Return the squared norm of what this rank holds of the gradients."""
+        held = list(map(self.sharding.of_this_rank, self._gradients()))
+        return squared_norm(held) if held else torch.zeros(())
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -428,6 +429,48 @@ class MicroBatchRunner:
         return undo
 
 
+def _split(
+    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout, small_rows: int | None
+) -> tuple[list[MicroBatch], ...]:
+    """Split the rows of a step into micro-batches: of the small batch that noise is sampled with, and of the others; None for one part.
+
+    In the order of the rows the first micro-batch is a random part of them. Elsewhere what a micro-batch has depends on lengths, so
+    a part that does not is split by itself, at the cost of one micro-batch more.
+    """
+    pieces = micro_batches(lengths, limit, layout)
+    in_order = limit.unit == "rows" and layout.kind != "grouped"
+    if small_rows is None or (layout.uniform and not in_order):
+        return (pieces,)
+    if in_order:
+        return pieces[:1], pieces[1:]
+    others = micro_batches(lengths[small_rows:], limit, layout)
+    shifted = [replace(piece, rows=[small_rows + row for row in piece.rows]) for piece in others]
+    return micro_batches(lengths[:small_rows], limit, layout), shifted
+
+
+@dataclass(frozen=True)
+class _Small:
+    """The small batch of a step's noise, on this rank: as many label tokens as the gradients are summed over by then."""
+
+    rows: float | torch.Tensor = 0
+    label_tokens: float | torch.Tensor = 0
+    squared_norm: float | torch.Tensor = 0
+    micro_batches: int = 0  # that have labels
+
+    def all_reduce_sum(self, squared: torch.Tensor, *, device: torch.device) -> tuple[_Small, torch.Tensor]:
+        """Return it and the squared norm of the whole step, added up over the ranks in one small collective."""
+        mine = (self.rows, self.label_tokens, self.squared_norm, squared)
+        total = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in mine])
+        distributed.all_reduce_sum(total)
+        return _Small(total[0], total[1], total[2]), total[3]
+
+    def is_part_of(self, step: _Sums) -> bool:
+        """Return whether it has labels, and others of the step have some; waits for nothing on one rank."""
+        if distributed.world_size() == 1:
+            return 0 < self.micro_batches < step.micro_batches
+        return bool(0 < self.label_tokens < step.label_tokens)
+
+
 class _Sums:
     """What the micro-batches of a step add up to: on this rank, and on all after :meth:`all_reduce_sum`."""
 
@@ -436,6 +479,7 @@ class _Sums:
         # On one rank they add to what lies on the device; several count on the host, where the other counts are.
         self.loss = torch.zeros((), device=device if distributed.world_size() > 1 else None)
         self.label_tokens = torch.zeros((), dtype=torch.int64)
+        self.small: _Small | None = None
 
     def add(self, token_loss: torch.Tensor, label_tokens: torch.Tensor) -> None:
         """Add a micro-batch that has labels."""

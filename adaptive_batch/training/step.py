@@ -19,11 +19,11 @@ class Agreement:
     """What all ranks know before they run a step.
 
     Attributes:
-        num_micro_batches: of the rank that has most.
+        num_micro_batches: of the rank that has most, as :meth:`MicroBatchRunner.num_micro_batches` returns them.
         ends: a rank was asked to end.
     """
 
-    num_micro_batches: int
+    num_micro_batches: tuple[int, ...]
     ends: bool
 
 
@@ -45,7 +45,6 @@ def agree_on_step(
     retry = runner.retry
     grown = retry.next_limit()
     mine = [
-        runner.num_micro_batches(rows),
         int(ends),
         int(retry.allocator_retried),
         int(grown is None or not retry.has_room(grown)),
@@ -53,8 +52,9 @@ def agree_on_step(
         -batch,
         num_rows,
         -num_rows,
+        *runner.num_micro_batches(rows),
     ]
-    most, any_ends, must_ease, must_stay, largest, least, most_rows, least_rows = distributed.all_reduce_max(mine)
+    any_ends, must_ease, must_stay, largest, least, most_rows, least_rows, *most = distributed.all_reduce_max(mine)
     if largest != -least or most_rows != -least_rows:
         same_answers({"batch_size_schedule": batch, "the rows of the next step, which": num_rows})
     if must_ease:
@@ -62,8 +62,8 @@ def agree_on_step(
     elif grown is not None and not must_stay:
         retry.grow(grown)
     if must_ease or not must_stay:
-        most = distributed.maximum(runner.num_micro_batches(rows))
-    return Agreement(max(1, most), bool(any_ends))
+        most = distributed.all_reduce_max(runner.num_micro_batches(rows))
+    return Agreement(tuple(most), bool(any_ends))
 
 
 def same_answers(answers: Mapping[str, int]) -> None:
