@@ -343,13 +343,6 @@ class MicroBatchRunner:
     def _finish(self, sums: _Sums, count: int) -> StepResult:
         """Count the label tokens of all ranks and divide the gradients by them; fails where any rank has failed."""
         together, ranks = distributed.world_size() > 1, distributed.world_size()
-        gives_norm = not together and self._max_grad_norm is not None
-        gives_norm = gives_norm and all(gradient.dtype.itemsize >= 4 for gradient in self._gradients())
-        small, squared = sums.small, torch.zeros(())
-        if small is not None and not gives_norm:
-            squared = self._squared_norm()
-        if small is not None and together:
-            small, squared = small.all_reduce_sum(squared, device=self._device)
         if self._scale_gradients:
             sums.failed = int(self.retry.has_failed)
             sums.all_reduce_sum()
@@ -360,16 +353,18 @@ class MicroBatchRunner:
             self._multiply_gradients_by(ranks / sums.label_tokens)
         elif not has_labels and together:
             self.drop_gradients()
+        small, squared = sums.small, None
+        gives_norm = not together and self._max_grad_norm is not None
+        if small is not None and not (gives_norm and all(one.dtype.itemsize >= 4 for one in self._gradients())):
+            small, squared = small.all_reduce_sum(self._squared_norm(), device=self._device)
         noise, grad_norm, copies = None, self.clip(), _copies_of_each_row()
         if small is not None and small.is_part_of(sums):
-            per_row = small.label_tokens / small.rows
-            noise = NoiseSample(
-                small.rows,
-                small.squared_norm * (ranks / small.label_tokens) ** 2,
-                sums.rows,
-                grad_norm**2 if gives_norm and grad_norm is not None else squared * (ranks / sums.label_tokens) ** 2,
-                per_row * sums.rows / sums.label_tokens,
-            )
+            if squared is None:
+                assert grad_norm is not None
+                squared = grad_norm**2
+            of_small = small.squared_norm * (ranks / small.label_tokens) ** 2
+            ratio = small.label_tokens / small.rows * sums.rows / sums.label_tokens
+            noise = NoiseSample(small.rows, of_small, sums.rows, squared, ratio)
         return StepResult(
             loss=float(sums.loss.item() / sums.label_tokens) if has_labels else 0.0,
             label_tokens=sums.label_tokens // copies,
@@ -459,6 +454,8 @@ class _Small:
 
     def all_reduce_sum(self, squared: torch.Tensor, *, device: torch.device) -> tuple[_Small, torch.Tensor]:
         """Return it and the squared norm of the whole step, added up over the ranks in one small collective."""
+        if distributed.world_size() == 1:
+            return self, squared
         mine = (self.rows, self.label_tokens, self.squared_norm, squared)
         total = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in mine])
         distributed.all_reduce_sum(total)

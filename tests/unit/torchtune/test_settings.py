@@ -314,7 +314,10 @@ BY_NOISE = {"batch_size_schedule": {"_component_": "adaptive_batch.schedules.by_
     [
         ({}, "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"),
         ({"micro_batch_size": 4}, "a step is one micro-batch"),
-        ({"micro_batch_tokens": 100}, "micro-batches by tokens are grouped by length"),
+        (
+            {"micro_batch_tokens": 100, "uniform_micro_batches": "lengths"},
+            "uniform_micro_batches leaves no random part of a step a micro-batch of its own",
+        ),
         ({"micro_batch_size": 2, "sample_order": "seqlen"}, "rows come sorted by length"),
     ],
     ids=str,
@@ -324,7 +327,18 @@ def test_a_rule_of_the_noise_that_is_never_measured_is_refused(keys, why):
         Settings.from_config(PLAIN | BY_NOISE | keys)
 
 
-@pytest.mark.parametrize("keys", [{"micro_batch_size": 2}, {"micro_batch_size": "auto"}, {"grow_beyond_maximum": True}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"micro_batch_size": 2},
+        {"micro_batch_size": "auto"},
+        {"grow_beyond_maximum": True},
+        {"micro_batch_tokens": 100},
+        {"micro_batch_tokens": "auto"},
+        {"micro_batch_tokens": 100, "micro_batch_layout": "packed"},
+        {"micro_batch_size": 2, "micro_batch_layout": "grouped"},
+    ],
+)
 def test_a_rule_of_the_noise_that_may_be_measured_is_taken(keys):
     config = PLAIN | BY_NOISE | keys
     assert without_effect(Settings.from_config(config), config) == []

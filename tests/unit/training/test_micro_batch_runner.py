@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.fault_injection import IGNORED, collate, mean_loss
 from support.runners import build_runner
@@ -188,7 +188,8 @@ LIMITS = st.sampled_from([None, 1e-3, 1e3])
 
 @given(batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES, limit=LIMITS)
 @settings(max_examples=60, deadline=None)
-def test_measuring_the_noise_changes_no_bit_of_a_step(batch, capacity, shapes, limit):
+def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(batch, capacity, shapes, limit):
+    assume(capacity.unit == "rows" and shapes.kind != "grouped")
     for dtype in (torch.float64, torch.bfloat16):
         nets = model().to(dtype), model().to(dtype)
         results = [
@@ -208,25 +209,55 @@ def test_measuring_the_noise_changes_no_bit_of_a_step(batch, capacity, shapes, l
     batch=st.lists(rows(), min_size=2, max_size=9), capacity=st.builds(MicroBatchLimit, st.integers(1, 8)), limit=LIMITS
 )
 @settings(max_examples=60, deadline=None)
-def test_the_sample_is_of_the_first_micro_batch_with_labels_and_of_the_whole_step(batch, capacity, limit):
+def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, capacity, limit):
     result, _ = gradients(batch, capacity, measures_noise=True, max_grad_norm=limit)
-    if result.micro_batches < 2:
+    first, of_first = gradients(batch[: capacity.amount], capacity)
+    whole, of_whole = gradients(batch, MicroBatchLimit(len(batch)))
+    if result.micro_batches < 2 or not first.micro_batches:
         assert result.noise is None
         return
-    pieces = [batch[start : start + capacity.amount] for start in range(0, len(batch), capacity.amount)]
-    alone = (gradients(piece, capacity) for piece in pieces)
-    first, of_first = next((one, found) for one, found in alone if one.micro_batches)
-    whole, of_whole = gradients(batch, MicroBatchLimit(len(batch)))
+    per_row = int(first.label_tokens) / capacity.amount
     assert numbers(result.noise) == {
-        "small_rows": pytest.approx(len(batch) * int(first.label_tokens) / int(whole.label_tokens)),
+        "small_rows": capacity.amount,
         "small_squared_norm": pytest.approx(squared_norm(of_first), rel=1e-6),  # it was divided by a float32
         "big_rows": len(batch),
         "big_squared_norm": pytest.approx(squared_norm(of_whole), rel=1e-6),
+        "label_ratio": pytest.approx(per_row / (int(whole.label_tokens) / len(batch))),
     }
 
 
+LAYOUTS = [
+    (MicroBatchLimit(14, "tokens"), MicroBatchLayout()),
+    (MicroBatchLimit(14, "tokens"), MicroBatchLayout(kind="grouped")),
+    (MicroBatchLimit(2), MicroBatchLayout(kind="grouped")),
+]
+
+
+@given(batch=st.lists(rows(), min_size=2, max_size=9), layout=st.sampled_from(LAYOUTS), small=st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_by_length_the_sample_is_of_the_rows_that_were_asked_for_and_gradients_are_the_same(batch, layout, small):
+    small = min(small, len(batch) - 1)
+    net = model()
+    run = runner(net, layout[0], layout=layout[1], measures_noise=True)
+    run.small_rows = small
+    counts = run.num_micro_batches(batch)
+    result = run.run(batch)
+    first, of_first = gradients(batch[:small], MicroBatchLimit(small))
+    whole, of_whole = gradients(batch, MicroBatchLimit(len(batch)))
+    assert relative_error([parameter.grad for parameter in net.parameters()], of_whole) < 1e-6
+    run.small_rows = None
+    parts = batch[:small], batch[small:]
+    assert counts == tuple(run.num_micro_batches(part)[0] for part in parts)
+    if not first.micro_batches or int(first.label_tokens) == int(whole.label_tokens):
+        assert result.noise is None
+        return
+    found = numbers(result.noise)
+    assert (found["small_rows"], found["big_rows"]) == (small, len(batch))
+    assert found["small_squared_norm"] == pytest.approx(squared_norm(of_first), rel=1e-6)
+    assert found["big_squared_norm"] == pytest.approx(squared_norm(of_whole), rel=1e-6)
+
+
 UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
-EQUAL = [row(6, masked=masked, seed=masked) for masked in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -235,20 +266,23 @@ EQUAL = [row(6, masked=masked, seed=masked) for masked in range(4)]
         (UNEQUAL, MicroBatchLimit(4), {"measures_noise": True}),
         (UNEQUAL, MicroBatchLimit(1), {}),
         (UNEQUAL, MicroBatchLimit(1), {"measures_noise": False}),
-        (UNEQUAL, MicroBatchLimit(18, "tokens"), {"measures_noise": True}),
+        (UNEQUAL, MicroBatchLimit(18, "tokens"), {"measures_noise": True, "layout": MicroBatchLayout(uniform="rows")}),
         ([row(5, masked=5), row(5)], MicroBatchLimit(1), {"measures_noise": True}),
         ([row(5), row(5, masked=5)], MicroBatchLimit(1), {"measures_noise": True}),
         ([row(5, masked=5), row(4, masked=4)], MicroBatchLimit(1), {"measures_noise": True}),
     ],
-    ids=["one piece", "not asked", "refused", "by length", "one labelled, last", "one labelled, first", "no label"],
+    ids=[
+        "one piece",
+        "not asked",
+        "refused",
+        "uniform, by tokens",
+        "one labelled, last",
+        "one labelled, first",
+        "no label",
+    ],
 )
 def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, capacity, settings):
     assert gradients(batch, capacity, **settings)[0].noise is None
-
-
-def test_rows_of_one_length_are_a_random_sample_however_they_are_grouped():
-    sample = gradients(EQUAL, MicroBatchLimit(12, "tokens"), measures_noise=True)[0].noise
-    assert numbers(sample)["big_rows"] == 4
 
 
 @pytest.mark.parametrize("limit", [None, 1e-3])
