@@ -457,7 +457,7 @@ class Settings:
     log_gradient_noise_scale: bool = key(
         check_bool,
         "`True`: measure the gradient noise scale from the micro-batches of steps and log it. By rows it takes steps of two "
-        "micro-batches or more; by tokens or `grouped` a step that is sampled has up to one more",
+        "micro-batches or more; by tokens or `grouped` a step that is sampled has about one more",
         default=False,
     )
     save_every_n_steps: int | None = key(check_whole, "optimizer steps from one resume point to the next", default=None)

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fault_injection import IGNORED
+from support.mean_estimation import TokenMeans
 from support.runners import build_runner
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.schedules import NoiseSample, NoiseScale, squared_norm
+from adaptive_batch.schedules import NoiseSample, NoiseScale, small_batch, squared_norm
 
 ROWS = st.integers(-9, 9).map(float)
 
@@ -49,6 +50,18 @@ def test_a_case_by_hand():
     scale = NoiseScale(min_samples=1)
     scale.update(sample)
     assert scale.value == pytest.approx(3)
+
+
+def test_rows_with_twice_the_label_tokens_of_others_by_hand():
+    """Two rows of 4 label tokens and four of 1: 12 in all, 2 a row, so the small batch has twice as many a row."""
+    assert NoiseSample(2, 10.0, 6, 6.0, 4 / 2).estimates() == (
+        pytest.approx((2 * 10 - 6) / (1 / 2 - 1 / 6)),
+        pytest.approx((6 * 6 - 2 * 2**2 * 10) / (6 - 2)),
+    )
+
+
+def test_the_small_batch_is_a_quarter_of_the_rows_and_never_all_of_them():
+    assert [small_batch(rows) for rows in (0, 1, 2, 3, 4, 7, 8, 64)] == [0, 0, 1, 1, 1, 1, 2, 16]
 
 
 def test_the_squared_norm_is_of_all_gradients_whatever_their_types():
@@ -123,6 +136,16 @@ def test_a_step_whose_norm_is_not_finite_is_left_out(norm):
     assert scale.state_dict() == before
 
 
+def test_each_step_is_sampled_until_there_is_a_value_then_every_fourth_also_after_resuming():
+    scale, resumed = (NoiseScale(min_samples=3) for _ in range(2))
+    assert all(scale.is_due(step) for step in range(9))
+    for _ in range(3):
+        scale.update(sample(1.0, 6.0))
+    resumed.load_state_dict(scale.state_dict())
+    for one in (scale, resumed):
+        assert [step for step in range(9) if one.is_due(step)] == [0, 4, 8]
+
+
 NORMS = st.floats(0, 1e6)
 
 
@@ -194,3 +217,38 @@ def test_within_a_tenth_of_the_closed_form_after_600_steps(true, capacity, big, 
         problem.model.zero_grad()
         scale.update(runner.run(problem.rows(big)).noise)
     assert scale.value == pytest.approx(true, rel=0.1)
+
+
+# rows of unequal length, in micro-batches by tokens
+
+
+BY_TOKENS = MicroBatchLimit(64, "tokens")
+
+
+def estimated(problem, sampler, steps, *, order=lambda rows: rows):
+    scale = NoiseScale(decay=0.998)
+    for _ in range(steps):
+        scale.update(sampler(order(problem.rows(32))))
+    return scale.value
+
+
+@pytest.mark.parametrize("kind", ["padded", "grouped", "packed"])
+@pytest.mark.parametrize("true", [16.0, pytest.param(4.0, marks=pytest.mark.slow)])
+def test_by_tokens_within_a_tenth_of_the_closed_form(true, kind, one_thread):
+    problem = TokenMeans(noise_scale=true, seed=1)
+    assert estimated(problem, problem.sampler(BY_TOKENS, kind), 400) == pytest.approx(true, rel=0.1)
+
+
+def test_a_small_batch_of_long_rows_would_be_far_off(one_thread):
+    problem = TokenMeans(noise_scale=16.0, seed=1)
+    sampler = problem.sampler(BY_TOKENS)
+    value = estimated(problem, sampler, 100, order=lambda rows: sorted(rows, key=lambda row: -len(row["tokens"])))
+    assert value is None or not 8 < value < 32
+
+
+def test_all_layouts_say_the_same_of_the_same_rows(one_thread):
+    problem = TokenMeans(noise_scale=16.0, seed=2)
+    rows = problem.rows(32)
+    first, *others = [vars(problem.sampler(BY_TOKENS, kind)(rows)).values() for kind in ("padded", "grouped", "packed")]
+    for other in others:
+        assert [float(value) for value in other] == pytest.approx([float(value) for value in first], rel=1e-6)
