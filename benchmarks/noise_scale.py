@@ -1,15 +1,19 @@
 """The gradient noise scale: against closed forms, on rows of unequal length, and what it costs.
 
-    python benchmarks/noise_scale.py [--only closed|rows|cost] [--quick] [--output DIR]      a record of each
+    python benchmarks/noise_scale.py [--only closed|tokens|rows|cost] [--quick] [--output DIR]      a record of each
 
 ``closed``: estimating a mean from normal rows, whose noise scale is tr(covariance) / |theta - mean|^2, through the real
 runner of micro-batches, for several sizes of the small batch.
 
-``rows``: the demo's model and rows, whose gradients are means over label tokens. The gradients of 512 rows, all their inner
-products known, are the population that steps are drawn from, so the truth is known. A prefix of a step whose micro-batches are
-grouped by length is no random sample: how far off is the estimate, and would counting a batch by its label tokens help?
+``tokens``: the mean of tokens in rows of unequal length, long rows having another mean, known in closed form, in micro-batches by
+tokens of each layout and by rows; on one device and on two ranks that FSDP2 divides the parameter over, with the same rows.
 
-``cost``: the same steps of the demo's model with and without measuring, in turns, the one that goes first drawn by lot.
+``rows``: the demo's model and rows, whose gradients are means over label tokens. The gradients of 512 rows, all their inner
+products known, are the population that steps are drawn from, so the truth is known. How far off is the estimate with so many rows
+in the small batch, and would it be by the paper's formula alone, with a batch counted by its rows or by its label tokens?
+
+``cost``: the same steps of the demo's model with and without a sample, in turns, the one that goes first drawn by lot; and what
+that is for each step, as one in four is sampled after the first 50.
 """
 
 from __future__ import annotations
@@ -32,16 +36,20 @@ from torch import nn
 from tqdm import tqdm
 from turns import configuration, our_recipe, printing_into, resampled_interval
 
-from adaptive_batch.data import MicroBatchLimit, micro_batches
-from adaptive_batch.schedules import NoiseSample, NoiseScale
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.schedules import NoiseSample, NoiseScale, small_batch
 from adaptive_batch.training import MicroBatchRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import demo
+from support.mean_estimation import TokenMeans
+from support.ranks import run_on_ranks
 from support.runners import build_runner
 
-TARGET = 1.03
+TARGET, CLOSE = 1.01, 0.1
+EVERY = 4  # steps from one sample to the next, by default
 IGNORED = -100
 SEED = 7
 
@@ -115,6 +123,49 @@ def closed_form(steps: int, seeds: int) -> list[dict[str, Any]]:
     return found
 
 
+# --- tokens, layouts and ranks --------------------------------------------------------------------------------------------
+
+TOKENS = MicroBatchLimit(96, "tokens")
+LAYOUTS = {
+    "by rows": (MicroBatchLimit(4), "padded"),
+    "padded by tokens": (TOKENS, "padded"),
+    "grouped by tokens": (TOKENS, "grouped"),
+    "packed by tokens": (TOKENS, "packed"),
+}
+
+
+def estimates_of_tokens(cases: Sequence[tuple[float, str]], steps: int, seeds: int) -> list[list[float]]:
+    """Return for each true noise scale and layout the estimate of each seed, after `steps` steps of 32 rows that all count alike."""
+    torch.set_num_threads(1)
+    found = []
+    for true, layout in tqdm(cases, desc="tokens", disable=distributed.rank() > 0):
+        found.append([])
+        for seed in range(seeds):
+            problem = TokenMeans(noise_scale=true, seed=seed)
+            sampler = problem.sampler(*LAYOUTS[layout])
+            estimate = NoiseScale(decay=1 - 1e-9, min_samples=1)
+            for _ in range(steps):
+                estimate.update(sampler(problem.rows(32)))
+            assert estimate.value is not None
+            found[-1].append(estimate.value)
+    return found
+
+
+def tokens_and_ranks(steps: int, seeds: int) -> list[dict[str, Any]]:
+    """Estimated over true, for each layout, on one device and on two ranks."""
+    cases = [(true, layout) for true in (4.0, 16.0, 64.0) for layout in LAYOUTS]
+    alone = estimates_of_tokens(cases, steps, seeds)
+    together, other = run_on_ranks(estimates_of_tokens, 2, cases, steps, seeds, timeout=1800.0)
+    assert together == other, "the ranks do not agree"
+    found = []
+    for ranks, estimates in ((1, alone), (2, together)):
+        for (true, layout), values in zip(cases, estimates, strict=True):
+            errors = [value / true - 1 for value in values]
+            facts = {"ranks": ranks, "true": true, "micro_batches": layout, "steps": steps, "estimates": values}
+            found.append(facts | {"mean_error": statistics.mean(errors), "largest_error": max(map(abs, errors))})
+    return found
+
+
 # --- rows of unequal length ----------------------------------------------------------------------------------------------
 
 
@@ -162,51 +213,29 @@ class Population:
         return ((counts @ self._products) * counts).sum(1) / (counts @ self._labels).square()
 
 
-def prefixes(population: Population, drawn: Sequence[Sequence[int]], capacity: MicroBatchLimit) -> list[list[int]]:
-    """The first micro-batch of each step."""
-    first = (micro_batches([population.lengths[row] for row in rows], capacity)[0].rows for rows in drawn)
-    return [[rows[i] for i in piece] for rows, piece in zip(drawn, first, strict=True)]
-
-
 def unequal_rows(population: Population, steps: int) -> list[dict[str, Any]]:
-    """Estimated over true for prefixes of a step of 16 and 64 rows, by either count of a batch."""
+    """Estimated over true for the first rows of a step of 16 and 64; and by the paper's formula, with either count of a batch."""
     generator = torch.Generator().manual_seed(SEED)
     found = []
-    for big, capacity in (
-        (16, MicroBatchLimit(1)),
-        (16, MicroBatchLimit(4)),
-        (16, MicroBatchLimit(8)),
-        (64, MicroBatchLimit(1)),
-        (64, MicroBatchLimit(8)),
-        (64, MicroBatchLimit(32)),
-        (16, MicroBatchLimit(768, "tokens")),
-        (16, MicroBatchLimit(1536, "tokens")),
-        (64, MicroBatchLimit(1536, "tokens")),
-        (64, MicroBatchLimit(6144, "tokens")),
-    ):
+    for big, small_rows in ((16, 1), (16, 4), (16, 8), (64, 1), (64, 8), (64, 16), (64, 32)):
         drawn = torch.randint(len(population.lengths), (steps, big), generator=generator).tolist()
-        small = prefixes(population, drawn, capacity)
-        kept = [k for k in range(steps) if len(small[k]) < big]
-        small, drawn = [small[k] for k in kept], [drawn[k] for k in kept]
+        small = [rows[:small_rows] for rows in drawn]
         small_norms, big_norms = population.squared_norms(small), population.squared_norms(drawn)
-        small_rows = torch.tensor([len(rows) for rows in small], dtype=torch.float64)
-        shares = {
-            "rows": small_rows / big,
-            "label tokens": population.labels_of(small) / population.labels_of(drawn),
-        }
-        ratios = {}
-        for name, share in shares.items():
+        ratio = population.labels_of(small) / population.labels_of(drawn) * big / small_rows
+        sides = zip(small_norms.tolist(), big_norms.tolist(), ratio.tolist(), strict=True)
+        estimates = [
+            NoiseSample(small_rows, of_small, big, of_big, each).estimates() for of_small, of_big, each in sides
+        ]
+        noises, squares = torch.tensor(estimates, dtype=torch.float64).unbind(1)
+        ratios = {"measured": float(noises.mean() / squares.mean()) / population.true}
+        for name, share in {
+            "rows": torch.full_like(ratio, small_rows / big),
+            "label tokens": ratio * small_rows / big,
+        }.items():
             noises = (small_norms - big_norms) / (1 / (share * big) - 1 / big)
             squared = (big_norms - share * small_norms) / (1 - share)
-            ratios[name] = float(noises.mean() / squared.mean()) / population.true
-        found.append(
-            {
-                "big_rows": big,
-                "capacity": str(capacity),
-                "small_rows": float(small_rows.mean()),
-                "estimated_over_true": ratios,
-            }
-        )
+            ratios[f"by the paper, {name}"] = float(noises.mean() / squared.mean()) / population.true
+        found.append({"big_rows": big, "small_rows": small_rows, "estimated_over_true": ratios})
     return found
 
 
@@ -217,16 +246,17 @@ def spreads(population: Population, *, runs: int, samples: int) -> list[dict[str
     for small, big in ((4, 16), (8, 16), (8, 64)):
         drawn = torch.randint(len(population.lengths), (runs * samples, big), generator=generator).tolist()
         first = [rows[:small] for rows in drawn]
-        shares = big * population.labels_of(first) / population.labels_of(drawn)
-        norms = (shares, population.squared_norms(first), population.squared_norms(drawn))
-        small_rows, small_norms, big_norms = (norm.view(runs, samples).tolist() for norm in norms)
+        ratios = population.labels_of(first) / population.labels_of(drawn) * big / small
+        norms = (ratios, population.squared_norms(first), population.squared_norms(drawn))
+        label_ratios, small_norms, big_norms = (norm.view(runs, samples).tolist() for norm in norms)
         for decay in (0.9, 0.95, 0.98, 0.99):
             for after in (5, 10, 20, 50, samples):
                 values = []
                 for run in range(runs):
                     scale = NoiseScale(decay=decay, min_samples=1)
                     for k in range(after):
-                        scale.update(NoiseSample(small_rows[run][k], small_norms[run][k], big, big_norms[run][k]))
+                        squares = small_norms[run][k], big_norms[run][k]
+                        scale.update(NoiseSample(small, squares[0], big, squares[1], label_ratios[run][k]))
                     values.append(scale.value)
                 known = [value / population.true for value in values if value is not None]
                 tenths = statistics.quantiles(known, n=10) if len(known) > 1 else [0.0] * 9
@@ -268,6 +298,7 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
         trainer, dataset = recipe.trainer, recipe.data.dataset
         step_rows = recipe.cfg.batch_size
         measuring = measuring_runner(recipe)
+        measuring.small_rows = small_batch(step_rows)
         of_round = []
         for pair in range(pairs + 5):  # allocators and lazy initialisation
             start = pair * step_rows % (len(dataset) - step_rows)
@@ -303,6 +334,9 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
         "plain_ms": 1e3 * float(values[..., 1].median()),
         "ratio_median": ratio,
         "ratio_interval_95": [low, high],
+        "every": EVERY,
+        "ratio_of_a_run": 1 + (ratio - 1) / EVERY,
+        "ratio_of_a_run_interval_95": [1 + (low - 1) / EVERY, 1 + (high - 1) / EVERY],
         "ratio_10%_90%": spread,
     }
 
@@ -331,6 +365,8 @@ def costs(folder: Path, *, rounds: int, pairs: int) -> Iterator[dict[str, Any]]:
     for size in (["batch_size=16", "micro_batch_size=4"], ["batch_size=4", "micro_batch_size=2"]):
         for more in ([], ["clip_grad_norm=1.0"], ["dtype=bf16", "clip_grad_norm=1.0"]):
             yield cost(folder, rounds=rounds, pairs=pairs, overrides=[*size, *more])
+    by_tokens = ["batch_size=16", "micro_batch_tokens=1536", "clip_grad_norm=1.0"]
+    yield cost(folder, rounds=rounds, pairs=pairs, overrides=by_tokens)
 
 
 # --- all of it -----------------------------------------------------------------------------------------------------------
@@ -338,7 +374,7 @@ def costs(folder: Path, *, rounds: int, pairs: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("closed", "rows", "cost"), help="default: all three")
+    parser.add_argument("--only", choices=("closed", "tokens", "rows", "cost"), help="default: all four")
     parser.add_argument("--quick", action="store_true", help="few steps, seeds and pairs")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
@@ -357,10 +393,20 @@ def main() -> None:
             )
         records.write("noise_scale_closed", arguments.output, closed_form=found)
 
+    if arguments.only in (None, "tokens"):
+        found = tokens_and_ranks(steps=100 if few else 600, seeds=2 if few else 4)
+        print(f"\nmean of tokens in rows of 2 to 14, after {found[0]['steps']} steps of 32 rows")
+        print(f"{'ranks':>5} {'true':>6} {'micro-batches':>18} {'estimated':>10} {'error':>7} {'largest':>8}")
+        for one in found:
+            print(
+                f"{one['ranks']:>5} {one['true']:>6.0f} {one['micro_batches']:>18} {statistics.mean(one['estimates']):>10.2f} "
+                f"{one['mean_error']:>7.1%} {one['largest_error']:>8.1%}"
+            )
+        records.write("noise_scale_tokens", arguments.output, target=CLOSE, tokens=found)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
-        if arguments.only != "closed":
+        if arguments.only in (None, "rows", "cost"):
             demo.prepare(folder)
         if arguments.only in (None, "rows"):
             found = []
@@ -394,12 +440,11 @@ def print_rows(found: list[dict[str, Any]]) -> None:
             f"\nthe demo's rows after {one['after_steps']} steps of 16: noise scale {one['true']:.1f} rows, "
             f"spread over {one['dimensions']:.0f} directions"
         )
-        print(f"{'step':>5} {'micro-batch':>20} {'small':>6} {'by rows':>8} {'by label tokens':>16}   estimated / true")
+        print(f"{'step':>5} {'small':>6} {'estimated / true':>17}   by the paper: {'rows':>6} {'label tokens':>13}")
         for line in one["estimates"]:
-            ratios = line["estimated_over_true"]
+            ours, rows, tokens = line["estimated_over_true"].values()
             print(
-                f"{line['big_rows']:>5} {line['capacity']:>20} {line['small_rows']:>6.1f} {ratios['rows']:>8.3f} "
-                f"{ratios['label tokens']:>16.3f}"
+                f"{line['big_rows']:>5} {line['small_rows']:>6} {ours:>17.3f}   {'':>13} {rows:>6.3f} {tokens:>13.3f}"
             )
         print(
             f"{'small':>6} {'big':>4} {'decay':>6} {'samples':>8} {'lost':>6} {'10%':>6} {'50%':>6} {'90%':>6}   value / true"
@@ -413,13 +458,15 @@ def print_rows(found: list[dict[str, Any]]) -> None:
 
 
 def print_cost(found: list[dict[str, Any]]) -> None:
-    print(f"\na step with measuring over the same without, {torch.get_num_threads()} thread; target {TARGET}")
-    print(f"{'':<62} {'plain ms':>9} {'ratio':>7} {'95% interval':>17}")
+    print(
+        f"\na step with a sample over the same without, and with one in {EVERY}, {torch.get_num_threads()} thread; target {TARGET}"
+    )
+    print(f"{'':<62} {'plain ms':>9} {'sampled':>7} {'95% interval':>17} {'of a run':>9} {'95% interval':>17}")
     for one in found:
-        low, high = one["ratio_interval_95"]
+        (low, high), (least, most) = one["ratio_interval_95"], one["ratio_of_a_run_interval_95"]
         print(
             f"{' '.join(one['overrides']):<62} {one['plain_ms']:>9.2f} {one['ratio_median']:>7.4f} "
-            f"{low:>8.4f} to {high:.4f}"
+            f"{low:>8.4f} to {high:.4f} {one['ratio_of_a_run']:>9.4f} {least:>8.4f} to {most:.4f}"
         )
 
 

@@ -292,6 +292,26 @@ def test_the_noise_scale_is_logged_without_a_rule_that_follows_it(small):
     assert [float(value) for value in finished.figures("gradient_noise_scale")] == measured
 
 
+def noise_at_step_58(finished):
+    state = torch.load(next((finished.output_dir / "step_58").glob("state.pt")), weights_only=False)
+    return state["small"]["adaptive_batch"]["noise_scale"]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_noise_scale_is_measured_in_micro_batches_by_tokens_and_resumed_exactly(small, layout):
+    settings = (
+        *of_lengths([6 + row % 5 * 4 for row in range(240)]), "epochs=1", "batch_size=4", "gradient_accumulation_steps=1",
+        "micro_batch_tokens=44", f"micro_batch_layout={layout}", "log_gradient_noise_scale=True", "save_every_n_steps=29",
+    )  # fmt: skip
+    whole = small.run_in_process(OURS, *settings)
+    state = noise_at_step_58(whole)
+    assert state["samples"] == 52  # 50, and in the steps after 52 and 56
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir / "step_29", folder / "step_29")
+    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    assert noise_at_step_58(rest) == state
+
+
 # --- what goes wrong in mid-run -----------------------------------------------------------------------------------------
 
 

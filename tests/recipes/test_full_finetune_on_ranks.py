@@ -122,6 +122,20 @@ def test_two_ranks_do_what_one_device_does(setup, way):
     assert audit(many.output_dir).holds
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_two_ranks_sample_the_noise_that_one_device_does_in_micro_batches_by_tokens(setup, layout):
+    keys = ("micro_batch_tokens=128", f"micro_batch_layout={layout}", "log_gradient_noise_scale=True")
+    ends = ("epochs=1", "save_every_n_steps=2", "sync_gradients_every_micro_batch=False")
+    many = finished(setup, *keys, *ends, "batch_size=4")
+    one = setup.run_in_process(OURS, *keys, *ends[:2], "batch_size=8")
+    of_two, of_one = (
+        torch.load(run.output_dir / "step_2" / "state.pt", weights_only=False)["small"]["adaptive_batch"]["noise_scale"]
+        for run in (many, one)
+    )
+    assert of_two["samples"] == of_one["samples"] == 2
+    assert of_two == pytest.approx(of_one, rel=1e-3)
+
+
 TENSOR_PARALLEL = (
     "tensor_parallel_dim=2",
     "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
