@@ -142,7 +142,8 @@ class MicroBatchRunner:
         return tuple(map(len, self._parts(rows)))
 
     def _parts(self, rows: Sequence[Row]) -> tuple[list[MicroBatch], ...]:
-        return self._split(tuple(map(self.loss.row_length, rows)), self.retry.limit(), self.layout, self.small_rows)
+        small_rows = self.small_rows if _copies_of_each_row() == 1 else None
+        return self._split(tuple(map(self.loss.row_length, rows)), self.retry.limit(), self.layout, small_rows)
 
     def run(self, rows: Sequence[Row], *, num_micro_batches: Sequence[int] | None = None) -> StepResult:
         """Leave in the gradients the mean over the label tokens of all `rows`, clipped.
@@ -285,8 +286,8 @@ class MicroBatchRunner:
         pieces = pieces or [None]
         assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
         sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self._device)
-        samples = len(counts) > 1 and all(counts) and _copies_of_each_row() == 1
-        last_small, sums.small = (counts[0], _Small()) if samples else (0, None)
+        last_small = counts[0] if len(counts) > 1 and all(counts) else 0
+        sums.small = _Small() if last_small else None
         # What is measured has to be reduced by then.
         reduced = [number in (last_small, len(pieces)) for number in range(1, len(pieces) + 1)]
         for number, (piece, is_last) in enumerate(zip(pieces, reduced, strict=True), start=1):
