@@ -263,7 +263,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self.watch.beat(f"step {self.progress.steps + 1}")
                 if self.settings.measures_noise:
                     due = self.noise_scale.is_due(self.progress.steps)
-                    runner.small_rows = self.planner.small_rows if due else None
+                    runner.small_rows = self.planner.small_rows() if due else None
                 taken, ends = len(self.planner.sampler.taken), self.preemption.requested
                 agreed = agree_on_step(runner, rows, batch=progress.batch, num_rows=taken, ends=ends)
                 self.asked_to_end |= agreed.ends

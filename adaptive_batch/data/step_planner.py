@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -59,7 +58,6 @@ class StepPlanner:
         batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a step now.
         first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
         limits: what fits; None where that is not known yet.
-        small_rows: of this rank's rows of the last step handed out, so many, the first, are in its small batch (:func:`small_batch`).
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller device.
     """
 
@@ -87,7 +85,8 @@ class StepPlanner:
         self.batch_size = batching.batch_size
         self.first_batch_size: int | None = None
         self.limits: Limits | None = None
-        self.saved_maximum = self.small_rows = 0
+        self.saved_maximum = 0
+        self._positions: Sequence[int] = ()  # of this rank's rows in the last step that was handed out
         self.event = event
         self._on_all_ranks: Callable[[Callable[[], ClampedBatch]], ClampedBatch] = (
             distributed.from_rank_zero if asks_rank_zero else lambda request: request()
@@ -287,10 +286,17 @@ class StepPlanner:
         return balance_by_rows(len(numbers), ranks)[rank]
 
     def _take(self, size: int) -> list[dict[str, Any]]:
-        numbers = self.sampler.next_numbers(size)
-        mine = self.rows_of_rank(numbers, self.limit)
-        self.small_rows = bisect_left(mine, small_batch(len(numbers)))
-        return self.sampler.take(size, only=mine)
+        self._positions = self.rows_of_rank(self.sampler.next_numbers(size), self.limit)
+        return self.sampler.take(size, only=self._positions)
+
+    def small_rows(self) -> tuple[int, ...]:
+        """Return which of this rank's rows of the last step are in its small batch: a quarter over all ranks, drawn at random.
+
+        The first would not do: with `batch_tokens` a step begins with a row that the one before had no room for, a long one.
+        """
+        taken, generator = self.sampler.taken, torch.Generator().manual_seed(self.sampler.position)
+        drawn = set(torch.randperm(len(taken), generator=generator)[: small_batch(len(taken))].tolist())
+        return tuple(row for row, position in enumerate(self._positions) if position in drawn)
 
     # --- rules ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ which is 0 on average: a ratio of sums, to first order, has S = E|d|^2. Then
 whatever length and gradient of a row have to do with each other. Two sizes of the first give S and two of the second |G|^2, with the
 step's own L / B for l, which leaves an error of order 1 / B. Where rows are equally long, both are the paper's.
 Assumed is that rows are independent, and that which of them the small batch has, and how many, does not depend on their length. So a micro-batch
-that holds as many rows as fit, or rows of a length, is no small batch: there it is the first quarter of the step's rows.
+that holds as many rows as fit, or rows of a length, is no small batch: there it is a quarter of the step's rows, drawn at random.
 S is low with few rows in the small batch, by up to the share of squared variation of lengths / rows (docs/how_it_decides.md has numbers).
 
 Why not more rows: with a share r of the step's B rows as the small batch, T = tr(covariance^2), the variance of one
@@ -137,7 +137,7 @@ class NoiseScale:
 
 
 def small_batch(rows: int) -> int:
-    """Return how many rows of a step, the first in its random order, are its small batch where micro-batches follow lengths; 0 of one row."""
+    """Return how many rows of a step are its small batch where micro-batches follow lengths: a quarter; 0 of one row."""
     return min(max(1, rows // 4), rows - 1) if rows else 0
 
 

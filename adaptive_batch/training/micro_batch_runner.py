@@ -106,8 +106,8 @@ class MicroBatchRunner:
 
     Attributes:
         layout: of micro-batches, from the next step on.
-        small_rows: of the next step's rows on this rank, the first so many are in the small batch that noise is sampled with, and
-            run before the others; where micro-batches keep the order of rows, the first micro-batch is. None samples none.
+        small_rows: which of the next step's rows on this rank are the small batch that noise is sampled with, and run before the
+            others; where micro-batches keep the order of rows, the first micro-batch is it. None samples none.
         is_trial: whether what runs now is a trial, and not training.
     """
 
@@ -131,7 +131,7 @@ class MicroBatchRunner:
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
         self._measures_noise = measures_noise
-        self.small_rows = 1 if measures_noise else None
+        self.small_rows: tuple[int, ...] | None = (0,) if measures_noise else None
         self._device = retry.memory.device
         # Ranks agree on how many there are before they run: the same rows are not split twice.
         self._split = lru_cache(maxsize=1)(_split)
@@ -426,22 +426,24 @@ class MicroBatchRunner:
 
 
 def _split(
-    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout, small_rows: int | None
+    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout, small_rows: tuple[int, ...] | None
 ) -> tuple[list[MicroBatch], ...]:
     """Split the rows of a step into micro-batches: of the small batch that noise is sampled with, and of the others; None for one part.
 
     In the order of the rows the first micro-batch is a random part of them. Elsewhere what a micro-batch has depends on lengths, so
     a part that does not is split by itself, at the cost of one micro-batch more.
     """
-    pieces = micro_batches(lengths, limit, layout)
     in_order = limit.unit == "rows" and layout.kind != "grouped"
-    if small_rows is None or (layout.uniform and not in_order):
-        return (pieces,)
-    if in_order:
-        return pieces[:1], pieces[1:]
-    others = micro_batches(lengths[small_rows:], limit, layout)
-    shifted = [replace(piece, rows=[small_rows + row for row in piece.rows]) for piece in others]
-    return micro_batches(lengths[:small_rows], limit, layout), shifted
+    if small_rows is None or in_order or layout.uniform:
+        pieces = micro_batches(lengths, limit, layout)
+        return (pieces[:1], pieces[1:]) if in_order and small_rows is not None else (pieces,)
+    others = tuple(sorted(set(range(len(lengths))) - set(small_rows)))
+
+    def split(part: Sequence[int]) -> list[MicroBatch]:
+        pieces = micro_batches([lengths[row] for row in part], limit, layout)
+        return [replace(piece, rows=[part[row] for row in piece.rows]) for piece in pieces]
+
+    return split(small_rows), split(others)
 
 
 @dataclass(frozen=True)

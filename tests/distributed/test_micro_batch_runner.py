@@ -163,7 +163,7 @@ def noise_of(way: Way, deal: str) -> dict[str, Any]:
         measures_noise=True,
     )
     numbers = [CAPACITIES["rows"].amount if way.unit == "rows" else (3, 0, 1, 1)[other] for other in range(world_size)]
-    run.small_rows = numbers[rank]
+    run.small_rows = tuple(range(numbers[rank]))
     sample = run.run(dealt[rank]).noise
     first = [row for mine, number in zip(dealt, numbers, strict=True) for row in mine[:number]]
     small, _, small_tokens = by_hand(reference, first)

@@ -5,7 +5,6 @@ Shared by the tests of the noise scale and by benchmarks/noise_scale.py.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -115,7 +114,7 @@ class _Sampler:
             else balance_by_tokens([len(row["tokens"]) for row in rows], ranks, self._limit, self._layout)
         )[rank]
         self._model.zero_grad()
-        self.runner.small_rows = bisect_left(mine, small_batch(len(rows)))
+        self.runner.small_rows = tuple(row for row, position in enumerate(mine) if position < small_batch(len(rows)))
         sample = self.runner.run([rows[position] for position in mine]).noise
         assert sample is not None
         return sample

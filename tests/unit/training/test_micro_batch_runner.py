@@ -239,7 +239,7 @@ def test_by_length_the_sample_is_of_the_rows_that_were_asked_for_and_gradients_a
     small = min(small, len(batch) - 1)
     net = model()
     run = runner(net, layout[0], layout=layout[1], measures_noise=True)
-    run.small_rows = small
+    run.small_rows = tuple(range(small))
     counts = run.num_micro_batches(batch)
     result = run.run(batch)
     first, of_first = gradients(batch[:small], MicroBatchLimit(small))
