@@ -8,7 +8,7 @@ runner of micro-batches, for several sizes of the small batch.
 ``tokens``: the mean of tokens in rows of unequal length, long rows having another mean, known in closed form, in micro-batches by
 tokens of each layout and by rows; on one device and on two ranks that FSDP2 divides the parameter over, with the same rows.
 
-``rows``: the demo's model and rows, whose gradients are means over label tokens. The gradients of 512 rows, all their inner
+``rows``: the demo's model and rows, whose gradients are means over label tokens. The gradients of 320 rows, all their inner
 products known, are the population that steps are drawn from, so the truth is known. How far off is the estimate with so many rows
 in the small batch, and would it be by the paper's formula alone, with a batch counted by its rows or by its label tokens?
 
@@ -417,7 +417,7 @@ def main() -> None:
             for steps in (0, 20) if few else (0, 100, 400):
                 train(recipe, (steps - done) if steps * 16 <= len(recipe.data.dataset) else 100)
                 done = steps
-                population = Population(recipe, 64 if few else 512)
+                population = Population(recipe, 64 if few else 320)
                 found.append(
                     {
                         "after_steps": steps,
