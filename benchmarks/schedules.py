@@ -32,7 +32,7 @@ import torch
 from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
 from matplotlib.figure import Figure
 from torchtune import config
-from turns import Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval
+from turns import T_OF_95, Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval
 
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.report.drawing import LIGHT
@@ -47,7 +47,6 @@ NUM_ROWS, NUM_QUICK_ROWS = demo.NUM_TRAIN_ROWS, 512
 WARM_UP = 1 / 16  # of all samples
 POINTS = 8  # held-out losses along the way, the last one at the end
 WINDOWS = 16  # parts of training that the training loss is averaged over
-T_OF_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, for the mean of so many differences
 
 
 @dataclass(frozen=True)

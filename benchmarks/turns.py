@@ -25,6 +25,7 @@ from torchtune.training.metric_logging import DiskLogger
 from adaptive_batch.torchtune import config_path
 
 NUM_RESAMPLES = 10_000
+T_OF_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, for the mean of so many differences
 WAIT_SECONDS, MOST_WAITS = 0.005, 200  # for what goes on in the background when a turn ends
 
 
