@@ -269,7 +269,8 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
     Args:
         factor: of one growth, above 1: with 2 the batch doubles whenever d has halved, B = B0 x 2 ** floor(log2(1 / d)), and between
             two growths the rate follows f, where the paper's staircase keeps it. None grows it with each step.
-        maximum: what a step on one device never passes, such as the critical batch; None leaves that to the bound.
+        maximum: what a step on one device never passes, such as the critical batch; None leaves that to the bound, which cuts
+            rows and not `batch_tokens`.
 
     Raises:
         SettingError: a number is out of range.

@@ -168,7 +168,7 @@ class LearningRate:
     Attributes:
         follows_clock: the scheduler is a function of the clock, and keeps no count.
         rule, reference: as given.
-        scaled: what else was applied last, by name, of the first group; before the first step, what it is scaled from.
+        scaled: what else was applied last, by name, of the first group where it is not 0; before the first step, what it is scaled from.
 
     Raises:
         SettingError: a scheduler that waits for a metric, or an optimizer without what is to follow the batch.
@@ -189,7 +189,8 @@ class LearningRate:
             raise ValueError(f"rule={rule!r}: give one of {', '.join(RULES)}")
         self._follow = check_scaled("scale_with_batch", scale_with_batch or {})
         if (rule != "none" or self._follow) and reference is None:
-            raise ValueError(f"rule={rule!r}: give the reference too, the global batch that the rate was chosen for")
+            what = "scale_with_batch" if rule == "none" else f"rule={rule!r}"
+            raise ValueError(f"{what}: give the reference too, the global batch that the rate was chosen for")
         several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self._optimizers: list[Optimizer] = [_unwrapped(each, "optimizer") for each in several]
         scheduler = _unwrapped(scheduler, "scheduler")
@@ -281,8 +282,10 @@ class LearningRate:
                     write_rate(one.group, one.unscaled, one.key)
 
     def _read_scaled(self) -> dict[str, float]:
-        first = self._first.param_groups[0]
-        return {name: _number(first[_IN_GROUP[name]]) for name in self._follow}
+        of_groups = {
+            name: [_number(group[_IN_GROUP[name]]) for group in self._first.param_groups] for name in self._follow
+        }
+        return {name: next(filter(None, values), 0.0) for name, values in of_groups.items()}
 
     def schedule(self) -> Callable[[float], float]:
         """Return the schedule as a function of the clock: what it multiplies the first group's base rate by.
@@ -442,6 +445,8 @@ def _scale(optimizer: Optimizer, key: str, value: Any, ratio: float, rate_factor
 
 def _let_beta2_be_a_tensor(optimizer: Any) -> None:
     """Give the states of torchao's low-bit optimizers the one operation that they lack for it."""
+    if math.isinf(optimizer.block_size):  # its AdamW without low-bit states
+        return
     kind = type(optimizer._subclass_zeros(torch.zeros(optimizer.block_size), True, optimizer.block_size))
 
     @kind.implements(torch.ops.aten.lerp.Tensor)  # type: ignore[untyped-decorator]

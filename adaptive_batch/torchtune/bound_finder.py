@@ -239,6 +239,7 @@ class BoundFinder:
         holds_more = self._job.ranks > distributed.data_parallel_size()  # each rank, than batch_size
         grows_beyond = settings.grows and settings.grow_beyond_maximum
         cuts = settings.chooses_fastest or settings.micro_batch_layout == "grouped"
+        cuts |= settings.measures_noise and settings.micro_batch_tokens is not None  # off the part that is sampled
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
 
     def known(self) -> tuple[int, int, str]:

@@ -460,11 +460,13 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
 def _hides_noise(settings: Settings) -> str:
     """Return why the gradient noise scale is never measured; empty where it may be."""
     size, rule = settings.micro_batch_size, settings.batch_size_schedule
-    rows = settings.step_rows if rule is None else getattr(rule, "start", None)
+    rows: int | None = settings.step_rows
+    if rule is not None:  # one that follows the noise stays where it starts until there is some
+        rows = getattr(rule, "start", None) if needs_noise_scale(rule) else None
     stays = not (settings.batch_changes or settings.batch_tokens)
     whole_steps = size is None and settings.gradient_accumulation_steps == 1 and not settings.grow_beyond_maximum
     by_length = settings.micro_batch_tokens is not None or settings.micro_batch_layout == "grouped"
-    if by_length and settings.uniform_micro_batches:
+    if settings.uniform_micro_batches in (("rows", "lengths", "both") if by_length else ("lengths", "both")):
         return "uniform_micro_batches leaves no random part of a step a micro-batch of its own; remove it, or use micro_batch_size"
     if settings.sample_order == "seqlen":
         return "rows come sorted by length, so a micro-batch is no random part of a step"

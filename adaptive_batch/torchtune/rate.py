@@ -116,7 +116,7 @@ def stand_in(job: Job, rate: float) -> Optimizer:
     """Return an optimizer of nothing that has what of the configured one follows the batch; refuse one that has not."""
     optimizer = optimizer_of_nothing(rate)
     if scaled := job.settings.scale_with_batch:
-        configured = job.new_optimizer([torch.nn.Parameter(torch.zeros(1, dtype=job.dtype, device=job.device))])
+        configured = job.new_optimizer([torch.nn.Parameter(torch.zeros(1, 1, dtype=job.dtype, device=job.device))])
         LearningRate(configured, reference=1, scale_with_batch=scaled)
         (values, *_) = configured.param_groups
         optimizer.param_groups[0].update({key: values[key] for key in ("betas", "weight_decay") if key in values})

@@ -409,7 +409,7 @@ class Settings:
     scale_with_batch: Mapping[str, str] | None = key(
         lambda name, value: check_scaled(name, value) or None,
         "what of the optimizer follows the batch, by the one that is really stepped over `reference_batch_size`: `{beta2: half_life}` "
-        "keeps the half-life of the second moment in rows, `{weight_decay: per_token}` the decay for each row or token, or both. See "
+        "keeps the half-life of the second moment in rows, `{weight_decay: per_token}` the decay for each row, or token where the reference is one of tokens; or both. See "
         "[below](#what-follows-the-batch)",
         default=None,
         resume="report",

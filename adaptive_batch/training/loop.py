@@ -55,6 +55,7 @@ from adaptive_batch.schedules import (
     Progress,
     Schedule,
     Seesaw,
+    check_scaled,
     needs_noise_scale,
     parse_reference,
     rate_rule,
@@ -156,6 +157,7 @@ class StepOptions:
     scale_with_batch: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
+        check_scaled("scale_with_batch", self.scale_with_batch or {})
         if self.micro_batch_layout is not None:
             _check_choice("micro_batch_layout", self.micro_batch_layout, KINDS)
         norm = self.max_grad_norm

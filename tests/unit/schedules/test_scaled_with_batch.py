@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
+from adaptive_batch import StepOptions
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import LearningRate
 from adaptive_batch.schedules.learning_rate import scale_beta2, scale_weight_decay
@@ -137,6 +138,21 @@ def test_torchaos_low_bit_steps_are_compiled_once_and_follow_too():
     assert torch.allclose(weights[0], reference[0], atol=0.01)  # four steps of at most 0.02, states of 8 bits
 
 
+def test_what_is_reported_is_of_the_first_group_that_has_any():
+    groups = [{"params": parameters(), "weight_decay": decay} for decay in (0.0, 0.1, 0.2)]
+    rate = LearningRate(AdamW(groups), reference=8, scale_with_batch={"weight_decay": "per_token"})
+    assert rate.scaled == {"weight_decay": 0.1}
+    rate.set(0, batch=16)
+    assert rate.scaled == {"weight_decay": 0.2}
+
+
+def test_torchaos_optimizer_without_low_bit_states_follows_too():
+    optimizer = torchao.optim._AdamW(parameters(), betas=(0.9, 0.99))
+    rate = LearningRate(optimizer, reference=8, scale_with_batch={"beta2": "half_life"})
+    rate.set(0, batch=16)
+    assert rate.scaled["beta2"] == pytest.approx(0.99**2)
+
+
 def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_value_and_fix():
     for optimizer, names, message in (
         (
@@ -156,5 +172,7 @@ def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_va
     ):
         with pytest.raises(SettingError, match=message):
             LearningRate(optimizer, reference=8, scale_with_batch=names)
-    with pytest.raises(ValueError, match="give the reference too"):
+    with pytest.raises(SettingError, match=r"scale_with_batch='beta2': give a block"):
+        StepOptions(scale_with_batch="beta2")
+    with pytest.raises(ValueError, match="scale_with_batch: give the reference too"):
         LearningRate(AdamW(parameters()), scale_with_batch=BOTH)

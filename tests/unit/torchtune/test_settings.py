@@ -276,6 +276,11 @@ def test_a_reference_is_rows_or_tokens():
         ({"log_gradient_noise_scale": True, "micro_batch_size": 1}, []),
         ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, ["log_gradient_noise_scale"]),
         ({"log_gradient_noise_scale": True, "gradient_accumulation_steps": 2}, []),
+        ({"log_gradient_noise_scale": True, "micro_batch_size": 2, "batch_size_schedule": RAMP}, []),
+        (
+            {"log_gradient_noise_scale": True, "micro_batch_size": 1, "uniform_micro_batches": "lengths"},
+            ["log_gradient_noise_scale"],
+        ),
         (
             {"log_gradient_noise_scale": True, "micro_batch_size": 1, "sample_order": "seqlen"},
             ["log_gradient_noise_scale"],
