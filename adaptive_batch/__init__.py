@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .report import write_report as write_report
     from .schedules import Progress as Progress
     from .schedules import at_epochs as at_epochs
+    from .schedules import by_critical_batch as by_critical_batch
     from .schedules import by_noise_scale as by_noise_scale
     from .schedules import geometric as geometric
     from .schedules import linear_ramp as linear_ramp
@@ -64,6 +65,7 @@ _PACKAGE_OF = {
     "write_report": ".report",
     "Progress": ".schedules",
     "at_epochs": ".schedules",
+    "by_critical_batch": ".schedules",
     "by_noise_scale": ".schedules",
     "geometric": ".schedules",
     "linear_ramp": ".schedules",

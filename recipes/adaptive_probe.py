@@ -1,6 +1,7 @@
 """The search for the largest batch alone: no training, a table and ``probe.json``.
 
     tune run adaptive_probe --config NAME [probe.search=binary] [probe.sequence_lengths=[512,1024,2048]]
+    tune run adaptive_probe --config NAME probe.critical_batch=True     # instead, the largest batch that loses no more than a tolerance
 
 Any config of `adaptive_full_finetune` and `adaptive_lora_finetune` works, so the bound is that of the training it describes.
 """
@@ -31,6 +32,7 @@ from adaptive_batch.torchtune import (
     check_output_dir,
     estimate_spending,
     left_by_rounding,
+    measure_critical_batch,
     set_up_terminal,
     tokens_per_second,
     use_shipped_config,
@@ -68,16 +70,21 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
     """Build what training would build, and search once for each length.
 
     Returns:
-        A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``.
+        A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``; none where
+        ``probe.critical_batch`` is measured instead.
 
     Raises:
         SettingError: a setting cannot be used; no weights have been loaded yet.
         DoesNotFitError: not even one row fits, at any length.
     """
-    job, data, bounds, trainer = build(cfg, watch, builder)
-    settings, results, refused = job.settings, [], None
+    settings = Settings.from_config(cfg)
     for keys in without_effect_on("adaptive_probe", settings, cfg, ranks=distributed.world_size()):
         say(str(keys))
+    if settings.probe.critical_batch:
+        say(measure_critical_batch(Job(cfg, settings, builder or builder_of(cfg))))
+        return []
+    job, data, bounds, trainer = build(cfg, watch, builder)
+    results, refused = [], None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)

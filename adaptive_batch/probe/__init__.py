@@ -1,5 +1,6 @@
 """The search for the maximum batch size: strategies, trials, the finder, its cache."""
 
+from .critical_batch import FEWEST_STEPS, Branch, CriticalBatch, batches_of_branches
 from .curve_cache import CachedCurve
 from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
@@ -7,8 +8,11 @@ from .throughput import FastestSearch, Pieces, Throughput, TimedTrial
 from .trial import DryRun
 
 __all__ = [
+    "FEWEST_STEPS",
     "BinarySearch",
+    "Branch",
     "CachedCurve",
+    "CriticalBatch",
     "DryRun",
     "FastestSearch",
     "Halving",
@@ -19,6 +23,7 @@ __all__ = [
     "Throughput",
     "TimedTrial",
     "Trial",
+    "batches_of_branches",
     "load_latest",
     "load_result",
     "run_search",

@@ -282,6 +282,50 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
     return Seesaw(f"seesaw({factor=}, maximum={most})", factor, most)
 
 
+@dataclass(frozen=True, repr=False)
+class _ByCriticalBatch(_Rule):
+    start: int
+    points: tuple[tuple[Duration, int], ...]  # measured; rising, all of one unit
+
+    def __call__(self, progress: Progress) -> int:
+        last, _ = self.points[-1]
+        now, before, batch = math.sqrt(last.share(progress)), 0.0, self.start
+        for duration, measured in self.points:
+            at, grown = math.sqrt(duration.amount / last.amount), max(batch, measured)
+            if now < at:
+                return math.floor(batch + (grown - batch) * (now - before) / (at - before))
+            before, batch = at, grown
+        return batch
+
+
+def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
+    """Make a schedule that follows critical batches measured along a run, as ``probe.critical_batch`` of ``adaptive_probe`` prints them.
+
+    Between two measurements, and from `start` to the first, the batch grows in a straight line over the square root of training done:
+    exactly so where the critical batch is proportional to that root, and in between faster than in stages. From the last on it
+    stays, as nothing was measured there. It never shrinks: what was measured below an earlier one counts as that.
+
+    Args:
+        points: where in training to the critical batch there, in rows on one device, as in ``{1e5tok: 16, 1e6tok: 48}``; all of one
+            unit.
+        start: rows that a step on one device holds at first.
+
+    Raises:
+        SettingError: no point is given; one cannot be read, or is of another unit; a number is not whole or below 1.
+    """
+    key = f"{KEY}.points"
+    if not isinstance(points, Mapping) or not points:
+        raise SettingError(key, points, "give where in training to the batch there, such as {1e5tok: 16, 1e6tok: 48}")
+    read = [(parse_duration(at, key=key), _whole(key, batch)) for at, batch in points.items()]
+    read.sort(key=lambda point: point[0].amount)
+    if len({at.unit for at, _ in read}) > 1:
+        raise SettingError(key, dict(points), "give all in one unit: which of two comes first is not known beforehand")
+    if twice := next((at for (at, _), (after, _) in pairwise(read) if at == after), None):
+        raise SettingError(key, dict(points), f"{twice} is given twice")
+    first, shown = _whole(f"{KEY}.start", start), {str(at): batch for at, batch in read}
+    return _ByCriticalBatch(f"by_critical_batch({shown}, start={first})", first, tuple(read))
+
+
 def rate_rule(schedule: object, lr_scaling: str) -> str:
     """Return how the rate follows the batch: as configured, but ``sqrt`` with :func:`seesaw`; refuse another one beside that."""
     if not isinstance(schedule, Seesaw):
@@ -376,6 +420,7 @@ EXAMPLES: Mapping[Callable[..., Schedule | Increment], str] = {
     ramp_by_doubling: "end: 64, over: 1ep",
     by_noise_scale: "start: 16",
     seesaw: "factor: 2",
+    by_critical_batch: "start: 16, points: {1ep: 32}",
     at_epochs: "additions: {1: 8}",
     geometric: "factor: 2",
 }

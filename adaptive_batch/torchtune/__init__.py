@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .configs import config_path as config_path
     from .configs import copy_config as copy_config
     from .configs import shipped_configs as shipped_configs
+    from .critical_batch import measure_critical_batch as measure_critical_batch
     from .data import Data as Data
     from .doctor import check as check
     from .epoch_checkpoints import STATE_KEY as STATE_KEY
@@ -57,6 +58,7 @@ _NAMES_OF = {
     ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
     ".config_errors": ("instantiate",),
     ".configs": ("config_path", "copy_config", "shipped_configs"),
+    ".critical_batch": ("measure_critical_batch",),
     ".data": ("Data",),
     ".doctor": ("check",),
     ".epoch_checkpoints": ("STATE_KEY",),

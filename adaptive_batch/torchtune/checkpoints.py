@@ -67,6 +67,7 @@ class Checkpoints:
         cfg: the configuration.
         settings: the same, checked.
         keeps_base: checkpoints are of adapters, on a base that is read again; see :class:`.ModelBuilder`.
+        only: the one to resume from; None for the newest.
 
     Attributes:
         found: to begin or to resume from.
@@ -78,8 +79,10 @@ class Checkpoints:
         SettingError: resuming, and what is there is of another kind of fine-tuning.
     """
 
-    def __init__(self, cfg: DictConfig, settings: Settings, *, keeps_base: bool = False) -> None:
-        self._cfg, self._keeps_base = cfg, keeps_base
+    def __init__(
+        self, cfg: DictConfig, settings: Settings, *, keeps_base: bool = False, only: Path | None = None
+    ) -> None:
+        self._cfg, self._keeps_base, self._only = cfg, keeps_base, only
         self._output_dir = Path(cfg.output_dir)
         self._group = distributed.host_group()
         self._manager = CheckpointManager(
@@ -186,7 +189,10 @@ class Checkpoints:
         epoch = inspect_epoch(self._cfg.checkpointer)
         if isinstance(epoch, SkippedCheckpoint):
             skipped.append(epoch)
-        return [*saved, *([epoch] if isinstance(epoch, SavedEpoch) else [])], skipped
+        found: list[Checkpoint | SavedEpoch] = [*saved, *([epoch] if isinstance(epoch, SavedEpoch) else [])]
+        if self._only is None:
+            return found, skipped
+        return [one for one in found if one.path == self._only], [one for one in skipped if one.path == self._only]
 
     def after_end(self) -> str:
         """Return what is resumed from if the run ends now, as the end of a sentence; on rank zero."""

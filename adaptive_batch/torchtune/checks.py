@@ -366,6 +366,7 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
 
 # --- without effect -----------------------------------------------------------------------------------------------------
 
+_SEARCH_KEYS = ("search", "cache", "round_to_power_of_two", "trial_timeout")
 _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
 
 
@@ -392,8 +393,9 @@ def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, r
         fits_itself = settings.validation is not None and settings.validation.fits_itself
         if not settings.needs_bound and not fits_itself:
             found.append(("probe", "nothing that needs to know what fits is on"))
-        elif probe.sequence_lengths:
-            found.append(("probe.sequence_lengths", "it is for adaptive_probe"))
+        else:
+            for_probe = [name for name in ("sequence_lengths", "critical_batch") if getattr(probe, name)]
+            found += [(f"probe.{name}", "it is for adaptive_probe") for name in for_probe]
     if settings.estimate != type(settings.estimate)():
         found.append(("estimate", "it is for adaptive_estimate"))
     return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in found)]
@@ -403,16 +405,22 @@ def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks
     """Return the keys that nothing reads, and those of `probe` that do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
     probe, estimate = settings.probe, settings.estimate
     unused = {"assumed_maximum": "it is for preview"}
-    if recipe == "adaptive_probe":
+    if recipe == "adaptive_probe" and probe.critical_batch:
+        unused |= dict.fromkeys(
+            (*_SEARCH_KEYS, "sequence_length", "device_memory"), "probe.critical_batch searches for nothing"
+        )
+    elif recipe == "adaptive_probe":
         unused |= {"sequence_length": "probe.sequence_lengths gives them"} if probe.sequence_lengths else {}
         unused |= {"trial_timeout": _ONE_RANK} if ranks == 1 else {}
     else:
         unused |= {"device_memory": "estimate.devices gives it"}
-        unused |= dict.fromkeys(("sequence_lengths", "tune"), "it is for adaptive_probe")
+        unused |= dict.fromkeys(("sequence_lengths", "tune", "critical_batch"), "it is for adaptive_probe")
         unused |= {"sequence_length": "estimate.sequence_lengths gives them"} if estimate.sequence_lengths else {}
         unused |= {"headroom": "estimate.headroom gives it"}
-        tries = ("search", "cache", "round_to_power_of_two", "trial_timeout")
-        unused |= dict.fromkeys(tries, "an estimate tries nothing, and returns the largest size that fits")
+        unused |= dict.fromkeys(_SEARCH_KEYS, "an estimate tries nothing, and returns the largest size that fits")
+    if not probe.critical_batch:
+        names = (f"critical_batch_{name}" for name in ("from", "rows", "tolerance"))
+        unused |= dict.fromkeys(names, "it is for probe.critical_batch, which is not set")
     default = type(probe)()
     changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
     found = [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
@@ -436,7 +444,8 @@ def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> It
     for prefix, block, given in (("", settings, config), ("probe.", settings.probe, config.get("probe") or {})):
         for name, key in keys_of(type(block)).items():
             does_nothing = given.get(name) in (None, False, getattr(type(block), name, None))
-            if key.needs and not does_nothing and not any(map(is_set, key.needs)):
+            met = any(is_set(need) or given.get(need.removeprefix(prefix)) for need in key.needs)
+            if key.needs and not does_nothing and not met:
                 needs = " or ".join(key.needs)
                 yield prefix + name, f"it is for {needs}" + ("" if "=" in needs else ", which is not set")
 

@@ -89,6 +89,19 @@ def _headroom(name: str, value: Any) -> int | float | str:
     return size
 
 
+def _checkpoint(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not Path(value).is_dir():
+        raise SettingError(
+            name, value, "there is no such folder; give a resume point or an epoch, such as OUTPUT_DIR/step_100"
+        )
+
+
+def _tolerance(name: str, value: Any) -> None:
+    check_share(name, value)
+    if value == 0:
+        raise SettingError(name, value, "give a share above 0, such as 0.01: of two equal batches one would lose")
+
+
 def _reference(name: str, value: Any) -> Reference:
     try:
         return parse_reference(value)
@@ -186,6 +199,32 @@ class ProbeSettings:
         check_bool,
         "for `adaptive_probe`: also search and time up to three joint settings that spend memory to save time, and print what to copy",
         default=False,
+    )
+    critical_batch: bool = key(
+        check_bool,
+        "for `adaptive_probe`: no search; branch from a checkpoint at several batches and print the largest that loses no more than a "
+        "tolerance. See [below](#the-critical-batch)",
+        default=False,
+    )
+    critical_batch_from: str | None = key(
+        checked(_checkpoint),
+        "the resume point (`step_N`) or epoch to branch from. null: the newest of `output_dir`, or the base where there is none",
+        default=None,
+        shown="newest",
+        needs=("probe.critical_batch",),
+    )
+    critical_batch_rows: int | None = key(
+        check_whole,
+        "rows that each branch trains on. null: those of 64 steps as configured, at most three quarters of the dataset",
+        default=None,
+        shown="64 steps",
+        needs=("probe.critical_batch",),
+    )
+    critical_batch_tolerance: float = key(
+        checked(_tolerance),
+        "by which share the held-out loss after a branch may be above that of the smallest batch",
+        default=0.01,
+        needs=("probe.critical_batch",),
     )
 
 
