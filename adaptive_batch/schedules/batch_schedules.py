@@ -292,7 +292,7 @@ class _ByCriticalBatch(_Rule):
         now, before, batch = math.sqrt(last.share(progress)), 0.0, self.start
         for duration, measured in self.points:
             at, grown = math.sqrt(duration.amount / last.amount), max(batch, measured)
-            if now < at:
+            if duration.share(progress) < 1:  # which is exact
                 return math.floor(batch + (grown - batch) * (now - before) / (at - before))
             before, batch = at, grown
         return batch

@@ -137,7 +137,7 @@ def measure_critical_batch(job: Job) -> str:
     if distributed.is_rank_zero():
         path.parent.mkdir(exist_ok=True)
         atomic_write(path, json.dumps(record, indent=2) + "\n")
-    return _table(record, of_run)
+    return _table(record, of_run=of_run, ranks=job.ranks)
 
 
 def _check(job: Job) -> None:
@@ -178,7 +178,7 @@ def _rows(job: Job, data: Data, planner: StepPlanner, resumed: ResumedRun) -> _R
     key, given, num_rows = "probe.critical_batch_rows", job.settings.probe.critical_batch_rows, len(data.dataset)
     validation = settings.validation
     most = num_rows if validation else num_rows - _FEWEST_HELD_OUT
-    asked = given or min(_STEPS * step_rows, num_rows if validation else num_rows * 3 // 4)
+    asked = given or min(_STEPS * step_rows, most, num_rows if validation else num_rows * 3 // 4)
     fewest = 2 * FEWEST_STEPS * batches_of_branches(step_rows, 0)[0]
     if asked < fewest:
         remedy = f"two branches of {FEWEST_STEPS} steps take {fewest} rows; give that or more, or lower batch_size"
@@ -263,7 +263,7 @@ def _branches(
     return before, found
 
 
-def _table(record: dict[str, Any], of_run: int) -> str:
+def _table(record: dict[str, Any], *, of_run: int, ranks: int) -> str:
     """Return the record for people."""
     branches, tolerance, noise = record["branches"], record["tolerance"], record["gradient_noise_scale"]
     held, cost, most = record["held_out"], record["cost"], record["at_most"]
@@ -275,11 +275,13 @@ def _table(record: dict[str, Any], of_run: int) -> str:
     for one in branches:
         above = f"{one['above']:+.2%} +- {2 * one['standard_error']:.2%}" if one is not branches[0] else ""
         lines.append(f"{one['batch']:>7} {one['steps']:>6} {one['lr']:>10.3g} {one['loss']:>8.4f} {above:>20}".rstrip())
-    beyond = f"{most}" if most else f"{branches[-1]['batch']} or more, which was not tried"
+    found, largest = record["critical_batch"], branches[-1]["batch"]
     lines.append(
-        f"critical batch: {count(record['critical_batch'], 'row')} on all ranks (by two standard errors {record['at_least']} to {beyond}) "
-        f"at a tolerance of {tolerance:.2%}"
+        f"critical batch: {count(found, 'row')}{' or fewer' if found == branches[0]['batch'] else ''} at a tolerance of {tolerance:.2%}; "
+        f"within two standard errors {record['at_least']} to {most or f'more than {largest}, the largest tried'}"
     )
+    at = f"point {{{record['tokens']}tok: {found // ranks}}}" if record["tokens"] else f"start: {found // ranks}"
+    lines.append(f"as by_critical_batch takes it, in rows on one device: {at}")
     gained = 1 - branches[0]["loss"] / record["loss_before"]
     if gained < tolerance:
         lines.append(

@@ -1,0 +1,96 @@
+"""The critical batch of branches: from losses that are planted, so that the batch and its range are known by hand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batch.probe import Branch, CriticalBatch, batches_of_branches
+
+LABELS = [10, 20, 30, 40] * 16
+
+
+def branch(batch, above, *, spread=0.0, labels=LABELS):
+    """Token losses of 2 x (1 + above), with `spread` up and down from row to row."""
+    per_token = [2 * (1 + above + spread * (-1) ** row) for row in range(len(labels))]
+    return Branch(batch, [loss * count for loss, count in zip(per_token, labels, strict=True)], labels)
+
+
+def quadratic(critical):
+    """Branches whose loss is above that of the smallest by 1% x (batch / critical) squared."""
+    return [branch(1, 0), *(branch(batch, 0.01 * (batch / critical) ** 2) for batch in (2, 4, 8, 16, 32))]
+
+
+def test_the_largest_batch_within_the_tolerance_is_the_one_planted():
+    for critical in (2.5, 5, 11, 20):
+        found = CriticalBatch(tuple(quadratic(critical)), 0.01)
+        assert found.rows == 2 ** math.floor(math.log2(critical))
+        assert found.at_least == found.at_most == found.rows
+    assert CriticalBatch(tuple(quadratic(5)), 0.05).rows == 8  # sqrt(5) times as much: 11
+
+
+def test_the_standard_error_is_that_of_a_ratio_by_hand():
+    # differences of a label: 0.1, 0.3 over 1 and 3 labels: mean (0.1 + 0.9) / 4 = 0.25, residuals 0.1 - 0.25 and 0.9 - 0.75
+    smallest, other = Branch(1, [1.0, 3.0], [1, 3]), Branch(2, [1.1, 3.9], [1, 3])
+    above, error = other.excess(smallest)
+    assert above == pytest.approx(0.25)
+    assert error == pytest.approx(math.sqrt(2 / 1 * (0.15**2 + 0.15**2)) / 4)
+    assert smallest.excess(smallest) == (0, 0)
+    # what all rows share is no error, however different the rows are
+    assert branch(2, 0.05).excess(branch(1, 0)) == pytest.approx((0.05, 0), abs=1e-12)
+
+
+def test_the_range_is_of_the_batches_that_two_standard_errors_leave_open():
+    def found(*above, spread):
+        alike = {"labels": [10] * 64}
+        others = (branch(2 ** (i + 1), one, spread=spread, **alike) for i, one in enumerate(above))
+        return CriticalBatch((branch(1, 0, **alike), *others), 0.01)
+
+    # 64 rows of equal length, each +- spread: a standard error of spread / sqrt(63)
+    error = 0.02 / math.sqrt(63)
+    near = found(0.0, 0.01 - error, 0.01 + error, 0.01 + 3 * error, spread=0.02)
+    assert (near.at_least, near.rows, near.at_most) == (2, 4, 8)
+    assert near.branches[2].excess(near.branches[0])[1] == pytest.approx(error)
+    open_end = found(0.0, 0.01 + error, spread=0.02)
+    assert (open_end.at_least, open_end.rows, open_end.at_most) == (2, 2, None)
+
+
+def test_a_batch_counts_where_all_below_it_are_within_the_tolerance_too():
+    found = CriticalBatch((branch(1, 0), branch(2, 0.005), branch(4, 0.02), branch(8, 0.001)), 0.01)
+    assert (found.rows, found.at_most) == (2, 2)
+
+
+def test_a_branch_that_ends_with_no_number_is_beyond_the_critical_batch():
+    for bad in (math.nan, math.inf):
+        lost = Branch(4, [bad] * len(LABELS), LABELS)
+        found = CriticalBatch((branch(1, 0), branch(2, 0), lost, branch(8, 0)), 0.01)
+        assert (found.at_least, found.rows, found.at_most) == (2, 2, 2)
+
+
+@given(
+    st.lists(st.floats(-0.1, 0.1), min_size=1, max_size=6),
+    st.floats(0, 0.1),
+    st.floats(0.001, 0.1),
+)
+def test_the_range_holds_the_batch_and_a_larger_tolerance_none_smaller(above, spread, tolerance):
+    branches = (branch(1, 0), *(branch(2 ** (i + 1), one, spread=spread) for i, one in enumerate(above)))
+    found = CriticalBatch(branches, tolerance)
+    assert found.at_least <= found.rows <= (found.at_most or branches[-1].batch)
+    assert CriticalBatch(branches, 2 * tolerance).rows >= found.rows
+
+
+def test_batches_double_from_a_quarter_while_rows_make_four_steps():
+    assert batches_of_branches(8, 512) == [2, 4, 8, 16, 32, 64, 128]
+    assert batches_of_branches(8, 511) == [2, 4, 8, 16, 32, 64]
+    assert batches_of_branches(6, 24) == [3, 6]
+    assert batches_of_branches(5, 40) == [5, 10]
+    assert batches_of_branches(1, 0) == [1]
+
+
+@given(st.integers(1, 200), st.integers(0, 5000))
+def test_every_batch_divides_the_rows_that_the_largest_divides(step_rows, rows):
+    batches = batches_of_branches(step_rows, rows)
+    assert step_rows % batches[0] == 0 and 4 * batches[0] >= step_rows
+    assert all(2 * one == other for one, other in zip(batches, batches[1:], strict=False))
+    assert all((rows - rows % batches[-1]) % batch == 0 for batch in batches)
