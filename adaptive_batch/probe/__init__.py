@@ -1,6 +1,6 @@
 """The search for the maximum batch size: strategies, trials, the finder, its cache."""
 
-from .critical_batch import FEWEST_STEPS, Branch, CriticalBatch, batches_of_branches
+from .critical_batch import FEWEST_STEPS, Branch, batches_of_branches, critical_batch
 from .curve_cache import CachedCurve
 from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
@@ -12,7 +12,6 @@ __all__ = [
     "BinarySearch",
     "Branch",
     "CachedCurve",
-    "CriticalBatch",
     "DryRun",
     "FastestSearch",
     "Halving",
@@ -24,6 +23,7 @@ __all__ = [
     "TimedTrial",
     "Trial",
     "batches_of_branches",
+    "critical_batch",
     "load_latest",
     "load_result",
     "run_search",

@@ -1,7 +1,7 @@
-"""The critical batch by branches: the largest batch that, on the same rows, ends no worse than the smallest.
+"""The critical batch by branches (Merrill et al. 2025, arXiv 2505.23971): the largest batch that, on the same rows, ends no worse.
 
-Merrill et al. 2025, arXiv 2505.23971, measure it so: train on from one checkpoint at several batches, with the same tokens each and
-the learning rate scaled by the square root of the batch, and take the largest whose loss is still within a tolerance.
+Training goes on from one checkpoint at several batches, with the same tokens each and the rate scaled with the batch; the critical
+batch is the largest whose loss afterwards is still within a tolerance of that of the smallest.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FEWEST_STEPS = 4  # of a branch: below that its rate, that of a whole run, has no time to act
-_STANDARD_ERRORS = 2.0
+FEWEST_STEPS = 4  # of a branch: in fewer, a rate that is scaled with the batch has no time to act
 
 
 def batches_of_branches(step_rows: int, rows: int) -> list[int]:
@@ -24,13 +23,7 @@ def batches_of_branches(step_rows: int, rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Branch:
-    """What a branch ended with.
-
-    Attributes:
-        batch: rows of each of its steps, on all ranks.
-        losses: of each held-out row, the sum over its label tokens.
-        labels: of each held-out row, its label tokens; the same in all branches.
-    """
+    """What a branch of steps of `batch` rows ended with: of each held-out row the sum of its token losses, and its label tokens."""
 
     batch: int
     losses: Sequence[float]
@@ -39,56 +32,33 @@ class Branch:
     @property
     def loss(self) -> float:
         """The mean loss of a held-out label token."""
-        return math.fsum(self.losses) / sum(self.labels) if sum(self.labels) else math.nan
+        return math.fsum(self.losses) / sum(self.labels) if any(self.labels) else math.nan
 
     def excess(self, smallest: Branch) -> tuple[float, float]:
-        """Return how far the loss is above that of another branch, as a share of that, and the standard error.
+        """Return by which share the loss is above that of another branch, and the standard error of that.
 
-        Both are of the same rows, so the difference of each row is what varies: with d the difference of a row's loss, n its labels
-        and D = sum(d) / sum(n) this is the error of a ratio, sqrt(m / (m - 1) x sum((d - D n)^2)) / sum(n) for m rows (Cochran 1977,
-        section 2.11). It tells what other held-out rows would change, not what other rows to train on would.
+        The rows are the same, so what varies is the difference d of a row; with n its labels and D = sum(d) / sum(n) the error is
+        that of a ratio, sqrt(m / (m - 1) x sum((d - D n)^2)) / sum(n) for m rows (Cochran 1977, section 2.11).
         """
-        labels, rows = sum(self.labels), len(self.labels)
-        mean = self.loss - smallest.loss
+        mean, rows = self.loss - smallest.loss, len(self.labels)
         of_rows = zip(self.losses, smallest.losses, self.labels, strict=True)
         squares = math.fsum((loss - other - mean * count) ** 2 for loss, other, count in of_rows)
-        error = math.sqrt(rows / max(1, rows - 1) * squares) / labels
+        error = math.sqrt(rows / max(1, rows - 1) * squares) / sum(self.labels)
         return mean / smallest.loss, error / smallest.loss
 
 
-@dataclass(frozen=True)
-class CriticalBatch:
-    """The critical batch that some branches show.
+def critical_batch(branches: Sequence[Branch], tolerance: float, *, errors: float = 0.0) -> int:
+    """Return the largest batch whose loss, and that of all below it, is above that of the smallest by no more than a tolerance.
 
-    Attributes:
+    Args:
         branches: by rising batch.
-        tolerance: by which share a loss may be above that of the smallest batch.
+        tolerance: a share of the loss of the smallest batch.
+        errors: so many standard errors are added to each difference.
     """
-
-    branches: tuple[Branch, ...]
-    tolerance: float
-
-    @property
-    def rows(self) -> int:
-        """The largest batch that is within the tolerance, as all below it are."""
-        return self._largest(0)
-
-    @property
-    def at_least(self) -> int:
-        """The largest batch that is within it even with two standard errors more."""
-        return self._largest(_STANDARD_ERRORS)
-
-    @property
-    def at_most(self) -> int | None:
-        """The largest batch that is within it with two standard errors less; None where that is the largest that was tried."""
-        most = self._largest(-_STANDARD_ERRORS)
-        return None if most == self.branches[-1].batch else most
-
-    def _largest(self, errors: float) -> int:
-        largest = self.branches[0].batch
-        for branch in self.branches[1:]:
-            excess, error = branch.excess(self.branches[0])
-            if not excess + errors * error <= self.tolerance:  # nor where the loss is no number
-                break
-            largest = branch.batch
-        return largest
+    largest = branches[0].batch
+    for branch in branches[1:]:
+        excess, error = branch.excess(branches[0])
+        if not excess + errors * error <= tolerance:  # nor where the loss is no number
+            break
+        largest = branch.batch
+    return largest

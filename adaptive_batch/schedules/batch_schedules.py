@@ -301,13 +301,11 @@ class _ByCriticalBatch(_Rule):
 def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
     """Make a schedule that follows critical batches measured along a run, as ``probe.critical_batch`` of ``adaptive_probe`` prints them.
 
-    Between two measurements, and from `start` to the first, the batch grows in a straight line over the square root of training done:
-    exactly so where the critical batch is proportional to that root, and in between faster than in stages. From the last on it
-    stays, as nothing was measured there. It never shrinks: what was measured below an earlier one counts as that.
+    From `start` to the first and between two of them the batch grows linearly in the square root of what is trained; after the last it
+    stays. It never shrinks: what was measured below an earlier one counts as that.
 
     Args:
-        points: where in training to the critical batch there, in rows on one device, as in ``{1e5tok: 16, 1e6tok: 48}``; all of one
-            unit.
+        points: the critical batch by where it was measured, in rows on one device, as in ``{1e5tok: 16, 1e6tok: 48}``; of one unit.
         start: rows that a step on one device holds at first.
 
     Raises:
@@ -320,8 +318,6 @@ def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
     read.sort(key=lambda point: point[0].amount)
     if len({at.unit for at, _ in read}) > 1:
         raise SettingError(key, dict(points), "give all in one unit: which of two comes first is not known beforehand")
-    if twice := next((at for (at, _), (after, _) in pairwise(read) if at == after), None):
-        raise SettingError(key, dict(points), f"{twice} is given twice")
     first, shown = _whole(f"{KEY}.start", start), {str(at): batch for at, batch in read}
     return _ByCriticalBatch(f"by_critical_batch({shown}, start={first})", first, tuple(read))
 

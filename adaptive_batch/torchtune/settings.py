@@ -89,19 +89,6 @@ def _headroom(name: str, value: Any) -> int | float | str:
     return size
 
 
-def _checkpoint(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not Path(value).is_dir():
-        raise SettingError(
-            name, value, "there is no such folder; give a resume point or an epoch, such as OUTPUT_DIR/step_100"
-        )
-
-
-def _tolerance(name: str, value: Any) -> None:
-    check_share(name, value)
-    if value == 0:
-        raise SettingError(name, value, "give a share above 0, such as 0.01: of two equal batches one would lose")
-
-
 def _reference(name: str, value: Any) -> Reference:
     try:
         return parse_reference(value)
@@ -207,7 +194,7 @@ class ProbeSettings:
         default=False,
     )
     critical_batch_from: str | None = key(
-        checked(_checkpoint),
+        lambda name, value: str(value),
         "the resume point (`step_N`) or epoch to branch from. null: the newest of `output_dir`, or the base where there is none",
         default=None,
         shown="newest",
@@ -221,7 +208,7 @@ class ProbeSettings:
         needs=("probe.critical_batch",),
     )
     critical_batch_tolerance: float = key(
-        checked(_tolerance),
+        checked(check_share),
         "by which share the held-out loss after a branch may be above that of the smallest batch",
         default=0.01,
         needs=("probe.critical_batch",),

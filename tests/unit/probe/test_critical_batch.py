@@ -1,12 +1,13 @@
 """The critical batch of branches: from losses that are planted, so that the batch and its range are known by hand."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.probe import Branch, CriticalBatch, batches_of_branches
+from adaptive_batch.probe import Branch, batches_of_branches, critical_batch
 
 LABELS = [10, 20, 30, 40] * 16
 
@@ -22,12 +23,17 @@ def quadratic(critical):
     return [branch(1, 0), *(branch(batch, 0.01 * (batch / critical) ** 2) for batch in (2, 4, 8, 16, 32))]
 
 
+def in_range(branches, tolerance=0.01):
+    """The critical batch with two standard errors more, none, and two less."""
+    return [critical_batch(branches, tolerance, errors=errors) for errors in (2, 0, -2)]
+
+
 def test_the_largest_batch_within_the_tolerance_is_the_one_planted():
     for critical in (2.5, 5, 11, 20):
-        found = CriticalBatch(tuple(quadratic(critical)), 0.01)
-        assert found.rows == 2 ** math.floor(math.log2(critical))
-        assert found.at_least == found.at_most == found.rows
-    assert CriticalBatch(tuple(quadratic(5)), 0.05).rows == 8  # sqrt(5) times as much: 11
+        assert in_range(quadratic(critical)) == [2 ** math.floor(math.log2(critical))] * 3
+    assert critical_batch(quadratic(5), 0.05) == 8  # sqrt(5) times as much: 11
+    assert critical_batch(quadratic(1), 0.01) == 1
+    assert critical_batch(quadratic(100), 0.01) == 32
 
 
 def test_the_standard_error_is_that_of_a_ratio_by_hand():
@@ -44,28 +50,25 @@ def test_the_standard_error_is_that_of_a_ratio_by_hand():
 def test_the_range_is_of_the_batches_that_two_standard_errors_leave_open():
     def found(*above, spread):
         alike = {"labels": [10] * 64}
-        others = (branch(2 ** (i + 1), one, spread=spread, **alike) for i, one in enumerate(above))
-        return CriticalBatch((branch(1, 0, **alike), *others), 0.01)
+        return [branch(1, 0, **alike), *(branch(2 << i, one, spread=spread, **alike) for i, one in enumerate(above))]
 
     # 64 rows of equal length, each +- spread: a standard error of spread / sqrt(63)
     error = 0.02 / math.sqrt(63)
     near = found(0.0, 0.01 - error, 0.01 + error, 0.01 + 3 * error, spread=0.02)
-    assert (near.at_least, near.rows, near.at_most) == (2, 4, 8)
-    assert near.branches[2].excess(near.branches[0])[1] == pytest.approx(error)
-    open_end = found(0.0, 0.01 + error, spread=0.02)
-    assert (open_end.at_least, open_end.rows, open_end.at_most) == (2, 2, None)
+    assert near[2].excess(near[0])[1] == pytest.approx(error)
+    assert in_range(near) == [2, 4, 8]
+    assert in_range(found(0.0, 0.01 + error, spread=0.02)) == [2, 2, 4]
 
 
 def test_a_batch_counts_where_all_below_it_are_within_the_tolerance_too():
-    found = CriticalBatch((branch(1, 0), branch(2, 0.005), branch(4, 0.02), branch(8, 0.001)), 0.01)
-    assert (found.rows, found.at_most) == (2, 2)
+    assert in_range([branch(1, 0), branch(2, 0.005), branch(4, 0.02), branch(8, 0.001)]) == [2, 2, 2]
 
 
 def test_a_branch_that_ends_with_no_number_is_beyond_the_critical_batch():
     for bad in (math.nan, math.inf):
         lost = Branch(4, [bad] * len(LABELS), LABELS)
-        found = CriticalBatch((branch(1, 0), branch(2, 0), lost, branch(8, 0)), 0.01)
-        assert (found.at_least, found.rows, found.at_most) == (2, 2, 2)
+        assert in_range([branch(1, 0), branch(2, 0), lost, branch(8, 0)]) == [2, 2, 2]
+    assert math.isnan(Branch(1, [0.0], [0]).loss)
 
 
 @given(
@@ -74,10 +77,10 @@ def test_a_branch_that_ends_with_no_number_is_beyond_the_critical_batch():
     st.floats(0.001, 0.1),
 )
 def test_the_range_holds_the_batch_and_a_larger_tolerance_none_smaller(above, spread, tolerance):
-    branches = (branch(1, 0), *(branch(2 ** (i + 1), one, spread=spread) for i, one in enumerate(above)))
-    found = CriticalBatch(branches, tolerance)
-    assert found.at_least <= found.rows <= (found.at_most or branches[-1].batch)
-    assert CriticalBatch(branches, 2 * tolerance).rows >= found.rows
+    branches = [branch(1, 0), *(branch(2 << i, one, spread=spread) for i, one in enumerate(above))]
+    found = in_range(branches, tolerance)
+    assert found == sorted(found)
+    assert critical_batch(branches, 2 * tolerance) >= found[1]
 
 
 def test_batches_double_from_a_quarter_while_rows_make_four_steps():
@@ -91,6 +94,7 @@ def test_batches_double_from_a_quarter_while_rows_make_four_steps():
 @given(st.integers(1, 200), st.integers(0, 5000))
 def test_every_batch_divides_the_rows_that_the_largest_divides(step_rows, rows):
     batches = batches_of_branches(step_rows, rows)
-    assert step_rows % batches[0] == 0 and 4 * batches[0] >= step_rows
-    assert all(2 * one == other for one, other in zip(batches, batches[1:], strict=False))
+    assert step_rows % batches[0] == 0
+    assert 4 * batches[0] >= step_rows
+    assert all(2 * one == other for one, other in pairwise(batches))
     assert all((rows - rows % batches[-1]) % batch == 0 for batch in batches)
