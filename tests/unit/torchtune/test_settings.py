@@ -67,8 +67,14 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
             1,
             {"trial_timeout", "assumed_maximum"},
         ),
+        ({"critical_batch": True, "critical_batch_rows": 64, "search": "halve"}, 2, {"search"}),
+        (
+            {"critical_batch_rows": 64, "critical_batch_tolerance": 0.1},
+            1,
+            {"critical_batch_rows", "critical_batch_tolerance"},
+        ),
     ],
-    ids=["none", "a probe", "lengths", "a probe of one rank"],
+    ids=["none", "a probe", "lengths", "a probe of one rank", "a critical batch", "none of one"],
 )
 def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
     config = PLAIN | {"probe": keys}
@@ -302,6 +308,14 @@ def test_a_reference_is_rows_or_tokens():
         (VALIDATED | {"batch_size_val": 2, "max_validation_batches": 1}, []),
         ({"probe": {"maximum": 8}}, ["probe"]),
         ({"probe": {"maximum": 8}, "micro_batch_size": "auto"}, []),
+        (
+            {"probe": {"critical_batch_rows": 8}, "micro_batch_size": "auto"},
+            ["probe.critical_batch_rows"],
+        ),
+        (
+            {"probe": {"critical_batch": True, "critical_batch_rows": 8}, "micro_batch_size": "auto"},
+            ["probe.critical_batch"],
+        ),
         (VALIDATED | {"probe": {"maximum": 8}, "batch_size_val": "auto"}, []),
     ],
     ids=str,
