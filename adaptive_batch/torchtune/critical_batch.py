@@ -72,14 +72,14 @@ def measure_critical_batch(job: Job) -> str:
     couple_batch(job, planner)
     trained, held_out = _rows(job, data, planner, resumed)
     share = _share_of_rate(job, data, planner, resumed)
-    limits = [MicroBatchLimit(settings.batch_size)]
-    if isinstance(tokens := settings.micro_batch_tokens, int):
-        limits = [MicroBatchLimit(tokens, "tokens")]
-    elif isinstance(size := settings.micro_batch_size, int):
-        limits = [MicroBatchLimit(size)]
+    size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+    limits = [MicroBatchLimit(size if isinstance(size, int) else settings.batch_size)]
+    limits += [MicroBatchLimit(tokens, "tokens")] if isinstance(tokens, int) else []
     trainer = Trainer.load(
         job, data, checkpoints, limit=lambda: limits[-1], lower=lambda change: limits.append(change.after)
     )
+    if settings.micro_batch_layout == "packed" and (why := trainer.runner.why_not_packed(data.longest(2))):
+        raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
     checkpoints.load_optimizer(trainer)
     for group in trainer.optimizer.param_groups:
         write_rate(group, float(group.get("initial_lr", group["lr"])) * share)
@@ -168,9 +168,7 @@ def _share_of_rate(job: Job, data: Data, planner: StepPlanner, resumed: ResumedR
     rate = build_rate(job, planner, [stand_in(job, base)], **at)
     share = rate.set(progress, plan=planner.plan, batch=max(1, round(rate.reference.amount))) / base
     if share <= 0:
-        remedy = (
-            "the schedule has a rate of 0 there, as at the first step of a warm-up; give a resume point within the run"
-        )
+        remedy = "the schedule has a rate of 0 there, as at the first step of a warm-up or after the last of all; give a resume point between"
         given = job.settings.probe.critical_batch_from
         raise SettingError("probe.critical_batch_from", given, f"{remedy}, or lr_scheduler=null")
     return share

@@ -114,7 +114,7 @@ def test_the_branch_of_the_configured_batch_is_the_training_that_would_follow(sm
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
-def test_rows_come_in_the_order_of_the_epoch_and_held_out_ones_are_never_trained(small, trained):
+def test_held_out_rows_are_never_trained(small):
     from support import components
 
     keys = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={[12] * 40}", "batch_size=4")
@@ -142,6 +142,20 @@ def test_it_branches_from_the_base_where_nothing_is_saved_and_from_what_is_named
     small.run_in_process(PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", f"output_dir={other}", epoch)
     assert measured(other)["steps"] == 8
     assert {path.name for path in other.iterdir()} == {"adaptive_batch"}
+
+
+def test_micro_batches_shrink_where_they_run_out_of_memory_and_nothing_else_changes(small):
+    found = []
+    for rows_fit in (4, 1):
+        folder = small.fresh_folder()
+        keys = (
+            "model._component_=support.components.watched",
+            f"model.rows_fit={rows_fit}",
+            "model.rows_fit_evaluated=1",
+        )
+        small.run_in_process(PROBE, *MEASURES, f"output_dir={folder}", *keys)
+        found.append([one["loss"] for one in measured(folder)["branches"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 def test_the_rule_and_the_batch_that_the_rate_belongs_to_are_those_configured(small):
