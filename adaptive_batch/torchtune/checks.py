@@ -407,7 +407,7 @@ def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks
     unused = {"assumed_maximum": "it is for preview"}
     if recipe == "adaptive_probe" and probe.critical_batch:
         unused |= dict.fromkeys(
-            (*_SEARCH_KEYS, "sequence_length", "device_memory"), "probe.critical_batch searches for nothing"
+            (*_SEARCH_KEYS, "sequence_length", "device_memory"), "probe.critical_batch searches not"
         )
     elif recipe == "adaptive_probe":
         unused |= {"sequence_length": "probe.sequence_lengths gives them"} if probe.sequence_lengths else {}

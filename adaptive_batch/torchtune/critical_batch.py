@@ -46,7 +46,7 @@ def measure_critical_batch(job: Job) -> str:
     Raises:
         SettingError: a setting cannot be used; no weights have been loaded yet.
         CheckpointError: what is there to branch from cannot be read.
-        NonfiniteLossError: the loss after the branch of the smallest batch is no number.
+        NonfiniteLossError: the loss before, or after the branch of the smallest batch, is no number.
     """
     settings, probe, start = job.settings, job.settings.probe, time.perf_counter()
     for key, value, why in (
@@ -90,9 +90,6 @@ def measure_critical_batch(job: Job) -> str:
     rate = LearningRate(trainer.optimizers, rule=rule, reference=reference, scale_with_batch=settings.scale_with_batch)
     before, records = _branches(job, data, trainer, rate, trained, held_out)
     branches = [branch for branch, _ in records]
-    if not math.isfinite(smallest := branches[0].loss):
-        what = f"the held-out loss after {count(branches[0].batch, 'row')} a step is {smallest}"
-        raise NonfiniteLossError(f"{what}; lower optimizer.lr, or check the weights and the labels of held-out rows")
     critical, at_least, most = (
         critical_batch(branches, probe.critical_batch_tolerance, errors=errors) for errors in (0, _ERRORS, -_ERRORS)
     )
@@ -151,11 +148,10 @@ def _rows(job: Job, data: Data, planner: StepPlanner, resumed: ResumedRun) -> tu
     rows -= rows % batches_of_branches(step_rows, rows)[-1]  # which each batch divides
     order = torch.roll(planner.epochs.order(resumed.progress), -resumed.progress.epoch_rows).tolist()
     read = [data.read_row(row) for row in order[: rows + (0 if validation else _MOST_HELD_OUT)]]
-    if validation:
-        return read, [
-            data.dataset_val[row] for row in range(validation.rows_of(len(data.dataset_val), ranks=job.ranks))
-        ]
-    return read[:rows], read[rows:]
+    if validation is None:
+        return read[:rows], read[rows:]
+    validated = range(validation.rows_of(len(data.dataset_val), ranks=job.ranks))
+    return read, [data.dataset_val[row] for row in validated]
 
 
 def _share_of_rate(job: Job, data: Data, planner: StepPlanner, resumed: ResumedRun) -> float:
@@ -168,9 +164,11 @@ def _share_of_rate(job: Job, data: Data, planner: StepPlanner, resumed: ResumedR
     rate = build_rate(job, planner, [stand_in(job, base)], **at)
     share = rate.set(progress, plan=planner.plan, batch=max(1, round(rate.reference.amount))) / base
     if share <= 0:
-        remedy = "the schedule has a rate of 0 there, as at the first step of a warm-up or after the last of all; give a resume point between"
+        why = "the schedule has a rate of 0 there, as at the first step of a warm-up and after the last step of all"
         given = job.settings.probe.critical_batch_from
-        raise SettingError("probe.critical_batch_from", given, f"{remedy}, or lr_scheduler=null")
+        raise SettingError(
+            "probe.critical_batch_from", given, f"{why}; give a resume point between, or lr_scheduler=null"
+        )
     return share
 
 
@@ -187,12 +185,15 @@ def _branches(
         trainer.model.eval()
         of_ranks = distributed.all_gather([runner.evaluate([row], loss=loss) for row in mine])
         snapshot.restore()
-        losses, labels = zip(*(of_row for of_rank in of_ranks for of_row in of_rank), strict=True)
-        return Branch(batch, losses, labels)
+        branch = Branch(batch, *zip(*(of_row for of_rank in of_ranks for of_row in of_rank), strict=True))
+        if not found and not math.isfinite(branch.loss):
+            what = f"the held-out loss {f'after steps of {batch}' if batch else 'before any branch'} is {branch.loss}"
+            raise NonfiniteLossError(f"{what}; lower optimizer.lr, or check the weights and the labels of these rows")
+        return branch
 
     snapshot = TrainingSnapshot(trainer.model, trainer.optimizers, device=job.device)
-    before = evaluated(0)
     found: list[tuple[Branch, dict[str, Any]]] = []
+    before = evaluated(0)
     batches = batches_of_branches(job.settings.step_rows * job.ranks, len(trained))
     steps = sum(len(trained) // batch for batch in batches)
     with ProgressBar(steps, "steps", "branches", shown=distributed.is_rank_zero()) as bar:
@@ -228,9 +229,7 @@ def _table(record: dict[str, Any], *, ranks: int) -> str:
         f"within two standard errors {record['at_least']} to {record['at_most'] or f'more than {largest}, the largest tried'}"
     )
     if (gained := 1 - first["loss"] / record["loss_before"]) < tolerance:
-        why = (
-            f"the first branch gained {gained:.2%}, less than the tolerance, so that one which learns nothing may pass"
-        )
+        why = f"the first branch gained {gained:.2%}, less than the tolerance: one that learns nothing may pass"
         lines.append(f"{why}; give more probe.critical_batch_rows, or a lower probe.critical_batch_tolerance")
     at = f"point {{{record['tokens']}tok: {found // ranks}}}" if record["tokens"] else f"start: {found // ranks}"
     lines.append(f"by_critical_batch takes it, in rows on one device, as {at}")

@@ -233,5 +233,20 @@ def test_a_damaged_checkpoint_or_a_loss_that_is_no_number_ends_with_the_remedy(s
     next((folder / "step_6").glob("*.distcp")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="step_6 is skipped"):
         small.run_in_process(PROBE, *RUN, *MEASURES, f"output_dir={folder}")
-    with pytest.raises(NonfiniteLossError, match=r"after 1 row a step is (nan|inf); lower optimizer\.lr"):
+    with pytest.raises(NonfiniteLossError, match=r"after steps of 1 is (nan|inf); lower optimizer\.lr"):
         small.run_in_process(PROBE, *MEASURES, "optimizer.lr=1e38")
+    unlabelled = ("dataset._component_=support.components.Masked", "dataset.rows=40")
+    with pytest.raises(NonfiniteLossError, match=r"before any branch is nan; .* the labels of these rows"):
+        small.run_in_process(PROBE, *MEASURES, *unlabelled)
+
+
+def test_a_tolerance_above_what_the_first_branch_gained_is_pointed_out(small, capsys):
+    small.run_in_process(PROBE, *MEASURES, "optimizer.lr=1e-7")
+    shown = capsys.readouterr().out
+    assert (
+        "critical batch: 4 rows at a tolerance of 1.00%; within two standard errors 4 to more than 4, the largest tried"
+        in shown
+    )
+    assert "less than the tolerance: one that learns nothing may pass; give more probe.critical_batch_rows" in shown
+    small.run_in_process(PROBE, *MEASURES)
+    assert "may pass" not in capsys.readouterr().out
