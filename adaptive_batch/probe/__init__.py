@@ -1,6 +1,6 @@
 """The search for the maximum batch size: strategies, trials, the finder, its cache."""
 
-from .critical_batch import FEWEST_STEPS, Branch, batches_of_branches, critical_batch
+from .critical_batch import FEWEST_STEPS, Branch, batches_of_branches, best_branch, critical_batch
 from .curve_cache import CachedCurve
 from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
@@ -23,6 +23,7 @@ __all__ = [
     "TimedTrial",
     "Trial",
     "batches_of_branches",
+    "best_branch",
     "critical_batch",
     "load_latest",
     "load_result",

@@ -19,7 +19,7 @@ from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.data import MicroBatchLimit, StepPlanner
 from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import TrainingSnapshot
-from adaptive_batch.probe import FEWEST_STEPS, Branch, batches_of_branches, critical_batch
+from adaptive_batch.probe import FEWEST_STEPS, Branch, batches_of_branches, best_branch, critical_batch
 from adaptive_batch.schedules import LearningRate, Reference, write_rate
 
 from .checkpoints import Checkpoints
@@ -46,7 +46,7 @@ def measure_critical_batch(job: Job) -> str:
     Raises:
         SettingError: a setting cannot be used; no weights have been loaded yet.
         CheckpointError: what is there to branch from cannot be read.
-        NonfiniteLossError: the loss before, or after the branch of the smallest batch, is no number.
+        NonfiniteLossError: the loss before, or after the first branch, is no number.
     """
     settings, probe, start = job.settings, job.settings.probe, time.perf_counter()
     for key, value, why in (
@@ -204,32 +204,33 @@ def _branches(
                 runner.run(trained[begin : begin + batch][rank::ranks])
                 trainer.step()
                 bar.advance()
-            branch = evaluated(batch)
-            above, error = branch.excess(found[0][0] if found else branch)
-            facts = {"batch": batch, "steps": len(trained) // batch, "lr": lr, "loss": branch.loss, "above": above}
-            seconds = round(time.perf_counter() - start, 3)
-            found.append((branch, {**facts, "standard_error": error, "seconds": seconds}))
+            branch, facts = evaluated(batch), {"batch": batch, "steps": len(trained) // batch, "lr": lr}
+            found.append((branch, {**facts, "loss": branch.loss, "seconds": round(time.perf_counter() - start, 3)}))
+    best = best_branch([branch for branch, _ in found])
+    for branch, facts in found:
+        facts["above"], facts["standard_error"] = branch.excess(best)
     return before, found
 
 
 def _table(record: dict[str, Any], *, ranks: int) -> str:
     """Return the record for people."""
     branches, tolerance, noise = record["branches"], record["tolerance"], record["gradient_noise_scale"]
-    first, largest, found = branches[0], branches[-1]["batch"], record["critical_batch"]
+    smallest, largest, found = branches[0]["batch"], branches[-1]["batch"], record["critical_batch"]
+    best = next(one for one in branches if one["above"] == 0)
     lines = [
         f"\nbranches of {count(record['rows'], 'row', ',')} from {record['from']} (step {record['steps']}), rates by the rule "
         f"{record['rule']}; loss of {count(record['held_out_rows'], 'row')} held out, {record['loss_before']:.4f} before",
-        f"{'batch':>7} {'steps':>6} {'lr':>10} {'loss':>8} {'above the first':>18}",
+        f"{'batch':>7} {'steps':>6} {'lr':>10} {'loss':>8} {'above the best':>18}",
     ]
     for one in branches:
-        above = f"{one['above']:+.2%} +- {_ERRORS * one['standard_error']:.2%}" if one is not first else ""
+        above = f"{one['above']:+.2%} +- {_ERRORS * one['standard_error']:.2%}" if one is not best else ""
         lines.append(f"{one['batch']:>7} {one['steps']:>6} {one['lr']:>10.3g} {one['loss']:>8.4f} {above:>18}".rstrip())
     lines.append(
-        f"critical batch: {count(found, 'row')}{' or fewer' if found == first['batch'] else ''} at a tolerance of {tolerance:.2%}; "
+        f"critical batch: {count(found, 'row')}{' or fewer' if found == smallest else ''} at a tolerance of {tolerance:.2%}; "
         f"within two standard errors {record['at_least']} to {record['at_most'] or f'more than {largest}, the largest tried'}"
     )
-    if (gained := 1 - first["loss"] / record["loss_before"]) < tolerance:
-        why = f"the first branch gained {gained:.2%}, less than the tolerance: one that learns nothing may pass"
+    if (gained := 1 - best["loss"] / record["loss_before"]) < tolerance:
+        why = f"the best branch gained {gained:.2%}, less than the tolerance: one that learns nothing may pass"
         lines.append(f"{why}; give more probe.critical_batch_rows, or a lower probe.critical_batch_tolerance")
     at = f"point {{{record['tokens']}tok: {found // ranks}}}" if record["tokens"] else f"start: {found // ranks}"
     lines.append(f"by_critical_batch takes it, in rows on one device, as {at}")

@@ -209,7 +209,7 @@ class ProbeSettings:
     )
     critical_batch_tolerance: float = key(
         checked(check_share),
-        "by which share the held-out loss after a branch may be above that of the smallest batch",
+        "by which share the held-out loss after a branch may be above that of the best one",
         default=0.01,
         needs=("probe.critical_batch",),
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.probe import Branch, batches_of_branches, critical_batch
+from adaptive_batch.probe import Branch, batches_of_branches, best_branch, critical_batch
 
 LABELS = [10, 20, 30, 40] * 16
 
@@ -54,14 +54,24 @@ def test_the_range_is_of_the_batches_that_two_standard_errors_leave_open():
 
     # 64 rows of equal length, each +- spread: a standard error of spread / sqrt(63)
     error = 0.02 / math.sqrt(63)
-    near = found(0.0, 0.01 - error, 0.01 + error, 0.01 + 3 * error, spread=0.02)
+    near = found(0.001, 0.01 - error, 0.01 + error, 0.01 + 3 * error, spread=0.02)
     assert near[2].excess(near[0])[1] == pytest.approx(error)
     assert in_range(near) == [2, 4, 8]
-    assert in_range(found(0.0, 0.01 + error, spread=0.02)) == [2, 2, 4]
+    assert in_range(found(0.001, 0.01 + error, spread=0.02)) == [2, 2, 4]
 
 
 def test_a_batch_counts_where_all_below_it_are_within_the_tolerance_too():
     assert in_range([branch(1, 0), branch(2, 0.005), branch(4, 0.02), branch(8, 0.001)]) == [2, 2, 2]
+
+
+def test_it_is_the_best_batch_that_others_are_compared_with_and_not_the_smallest():
+    found = [
+        branch(batch, above) for batch, above in ((1, 0.03), (2, 0.02), (4, 0), (8, 0.005), (16, 0.012), (32, 0.03))
+    ]
+    assert best_branch(found).batch == 4
+    assert in_range(found) == [8, 8, 8]
+    assert critical_batch(found, 0.02) == 16
+    assert critical_batch(found[:3], 0.01) == 4
 
 
 def test_a_branch_that_ends_with_no_number_is_beyond_the_critical_batch():
