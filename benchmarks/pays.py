@@ -407,7 +407,7 @@ def draw(measured: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: P
     colours = [LIGHT[name] for name in ("blue", "vermilion", "green", "purple")] * 2
     for number, row in enumerate(measured["table"]):
         style = {"color": colours[number], "marker": "os"[number // 4]}
-        mine = [run for run in runs if (run["name"], run["rate"]) == (row["name"], row["rate"])]
+        mine = [run for run in runs if (run["name"], run["rate"], run["beta2"]) == (row["name"], row["rate"], BETA2)]
         loss_axes.plot(
             [run["steps"] for run in mine], [run["held_out"] for run in mine], **style, linestyle="", label=row["name"]
         )
