@@ -267,7 +267,7 @@ class LearningRate:
                 (at, group, key, _read(group, key)) for at, group in enumerate(optimizer.param_groups) for key in keys
             ]
             for _, group, key, value in before:
-                write_rate(group, _scale(optimizer, key, value, ratio, factor), key)
+                _write(group, key, _scale(optimizer, key, value, ratio, factor))
             self._scaled[optimizer] = [_Scaled(*one, applied=_read(one[1], one[2])) for one in before]
         self.scaled = self._read_scaled()
         if self._scheduler is not None:
@@ -279,7 +279,7 @@ class LearningRate:
         for each in self._optimizers if optimizer is None else [optimizer]:
             for one in self._scaled.pop(each, ()):
                 if one.is_there:
-                    write_rate(one.group, one.unscaled, one.key)
+                    _write(one.group, one.key, one.unscaled)
 
     def _read_scaled(self) -> dict[str, float]:
         of_groups = {
@@ -420,16 +420,23 @@ def _read_rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def write_rate(group: dict[str, Any], rate: Any, key: str = "lr") -> None:
-    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it; or what `key` names."""
-    if key == "lr" and hasattr(group["lr"], "fill_"):
+def write_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it."""
+    if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
     else:
-        group[key] = rate
+        group["lr"] = rate
 
 
 def _read(group: dict[str, Any], key: str) -> Any:
     return float(group[key]) if key == "lr" else group[key]
+
+
+def _write(group: dict[str, Any], key: str, value: Any) -> None:
+    if key == "lr":
+        write_rate(group, value)
+    else:
+        group[key] = value
 
 
 def _scale(optimizer: Optimizer, key: str, value: Any, ratio: float, rate_factor: float) -> Any:
