@@ -8,9 +8,11 @@ peaks of the rate; the best rate of each is kept. Then several seeds, of weights
 
     the constant batch with the lowest loss        constant batches of 2 and 4 times as many rows, at their own best rates
     seesaw from the best batch, with and without a cap, and with beta2 and weight decay that follow the batch
-    the noise scale, from the best batch, at a rate that follows the square root of the batch
+    the noise scale, and critical batches, from the best batch, at a rate that follows the square root of the batch
 
-and at last constant batches over a range of 8 with one beta2, and with a beta2 of one half-life.
+The critical batches are measured by branches (`probe.critical_batch=True`) at four points of one run of the best constant batch,
+and stand beside that of the sweep. At last come constant batches over a range of 8 with one beta2, and with a beta2 of one
+half-life: of a large one that belongs to the smallest batch, and of a small one that belongs to the largest.
 
 The loss is the mean over the tokens of files that are not trained on; differences are taken seed by seed. Each run is a
 process of one thread; as many run at once as there are jobs, so that its seconds say little, and processor seconds more.
@@ -46,6 +48,7 @@ from turns import T_OF_95, our_recipe, printing_into, processor_seconds
 
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.report.drawing import LIGHT
+from adaptive_batch.torchtune import Job, Settings, builder_of, measure_critical_batch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
@@ -61,11 +64,13 @@ MODEL: dict[str, Any] = {
     "intermediate_dim": 192,
     "max_seq_len": LENGTH,
 }
-BATCHES = (4, 8, 16, 32)
+BATCHES = (2, 4, 8, 16, 32)
 BASE_BATCH, BASE_RATE = 8, 4e-3  # where rates are sought around; others by the square root of the batch
 RATES = (0.5, 1.0, 2.0)
 WARM_UP = 0.05  # of all samples
-BETA2 = 0.999
+BETA2, BETA2_OF_LARGEST = 0.999, 0.95
+BETA2_SEEDS = 2
+BRANCHED_AT = (1, 2, 4, 6)  # eighths of a run
 AT_ONCE = 32
 TOLERANCE = 0.005  # of a loss that is higher
 
@@ -131,6 +136,14 @@ def by_noise(batch: int, rate: float) -> Way:
         batch,
         rate,
         (f"batch_size_schedule={rule}", "grow_beyond_maximum=True", "lr_scaling=sqrt", small),
+    )
+
+
+def by_critical_batch(batch: int, rate: float, measured: Sequence[Mapping[str, Any]]) -> Way:
+    points = ", ".join(f"{one['tokens']}tok: {one['critical_batch']}" for one in measured)
+    rule = f"{{_component_: adaptive_batch.schedules.by_critical_batch, start: {batch}, points: {{{points}}}}}"
+    return Way(
+        "by critical batch", batch, rate, (f"batch_size_schedule={rule}", "grow_beyond_maximum=True", "lr_scaling=sqrt")
     )
 
 
@@ -252,6 +265,25 @@ def train(folder: Path, way: Way, rows: int) -> dict[str, Any]:
     }
 
 
+def branch(folder: Path, way: Way, rows: int) -> list[dict[str, Any]]:
+    """Train a run with resume points, and measure the critical batch at some of them; return the records of that."""
+    torch.set_num_threads(1)
+    os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
+    every, output, measured = rows // way.batch // 8, folder / "branched", []
+    places = {"output_dir": str(output), "checkpointer": {"output_dir": str(output)}, "save_every_n_steps": every}
+    cfg = OmegaConf.merge(configuration(folder, way, rows=rows), places)
+    with printing_into(folder / f"printed_{os.getpid()}.txt"):
+        recipe = our_recipe(cfg)
+        recipe.train()
+        recipe.cleanup()
+        for part in BRANCHED_AT:
+            cfg.probe = {"critical_batch": True, "critical_batch_from": str(output / f"step_{part * every}")}
+            measure_critical_batch(Job(cfg, Settings.from_config(cfg), builder_of(cfg)))
+            record = json.loads((output / "adaptive_batch" / "critical_batch.json").read_text())
+            measured.append({**record, "from": f"step_{part * every}", "part": part / 8})
+    return measured
+
+
 def windows(steps: Sequence[Mapping[str, Any]], rows: int, *, parts: int = 20) -> list[float]:
     """Training loss averaged over equal parts of the data."""
     sums = [[0.0, 0] for _ in range(parts)]
@@ -305,6 +337,13 @@ class Bench:
         wanted = [asdict(way) for way in ways]
         return [run for run in self.runs if {key: run[key] for key in wanted[0]} in wanted]
 
+    def branched(self, way: Way) -> list[dict[str, Any]]:
+        """Return the critical batches along a run."""
+        measured = self._pool.submit(branch, self._folder, way, self._rows).result()
+        for one in measured:
+            print(f"critical batch at {one['part']:.3f} of a run: {one['critical_batch']}", flush=True)
+        return measured
+
     def tuned(self, way: Way) -> Way:
         """Return a way with the best of several rates, sought further where that is the least or the most of them."""
         tried = {way.rate * factor for factor in RATES}
@@ -318,7 +357,7 @@ class Bench:
 
 
 def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[str, Any]:
-    """Tune each way with the first seed, then train it with all; last, beta2."""
+    """Tune each way with the first seed, measure critical batches, then train each way with all; last, beta2."""
     first = seeds[0]
 
     def around(batch: int) -> float:
@@ -336,26 +375,55 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
     ways.append(grown)
     ways += [seesaw(best, grown.rate, times=4), seesaw(best, grown.rate, companions=True)]
     ways.append(bench.tuned(replace(by_noise(best, start.rate), seed=first)))
+    branched = bench.branched(start)
+    ways.append(bench.tuned(replace(by_critical_batch(best, start.rate, branched), seed=first)))
     runs = bench.run([replace(way, seed=seed) for seed in seeds for way in ways])
     table = [compared(way.name, runs, constants[best].name) for way in ways]
 
-    reference = constants[best]
-    of_beta2 = []
-    for times in (1, 2, 4, 8):
-        batch = times * best
-        way = constants.get(batch) or bench.tuned(replace(constant(batch, around(batch)), seed=first))
-        half_life = replace(way, beta2=min(max(BETA2**times, 0.9), 0.9999))
-        (fixed,), (followed,) = (bench.run([each]) for each in (way, half_life))
-        of_beta2.append(
-            {
-                "batch": batch,
-                "rate": way.rate,
-                "beta2": half_life.beta2,
-                "fixed": fixed["held_out"],
-                "half_life": followed["held_out"],
-            }
-        )
-    return {"best": asdict(reference), "table": table, "beta2": of_beta2}
+    largest, of_beta2 = max(8 * best, max(batches)), []
+    for belongs_to, beta2 in ((largest // 8, BETA2), (largest, BETA2_OF_LARGEST)):
+        for batch in (largest // 8, largest // 4, largest // 2, largest):
+            way = constants.get(batch) or bench.tuned(replace(constant(batch, around(batch)), seed=first))
+            half_life = min(max(beta2 ** (batch / belongs_to), 0.9), 0.9999)
+            fixed, followed = (
+                sorted(
+                    bench.run([replace(way, beta2=each, seed=seed) for seed in seeds[:BETA2_SEEDS]]),
+                    key=lambda run: run["seed"],
+                )
+                for each in (beta2, half_life)
+            )
+            of_beta2.append(
+                {
+                    "batch": batch,
+                    "rate": way.rate,
+                    "belongs_to": belongs_to,
+                    "beta2": beta2,
+                    "half_life": half_life,
+                    "losses": [run["held_out"] for run in fixed],
+                    "losses_half_life": [run["held_out"] for run in followed],
+                }
+            )
+    tolerance = branched[0]["tolerance"]
+    return {
+        "best": asdict(start),
+        "losses": losses,
+        "table": table,
+        "critical_batch_of_sweep": critical_of_sweep(losses, tolerance),
+        "critical_batches": branched,
+        "beta2": of_beta2,
+    }
+
+
+def critical_of_sweep(losses: Mapping[int, float], tolerance: float) -> float:
+    """Return the batch at which the loss is above the least by a tolerance, linear in the batch's logarithm between two."""
+    best = min(losses, key=lambda batch: losses[batch])
+    before, allowed = best, losses[best] * (1 + tolerance)
+    for batch in sorted(batch for batch in losses if batch > best):
+        if losses[batch] > allowed:
+            share = (allowed - losses[before]) / (losses[batch] - losses[before])
+            return before * (batch / before) ** share
+        before = batch
+    return before
 
 
 def compared(name: str, runs: Sequence[Mapping[str, Any]], base: str) -> dict[str, Any]:
@@ -393,10 +461,23 @@ def print_table(measured: Mapping[str, Any]) -> None:
             f"{row['held_out']:>8.4f} {row['held_out_range'][0]:>8.4f} {row['held_out_range'][1]:>8.4f}  "
             f"{row['loss_over_base']:+.2%}{half}"
         )
-    print("\nbatch   lr        loss at beta2 " + f"{BETA2:g}   at one half-life")
-    for row in measured["beta2"]:
+    print(f"\ncritical batch: {measured['critical_batch_of_sweep']:.1f} by the sweep, whose losses are")
+    print("  ".join(f"{batch}: {loss:.4f}" for batch, loss in measured["losses"].items()))
+    print(
+        "by branches, at a part of the run: batch, least and most within two errors, noise scale, part of the run's rows"
+    )
+    for one in measured["critical_batches"]:
+        noise, most = one["gradient_noise_scale"], one["at_most"] or f"> {one['branches'][-1]['batch']}"
         print(
-            f"{row['batch']:>5}   {row['rate']:<8.3g} {row['fixed']:>17.4f}   {row['half_life']:.4f} ({row['beta2']:.4f})"
+            f"{one['part']:.3f}: {one['critical_batch']:>3}  {one['at_least']} to {most}  "
+            f"{f'{noise:.1f}' if noise else '-'}  {one['share_of_run']:.1%}"
+        )
+    print("\nbeta2   belongs to   batch  lr        loss with it     of one half-life  loss with it")
+    for row in measured["beta2"]:
+        fixed, followed = statistics.mean(row["losses"]), statistics.mean(row["losses_half_life"])
+        print(
+            f"{row['beta2']:<7g} {row['belongs_to']:>10}   {row['batch']:>5}  {row['rate']:<8.3g} {fixed:>13.4f}     "
+            f"{row['half_life']:>16.4f}  {followed:>12.4f}  {followed / fixed - 1:+.2%}"
         )
 
 
@@ -436,7 +517,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     rows = (50_000 if arguments.quick else arguments.tokens) // LENGTH
-    seeds, batches = (arguments.seeds[:2], BATCHES[1:3]) if arguments.quick else (arguments.seeds, BATCHES)
+    seeds, batches = (arguments.seeds[:2], BATCHES[2:4]) if arguments.quick else (arguments.seeds, BATCHES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder, rows=rows, seeds=seeds)
