@@ -51,6 +51,11 @@ def check_share(key: str, value: object) -> None:
         raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
 
 
+def without_nan(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values with text, such as ``nan``, for the numbers that JSON does not have."""
+    return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+
+
 def round_up(number: int, multiple: int) -> int:
     """Round up to a multiple."""
     return -(-number // multiple) * multiple

@@ -64,13 +64,13 @@ MODEL: dict[str, Any] = {
     "intermediate_dim": 192,
     "max_seq_len": LENGTH,
 }
-BATCHES = (2, 4, 8, 16, 32)
+BATCHES = (1, 2, 4, 8, 16)
 BASE_BATCH, BASE_RATE = 8, 4e-3  # where rates are sought around; others by the square root of the batch
 RATES = (0.5, 1.0, 2.0)
 WARM_UP = 0.05  # of all samples
 BETA2, BETA2_OF_LARGEST = 0.999, 0.95
 BETA2_SEEDS = 2
-BRANCHED_AT = (1, 2, 4, 6)  # eighths of a run
+BRANCHED_AT, BRANCHED_ROWS = (1, 2, 4, 6), 256  # eighths of a run; rows of a branch
 AT_ONCE = 32
 TOLERANCE = 0.005  # of a loss that is higher
 
@@ -130,7 +130,7 @@ def seesaw(batch: int, rate: float, *, times: int | None = None, companions: boo
 
 def by_noise(batch: int, rate: float) -> Way:
     rule = f"{{_component_: adaptive_batch.schedules.by_noise_scale, start: {batch}, maximum: {8 * batch}}}"
-    small = f"micro_batch_size={max(1, batch // 2)}"  # the noise scale takes two micro-batches
+    small = f"micro_batch_size={batch // 2}"  # the noise scale takes two micro-batches
     return Way(
         "by noise scale",
         batch,
@@ -277,7 +277,12 @@ def branch(folder: Path, way: Way, rows: int) -> list[dict[str, Any]]:
         recipe.train()
         recipe.cleanup()
         for part in BRANCHED_AT:
-            cfg.probe = {"critical_batch": True, "critical_batch_from": str(output / f"step_{part * every}")}
+            where = str(output / f"step_{part * every}")
+            cfg.probe = {
+                "critical_batch": True,
+                "critical_batch_from": where,
+                "critical_batch_rows": min(BRANCHED_ROWS, rows // 2),
+            }
             measure_critical_batch(Job(cfg, Settings.from_config(cfg), builder_of(cfg)))
             record = json.loads((output / "adaptive_batch" / "critical_batch.json").read_text())
             measured.append({**record, "from": f"step_{part * every}", "part": part / 8})
@@ -374,15 +379,15 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
     grown = bench.tuned(replace(seesaw(best, start.rate), seed=first))
     ways.append(grown)
     ways += [seesaw(best, grown.rate, times=4), seesaw(best, grown.rate, companions=True)]
-    ways.append(bench.tuned(replace(by_noise(best, start.rate), seed=first)))
+    ways.append(bench.tuned(replace(by_noise(max(2, best), around(max(2, best))), seed=first)))
     branched = bench.branched(start)
     ways.append(bench.tuned(replace(by_critical_batch(best, start.rate, branched), seed=first)))
     runs = bench.run([replace(way, seed=seed) for seed in seeds for way in ways])
     table = [compared(way.name, runs, constants[best].name) for way in ways]
 
-    largest, of_beta2 = max(8 * best, max(batches)), []
-    for belongs_to, beta2 in ((largest // 8, BETA2), (largest, BETA2_OF_LARGEST)):
-        for batch in (largest // 8, largest // 4, largest // 2, largest):
+    of_beta2 = []
+    for belongs_to, beta2 in ((best, BETA2), (8 * best, BETA2_OF_LARGEST)):
+        for batch in (best, 2 * best, 4 * best, 8 * best):
             way = constants.get(batch) or bench.tuned(replace(constant(batch, around(batch)), seed=first))
             half_life = min(max(beta2 ** (batch / belongs_to), 0.9), 0.9999)
             fixed, followed = (
@@ -517,7 +522,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     rows = (50_000 if arguments.quick else arguments.tokens) // LENGTH
-    seeds, batches = (arguments.seeds[:2], BATCHES[2:4]) if arguments.quick else (arguments.seeds, BATCHES)
+    seeds, batches = (arguments.seeds[:2], BATCHES[3:]) if arguments.quick else (arguments.seeds, BATCHES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder, rows=rows, seeds=seeds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from adaptive_batch._util import without_nan
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -66,9 +66,10 @@ class RunLog:
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._file:
-            finite = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
             with self._writing:
-                self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n")
+                self._file.write(
+                    json.dumps({"kind": kind, "time": round(time.time(), 3), **without_nan(values)}) + "\n"
+                )
                 self._file.flush()
 
     def __enter__(self) -> RunLog:

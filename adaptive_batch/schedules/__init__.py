@@ -34,7 +34,6 @@ from .learning_rate import (
     describe_unscaled,
     parse_reference,
     scale_learning_rate,
-    write_rate,
 )
 from .noise_scale import NoiseSample, NoiseScale, small_batch, squared_norm
 from .preview import PlannedStep, as_record, batch_sizes_ahead, check_increments, check_stages, stages_of, table
@@ -85,5 +84,4 @@ __all__ = [
     "stages_of",
     "steps",
     "table",
-    "write_rate",
 ]

@@ -256,7 +256,7 @@ class LearningRate:
             if not one.is_there:
                 remedy = "another rate was set after the step's own and before optimizer.step(), and is not scaled; set it before or after both"
                 raise SettingError("lr_scaling", self.rule, remedy)
-            write_rate(one.group, one.unscaled)  # torch's get_optimizer_state_dict has taken a step at a rate of 0
+            _write_rate(one.group, one.unscaled)  # torch's get_optimizer_state_dict has taken a step at a rate of 0
         self.restore()
         if self._scheduler is not None:
             self._schedule(self._scheduler, clock)
@@ -365,7 +365,7 @@ class LearningRate:
         for optimizer in self._optimizers:
             groups = optimizer.param_groups
             for group, of_group in zip(groups, _one_each(scheduled, groups), strict=True):
-                write_rate(
+                _write_rate(
                     group, of_group.rate if optimizer is self._first else of_group.of(float(group["initial_lr"]))
                 )
 
@@ -385,7 +385,7 @@ class LearningRate:
             )
         elif self._last_clock is not None and clock != self._last_clock:
             for group, rate in zip(groups, self._rates, strict=True):
-                write_rate(group, rate)
+                _write_rate(group, rate)
             with warnings.catch_warnings():  # in a resumed run the scheduler steps before the optimizer's first step
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 scheduler.step()
@@ -420,7 +420,7 @@ def _read_rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def write_rate(group: dict[str, Any], rate: float) -> None:
+def _write_rate(group: dict[str, Any], rate: float) -> None:
     """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it."""
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
@@ -434,7 +434,7 @@ def _read(group: dict[str, Any], key: str) -> Any:
 
 def _write(group: dict[str, Any], key: str, value: Any) -> None:
     if key == "lr":
-        write_rate(group, value)
+        _write_rate(group, value)
     else:
         group[key] = value
 

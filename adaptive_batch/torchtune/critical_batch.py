@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +15,37 @@ import torch
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch._util import ProgressBar, atomic_write, count
+from adaptive_batch._util import ProgressBar, atomic_write, count, without_nan
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.data import MicroBatchLimit, StepPlanner
 from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import TrainingSnapshot
 from adaptive_batch.probe import FEWEST_STEPS, Branch, batches_of_branches, best_branch, critical_batch
-from adaptive_batch.schedules import LearningRate, Reference, write_rate
+from adaptive_batch.schedules import LearningRate, Reference
 
 from .checkpoints import Checkpoints
 from .checks import check_output_dir
 from .data import Data
 from .epoch_checkpoints import inspect_epoch
 from .job import Job
-from .preview import TrainingPreview
-from .rate import build_rate, check_scheduler, couple_batch, stand_in
 from .resumed_run import ResumedRun
 from .trainer import Trainer
 
 _STEPS = 64  # of the configured batch that a branch has rows for, which make four of 16 times as much
 _MOST_HELD_OUT, _FEWEST_HELD_OUT = 256, 16  # rows of the dataset; the error of fewer says little
 _ERRORS = 2.0
+_NOT_USED = ("batch_increase_function", "batch_size_schedule", "lr_scheduler", "lr_clock")  # of what resuming compares
 
 
 def measure_critical_batch(job: Job) -> str:
     """Branch from a checkpoint at several batches, write ``critical_batch.json``, and return the table of it. A collective.
 
-    Each branch trains on the same rows, the next of the epoch, at a constant rate: that of the schedule there, scaled by the rule of
-    `lr_scaling`, or by the square root where that is none. In between, model, optimizer and random numbers are put back.
+    Each branch trains on the same rows, the next of the epoch, at a constant rate: that of the step before the checkpoint (of the base,
+    the configured one), scaled by the rule of `lr_scaling`, or by the square root where that is none. In between, model, optimizer and
+    random numbers are put back.
 
     Raises:
-        SettingError: a setting cannot be used; no weights have been loaded yet.
+        SettingError: a setting cannot be used; no weights have been loaded yet, unless the rate in the checkpoint is 0.
         CheckpointError: what is there to branch from cannot be read.
         NonfiniteLossError: the loss before, or after the first branch, is no number.
     """
@@ -61,17 +62,10 @@ def measure_critical_batch(job: Job) -> str:
     seed = training.set_seed(seed=job.cfg.seed, debug_mode=job.cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
-    check_scheduler(job.cfg)
     checkpoints = _checkpoints(job)
+    job.settings = replace(settings, resume_allow_changes=(*settings.resume_allow_changes, *_NOT_USED))
     resumed = ResumedRun(job, data, checkpoints, seed=seed)
-    batching = data.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
-    by_tokens = settings.lr_clock.counts_tokens
-    planner = StepPlanner(data.dataset, batching, layout=data.shapes, ranks=job.ranks, counts_tokens=by_tokens)
-    if (state := resumed.state_of("steps")) is not None:
-        planner.load_state_dict(state)
-    couple_batch(job, planner)
-    trained, held_out = _rows(job, data, planner, resumed)
-    share = _share_of_rate(job, data, planner, resumed)
+    trained, held_out = _rows(job, data, resumed)
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     limits = [MicroBatchLimit(size if isinstance(size, int) else settings.batch_size)]
     limits += [MicroBatchLimit(tokens, "tokens")] if isinstance(tokens, int) else []
@@ -81,8 +75,11 @@ def measure_critical_batch(job: Job) -> str:
     if settings.micro_batch_layout == "packed" and (why := trainer.runner.why_not_packed(data.longest(2))):
         raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
     checkpoints.load_optimizer(trainer)
-    for group in trainer.optimizer.param_groups:
-        write_rate(group, float(group.get("initial_lr", group["lr"])) * share)
+    if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):
+        remedy = (
+            f"the rate of {checkpoints.found.source} is 0, as at the first step of a warm-up; give a later resume point"
+        )
+        raise SettingError("probe.critical_batch_from", probe.critical_batch_from, remedy)
     reference = settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
     if reference.unit == "tokens":
         reference = Reference(reference.amount * len(trained) / sum(map(data.dataset.num_real_tokens, trained)), "rows")
@@ -114,7 +111,8 @@ def measure_critical_batch(job: Job) -> str:
     if distributed.is_rank_zero():
         path = Path(job.cfg.output_dir, "adaptive_batch", "critical_batch.json")
         path.parent.mkdir(exist_ok=True)
-        atomic_write(path, json.dumps(record, indent=2) + "\n")
+        written = {**record, "branches": [without_nan(facts) for _, facts in records]}
+        atomic_write(path, json.dumps(written, indent=2) + "\n")
     return _table(record, ranks=job.ranks)
 
 
@@ -134,7 +132,7 @@ def _checkpoints(job: Job) -> Checkpoints:
     return Checkpoints(cfg, job.settings, keeps_base=job.builder.keeps_base, only=only)
 
 
-def _rows(job: Job, data: Data, planner: StepPlanner, resumed: ResumedRun) -> tuple[list[Any], list[Any]]:
+def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[Any]]:
     """Read the rows that training would take next, and those held out: of `dataset_val`, or the next after them; around its end."""
     given, validation, num_rows = job.settings.probe.critical_batch_rows, job.settings.validation, len(data.dataset)
     step_rows = job.settings.step_rows * job.ranks
@@ -146,30 +144,16 @@ def _rows(job: Job, data: Data, planner: StepPlanner, resumed: ResumedRun) -> tu
         remedy = f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has {num_rows}{held}"
         raise SettingError("probe.critical_batch_rows", given, f"{remedy}; give as many, or change batch_size")
     rows -= rows % batches_of_branches(step_rows, rows)[-1]  # which each batch divides
-    order = torch.roll(planner.epochs.order(resumed.progress), -resumed.progress.epoch_rows).tolist()
+    batching = data.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
+    epochs = StepPlanner(data.dataset, batching, layout=data.shapes, ranks=job.ranks).epochs
+    if (state := resumed.state_of("steps")) is not None:
+        epochs.load_state_dict(state)
+    order = torch.roll(epochs.order(resumed.progress), -resumed.progress.epoch_rows).tolist()
     read = [data.read_row(row) for row in order[: rows + (0 if validation else _MOST_HELD_OUT)]]
     if validation is None:
         return read[:rows], read[rows:]
     validated = range(validation.rows_of(len(data.dataset_val), ranks=job.ranks))
     return read, [data.dataset_val[row] for row in validated]
-
-
-def _share_of_rate(job: Job, data: Data, planner: StepPlanner, resumed: ResumedRun) -> float:
-    """Return the part of the configured rate that the schedule has where the branches begin; refuse 0."""
-    saved, preview = resumed.saved, TrainingPreview(job, data, planner)
-    progress = planner.begin(resumed.progress)
-    preview.look_ahead(progress, saved=saved)
-    base = float(saved.get("base_rate", job.cfg.optimizer.get("lr") or 1.0))
-    at = {"progress": progress, "total_steps": preview.schedule_steps, "saved": saved.get("learning_rate", {})}
-    rate = build_rate(job, planner, [stand_in(job, base)], **at)
-    share = rate.set(progress, plan=planner.plan, batch=max(1, round(rate.reference.amount))) / base
-    if share <= 0:
-        why = "the schedule has a rate of 0 there, as at the first step of a warm-up and after the last step of all"
-        given = job.settings.probe.critical_batch_from
-        raise SettingError(
-            "probe.critical_batch_from", given, f"{why}; give a resume point between, or lr_scheduler=null"
-        )
-    return share
 
 
 def _branches(

@@ -25,8 +25,7 @@ from .epoch_checkpoints import STATE_KEY
 from .job import Job
 from .settings import FILLS_STEPS, RESUME
 
-# What the checkpoint brings with it: another one has no effect, which is logged.
-_KEPT = "optimizer_settings"
+_KEPT = "optimizer_settings"  # which the optimizer's state in the checkpoint brings with it
 _OWN_WORDS = ("_component_", "lr")  # of the optimizer, which have messages of their own
 _SAMPLED_ROWS = 64
 
@@ -34,7 +33,7 @@ _SAMPLED_ROWS = 64
 class ResumedRun:
     """The state of the run that a checkpoint belongs to, compared with the configuration of this one.
 
-    From now on `job` counts batches on the ranks that the run began with.
+    From now on `job` counts batches on the ranks that the run began with, and its optimizer has the settings that the checkpoint brings.
 
     Attributes:
         saved: the state of each part by name; empty for a new run, or for a checkpoint of torchtune's own recipe.
@@ -80,6 +79,7 @@ class ResumedRun:
         if saved:
             self.name, self.unlabelled = saved["run"], saved["unlabelled"]
             self.progress = Progress(**saved["progress"])
+            self._keep_optimizer_settings(saved["conditions"], self._now["conditions"])
         self.differs, self.begins_epoch_again = compare(
             saved.get("conditions", {}),
             self._now["conditions"],
@@ -93,6 +93,13 @@ class ResumedRun:
             found_before = saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
             self.keeps_batch = found_before and knows_bound
+
+    def _keep_optimizer_settings(self, saved: Mapping[str, Any], now: dict[str, Any]) -> None:
+        cfg, kept = self._job.cfg, saved.get(_KEPT, now[_KEPT])
+        if kept != now[_KEPT]:
+            self._ignored["optimizer"] = _shown(_KEPT, now, saved), _shown(_KEPT, saved, now)
+            own = {key: value for key, value in cfg.optimizer.items() if key in _OWN_WORDS}
+            cfg.optimizer, now[_KEPT] = {**own, **kept}, kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the run, and what its results depend on, as plain values."""
@@ -127,10 +134,6 @@ class ResumedRun:
         now, saved = self._now["conditions"], self.saved.get("conditions", {})
         for name in self.differs:
             before, after = _shown(name, saved, now), _shown(name, now, saved)
-            if name == _KEPT:
-                message = f"optimizer {after} has no effect: the checkpoint's {before} is kept"
-                record.event("no_effect", message, key="optimizer", configured=now[name], kept=saved[name])
-                continue
             message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
             record.event(name, message, before=saved[name], after=now[name])
         for name, (value, kept) in self._ignored.items():

@@ -354,18 +354,13 @@ class MicroBatchRunner:
             self._multiply_gradients_by(ranks / sums.label_tokens)
         elif not has_labels and together:
             self.drop_gradients()
-        small, squared = sums.small, None
-        gives_norm = not together and self._max_grad_norm is not None
-        if small is not None and not (gives_norm and all(one.dtype.itemsize >= 4 for one in self._gradients())):
-            small, squared = small.all_reduce_sum(self._squared_norm(), device=self._device)
-        noise, grad_norm, copies = None, self.clip(), _copies_of_each_row()
-        if small is not None and small.is_part_of(sums):
-            if squared is None:
-                assert grad_norm is not None
-                squared = grad_norm**2
-            of_small = small.squared_norm * (ranks / small.label_tokens) ** 2
-            ratio = small.label_tokens / small.rows * sums.rows / sums.label_tokens
-            noise = NoiseSample(small.rows, of_small, sums.rows, squared, ratio)
+        noise, copies = None, _copies_of_each_row()
+        if sums.small is not None:
+            small, squared = sums.small.all_reduce_sum(self._squared_norm(), device=self._device)
+            if small.is_part_of(sums):
+                of_small = small.squared_norm * (ranks / small.label_tokens) ** 2
+                ratio = small.label_tokens / small.rows * sums.rows / sums.label_tokens
+                noise = NoiseSample(small.rows, of_small, sums.rows, squared, ratio)
         return StepResult(
             loss=float(sums.loss.item() / sums.label_tokens) if has_labels else 0.0,
             label_tokens=sums.label_tokens // copies,
@@ -373,7 +368,7 @@ class MicroBatchRunner:
             tokens=sums.tokens // copies,
             micro_batches=(count if has_labels else 0) if together else sums.micro_batches,
             padding_fraction=max(0.0, 1 - sums.tokens / max(1, sums.padded)),
-            grad_norm=grad_norm,
+            grad_norm=self.clip(),
             noise=noise,
         )
 

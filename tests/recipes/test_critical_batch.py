@@ -74,8 +74,8 @@ def test_it_prints_the_branches_and_leaves_one_record_and_no_trace(small, traine
     assert record["share_of_run"] == 48 / 64
     best = min(branches, key=lambda one: one["loss"])
     assert best["above"] == best["standard_error"] == 0
-    for one in branches:  # the rate of the cosine at step 6 of 16, held, by the root of the batch
-        peak = 0.01 * 0.5 * (1 + math.cos(math.pi * (6 - 2) / (16 - 2)))
+    for one in branches:  # the rate of the cosine in the sixth of 16 steps, held, by the root of the batch
+        peak = 0.01 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / (16 - 2)))
         assert one["lr"] == pytest.approx(peak * math.sqrt(one["batch"] / 4), rel=1e-9)
         assert one["above"] == pytest.approx(one["loss"] / best["loss"] - 1)
     table = [line for line in shown if line.split()[:1] in (["1"], ["2"], ["4"])]
@@ -215,7 +215,6 @@ def test_two_ranks_measure_what_one_does(small, trained):
         (("probe.sequence_lengths=[32]",), r"probe\.sequence_lengths=\[32\]: probe\.critical_batch trains"),
         (("optimizer_in_bwd=True",), r"optimizer_in_bwd=True: with probe\.critical_batch a step takes several"),
         (("batch_tokens=100",), r"batch_tokens=100: probe\.critical_batch counts rows"),
-        (COSINE, r"critical_batch_from=None: the schedule has a rate of 0 there, as at the first step of a warm-up"),
         (("probe.critical_batch_tolerance=1",), r"probe\.critical_batch_tolerance=1: give a share of at least 0"),
         (("probe.critical_batch=3",), r"probe\.critical_batch=3: "),
     ],
@@ -227,6 +226,39 @@ def test_what_cannot_be_measured_is_refused_before_weights_load(small, keys, mes
     (unreadable / "model.safetensors").write_bytes(b"")
     with pytest.raises(SettingError, match=message):
         small.run_in_process(PROBE, *MEASURES, f"checkpointer.checkpoint_dir={unreadable}", *keys)
+
+
+def test_a_branch_neither_grows_nor_decays_whatever_rules_the_run_has(small, trained):
+    """Resuming would refuse another growth function, schedule or clock than the checkpoint's; the base has the configured rate."""
+    others = ("batch_increase_function=support.components.four_more", "lr_scheduler=null", "lr_clock=tokens")
+    found = []
+    for rules in (COSINE, others):
+        folder = copied(small, trained)
+        small.run_in_process(PROBE, *MEASURES, "model.attn_dropout=0.2", *rules, f"output_dir={folder}")
+        found.append([(one["lr"], one["loss"]) for one in measured(folder)["branches"]])
+    assert found[0] == found[1]
+    base = small.fresh_folder()
+    small.run_in_process(PROBE, *MEASURES, *COSINE, f"output_dir={base}")
+    assert [one["lr"] for one in measured(base)["branches"]] == pytest.approx([0.005, 0.01 / math.sqrt(2), 0.01])
+
+
+def test_a_checkpoint_whose_rate_is_0_is_refused(small):
+    run = small.run_in_process(OURS, *COSINE, "save_every_n_steps=1", "max_steps_per_epoch=1", "epochs=1")
+    with pytest.raises(
+        SettingError, match=r"critical_batch_from=None: the rate of .*step_1 is 0, as at the first step"
+    ):
+        small.run_in_process(PROBE, *COSINE, *MEASURES, f"output_dir={run.output_dir}")
+
+
+def test_a_branch_that_diverges_is_worse_than_all_and_written_as_json_can_hold(small, capsys):
+    folder, before_the_last = small.fresh_folder(), 16 + (16 + 16) + (8 + 16)  # a micro-batch of one held-out row each
+    spoiled = ("loss._component_=support.components.SpoiledLoss", f"loss.at=[{before_the_last + 1}]")
+    small.run_in_process(PROBE, *MEASURES, *spoiled, f"output_dir={folder}")
+    text = (folder / "adaptive_batch" / "critical_batch.json").read_text()
+    record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert record["branches"][-1]["loss"] == "nan"
+    assert record["critical_batch"] <= 2
+    assert " nan " in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_or_a_loss_that_is_no_number_ends_with_the_remedy(small, trained):

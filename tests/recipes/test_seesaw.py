@@ -165,6 +165,21 @@ def test_a_change_of_what_follows_the_batch_is_logged_on_resuming(small):
     )
 
 
+def test_what_follows_the_batch_belongs_to_what_the_checkpoint_keeps_also_in_the_preview(small, grown, capsys):
+    folder = small.fresh_folder()
+    shutil.copytree(grown.output_dir / "step_6", folder / "step_6")
+    capsys.readouterr()
+    small.run_in_process(
+        OURS, *SEESAW, SCALED, "model.attn_dropout=0.2", "preview=True", f"output_dir={folder}", "resume_from_checkpoint=True",
+        "optimizer.weight_decay=0.5", "optimizer.betas=[0.9,0.95]",
+    )  # fmt: skip
+    (stage,) = [line for line in capsys.readouterr().out.splitlines() if "ep" in line and line.strip()[:1].isdigit()][
+        :1
+    ]
+    step = records(grown.output_dir, "step")[6]
+    assert [f"{step[name]:.4g}" for name in ("beta2", "weight_decay")] == [stage.split()[-5], stage.split()[-3]]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_take_the_steps_of_one(tmp_path):
