@@ -156,7 +156,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
-            self.log.whose_rate(trainer.base_rate)
         keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
         self.planner.batch_size = self.limit_finder.find(self.planner.batch_size, keeps_batch=keeps_batch, saved=saved)
         self.validation = None
@@ -177,7 +176,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 f"{remedy}; resume with more memory, or start again with optimizer_in_bwd=False",
             )
         self.progress = self.planner.begin(self.progress)
-        self._log_epoch()
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
@@ -200,8 +198,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             total_steps=self.preview.schedule_steps,
             saved=saved.get("learning_rate", {}),
         )
-        base = trainer.base_rate
-        self.log.rate_and_stages(self.rate, self.preview, self.progress, base=base, limits=self.limits, saved=saved)
+        if self.checkpoints.found.recipe_state is not None:
+            self.log.whose_rate(self.rate.base)
+        self._log_epoch()
+        self.log.rate_and_stages(self.rate, self.preview, self.progress, limits=self.limits, saved=saved)
         # a compiled model would be compiled for one row more
         if distributed.world_size() > 1 and self.settings.on_out_of_memory == "shrink" and not self.cfg.compile:
             trainer.runner.learn_collectives()
@@ -270,10 +270,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 if not taken:
                     break
                 batch = self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens)
-                rate = self.rate.set(progress, plan=self.planner.plan, batch=batch)
+                rates = self.rate.set(progress, plan=self.planner.plan, batch=batch)
                 result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
                 changes = {"epoch": epoch, "batch_size": progress.batch, "micro-batch": runner.retry.limit()}
-                if not self.nonfinite.drops(result, step=progress.steps + 1, lr=rate, **changes):
+                if not self.nonfinite.drops(result, step=progress.steps + 1, lr=rates["lr"], **changes):
                     self.trainer.step()
                 self.rate.restore()
                 self.progress = self._after(result, progress)
@@ -281,8 +281,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.log.step(
                     result,
                     self.progress,
-                    rate=rate,
-                    scaled=self.rate.scaled,
+                    rates=rates,
                     seconds=time.perf_counter() - start,
                     sampler=self.planner.sampler,
                     num_out_of_memory=self.limits.num_out_of_memory,
@@ -311,7 +310,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         return replace(progress, noise_scale=self.noise_scale.value) if self.settings.measures_noise else progress
 
     def _log_epoch(self) -> None:
-        self.log.epoch(self.progress.epoch, self.planner, rate=self.trainer.base_rate)
+        self.log.epoch(self.progress.epoch, self.planner, self.rate)
         self.limit_finder.log_if_one_by_one(self.planner.batch_size)
 
     def _validate(self) -> None:
@@ -399,7 +398,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 **self.resumed.state_dict(),
                 "epochs": self.settings.epochs,
                 "configured_batch_size": self.settings.batch_size,
-                "base_rate": self.trainer.base_rate,
+                "base_rate": self.rate.base,
                 "unlabelled": self.unlabelled,
                 "progress": self.progress.state_dict(),
                 **{name: part.state_dict() for name, part in self.parts.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import reduce
 from itertools import groupby
 from typing import Any
@@ -28,16 +28,15 @@ class PlannedStep:
         progress: before the step, with the batch that is requested for it.
         rows: rows that it has, over all ranks.
         micro_batches: forwards and backwards on one device.
+        rates: ``lr``, and what else follows the batch, by name.
         tokens: real tokens that it has, over all ranks; 0 where that is not known.
-        scaled: what follows the batch beside the rate, by name.
     """
 
     progress: Progress
     rows: int
     micro_batches: int
-    learning_rate: float
+    rates: Mapping[str, float]
     tokens: int = 0
-    scaled: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,15 @@ class Stage:
     batch_most: int
     micro_batches_least: int
     micro_batches_most: int
-    learning_rate_first: float
-    learning_rate_last: float
-    scaled_first: Mapping[str, float]
-    scaled_last: Mapping[str, float]
+    rates_first: Mapping[str, float]
+    rates_last: Mapping[str, float]
 
     @classmethod
     def of(cls, step: PlannedStep) -> Stage:
         """Make a stage of one step."""
-        batch, micro, rate = step.progress.batch, step.micro_batches, step.learning_rate
+        batch, micro = step.progress.batch, step.micro_batches
         last = step.progress.after_step(rows=step.rows, tokens=step.tokens)
-        return cls(step.progress, last, 1, 0, batch, batch, micro, micro, rate, rate, step.scaled, step.scaled)
+        return cls(step.progress, last, 1, 0, batch, batch, micro, micro, step.rates, step.rates)
 
     def merged(self, later: Stage) -> Stage:
         """Merge with what follows."""
@@ -82,10 +79,8 @@ class Stage:
             max(self.batch_most, later.batch_most),
             min(self.micro_batches_least, later.micro_batches_least),
             max(self.micro_batches_most, later.micro_batches_most),
-            self.learning_rate_first,
-            later.learning_rate_last,
-            self.scaled_first,
-            later.scaled_last,
+            self.rates_first,
+            later.rates_last,
         )
 
 
@@ -106,8 +101,8 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
     if not stages:
         return "\n".join(["no step is left", *notes])
     places = ("from", "step", "sample", "to", "step", "sample")
-    scaled = [name for name in stages[0].scaled_first for name in (f"{name} at start", "at end")]
-    head = (*places, f"batch ({unit})", "micro-batches", "global batch", "lr at start", "at end", *scaled, "steps")
+    rates = [cell for name in stages[0].rates_first for cell in (f"{name} at start", "at end")]
+    head = (*places, f"batch ({unit})", "micro-batches", "global batch", *rates, "steps")
     lines = [head, *(_cells(stage, ranks) for stage in stages)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -136,9 +131,11 @@ def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
         _range(low, high),
         _range(stage.micro_batches_least, stage.micro_batches_most),
         _range(low * ranks, high * ranks),
-        f"{stage.learning_rate_first:.3g}",
-        f"{stage.learning_rate_last:.3g}",
-        *(f"{ends[name]:.4g}" for name in stage.scaled_first for ends in (stage.scaled_first, stage.scaled_last)),
+        *(
+            f"{ends[name]:{'.3g' if name == 'lr' else '.4g'}}"
+            for name in stage.rates_first
+            for ends in (stage.rates_first, stage.rates_last)
+        ),
         f"{stage.steps:,}",
     )
 

@@ -23,7 +23,7 @@ from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
-from adaptive_batch.schedules import Progress, Seesaw
+from adaptive_batch.schedules import Progress
 from adaptive_batch.training import Choices, MaxBatchSearch, WorstRows
 
 from .config_errors import as_dict
@@ -459,9 +459,9 @@ class BoundFinder:
     def order(self, longest: int) -> list[int]:
         """Return the numbers of the rows of up to so many tokens, in the order in which training's first epoch takes them."""
         data = self._data
-        batching = data.batching()
-        if isinstance(batching.batch_size_schedule, Seesaw):  # which is not known here, and changes the order little
-            batching = replace(batching, batch_size_schedule=None)
+        batching = replace(
+            data.batching(), batch_size_schedule=None
+        )  # which changes the order little, and may need a rate
         epochs = StepPlanner(data.dataset, batching, layout=data.shapes).epochs
         return [i for i in epochs.order(Progress()).tolist() if int(data.dataset.lengths[i]) <= longest]
 

@@ -190,9 +190,8 @@ class Checkpoints:
         if isinstance(epoch, SkippedCheckpoint):
             skipped.append(epoch)
         found: list[Checkpoint | SavedEpoch] = [*saved, *([epoch] if isinstance(epoch, SavedEpoch) else [])]
-        if self._only is None:
-            return found, skipped
-        return [one for one in found if one.path == self._only], [one for one in skipped if one.path == self._only]
+        wanted = [one for one in found if self._only in (None, one.path)]
+        return wanted, [one for one in skipped if self._only in (None, one.path)]
 
     def after_end(self) -> str:
         """Return what is resumed from if the run ends now, as the end of a sentence; on rank zero."""

@@ -33,7 +33,7 @@ from .trainer import Trainer
 
 _STEPS = 64  # of the configured batch that a branch has rows for, which make four of 16 times as much
 _MOST_HELD_OUT, _FEWEST_HELD_OUT = 256, 16  # rows of the dataset; the error of fewer says little
-_ERRORS = 2.0
+_ERRORS = 2.0  # standard errors
 _NOT_USED = ("batch_increase_function", "batch_size_schedule", "lr_scheduler", "lr_clock")  # of what resuming compares
 
 
@@ -50,13 +50,11 @@ def measure_critical_batch(job: Job) -> str:
         NonfiniteLossError: the loss before, or after the first branch, is no number.
     """
     settings, probe, start = job.settings, job.settings.probe, time.perf_counter()
-    for key, value, why in (
-        ("probe.tune", probe.tune, "probe.critical_batch times no settings"),
-        ("probe.sequence_lengths", list(probe.sequence_lengths), "probe.critical_batch trains on rows as they are"),
-        ("optimizer_in_bwd", settings.optimizer_in_bwd, "with probe.critical_batch a step takes several micro-batches"),
-        ("batch_tokens", settings.batch_tokens, "probe.critical_batch counts rows: set batch_size"),
+    for key, why in (
+        ("optimizer_in_bwd", "with probe.critical_batch a step takes several micro-batches"),
+        ("batch_tokens", "probe.critical_batch counts rows: set batch_size"),
     ):
-        if value:
+        if value := getattr(settings, key):
             raise SettingError(key, value, f"{why}; remove it, or probe.critical_batch")
     check_output_dir(job.cfg.output_dir)
     seed = training.set_seed(seed=job.cfg.seed, debug_mode=job.cfg.get("cudnn_deterministic_mode", None))
@@ -69,16 +67,12 @@ def measure_critical_batch(job: Job) -> str:
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     limits = [MicroBatchLimit(size if isinstance(size, int) else settings.batch_size)]
     limits += [MicroBatchLimit(tokens, "tokens")] if isinstance(tokens, int) else []
-    trainer = Trainer.load(
-        job, data, checkpoints, limit=lambda: limits[-1], lower=lambda change: limits.append(change.after)
-    )
+    trainer = Trainer.load(job, data, checkpoints, limit=lambda: limits[-1], lower=lambda new: limits.append(new.after))
     if settings.micro_batch_layout == "packed" and (why := trainer.runner.why_not_packed(data.longest(2))):
         raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
     checkpoints.load_optimizer(trainer)
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):
-        remedy = (
-            f"the rate of {checkpoints.found.source} is 0, as at the first step of a warm-up; give a later resume point"
-        )
+        remedy = f"the rate of {checkpoints.found.source} is 0, as in the first step of a warm-up; give a later one"
         raise SettingError("probe.critical_batch_from", probe.critical_batch_from, remedy)
     reference = settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
     if reference.unit == "tokens":
@@ -87,17 +81,15 @@ def measure_critical_batch(job: Job) -> str:
     rate = LearningRate(trainer.optimizers, rule=rule, reference=reference, scale_with_batch=settings.scale_with_batch)
     before, records = _branches(job, data, trainer, rate, trained, held_out)
     branches = [branch for branch, _ in records]
-    critical, at_least, most = (
-        critical_batch(branches, probe.critical_batch_tolerance, errors=errors) for errors in (0, _ERRORS, -_ERRORS)
-    )
-    cost = len(trained) * len(branches)
+    tolerance, cost = probe.critical_batch_tolerance, len(trained) * len(branches)
+    critical, at_least, most = (critical_batch(branches, tolerance, errors=n) for n in (0, _ERRORS, -_ERRORS))
     record = {
         "from": checkpoints.found.source,
         **{name: getattr(resumed.progress, name) for name in ("epoch", "steps", "samples", "tokens")},
         "critical_batch": critical,
         "at_least": at_least,
         "at_most": most if most < branches[-1].batch else None,
-        "tolerance": probe.critical_batch_tolerance,
+        "tolerance": tolerance,
         "gradient_noise_scale": resumed.progress.noise_scale,
         "rows": len(trained),
         "held_out_rows": len(before.labels),
@@ -123,8 +115,7 @@ def _checkpoints(job: Job) -> Checkpoints:
         only = Path(given).absolute()
         cfg.output_dir = cfg.checkpointer.output_dir = str(only.parent)
     saved, skipped = checkpoints_in(Path(cfg.output_dir))
-    epoch = inspect_epoch(cfg.checkpointer)
-    found = [one.path for one in (*saved, *skipped, epoch) if one is not None]
+    found = [one.path for one in (*saved, *skipped, inspect_epoch(cfg.checkpointer)) if one is not None]
     if only is not None and only not in found:
         remedy = "it is no resume point, nor an epoch with its recipe_state; give a folder such as OUTPUT_DIR/step_100"
         raise SettingError("probe.critical_batch_from", given, remedy)
@@ -175,6 +166,8 @@ def _branches(
             raise NonfiniteLossError(f"{what}; lower optimizer.lr, or check the weights and the labels of these rows")
         return branch
 
+    if distributed.world_size() > 1:
+        runner.learn_collectives()
     snapshot = TrainingSnapshot(trainer.model, trainer.optimizers, device=job.device)
     found: list[tuple[Branch, dict[str, Any]]] = []
     before = evaluated(0)

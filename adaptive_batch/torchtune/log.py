@@ -16,7 +16,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import ProgressBar, count
 from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
-from adaptive_batch.schedules import Progress, describe_unscaled
+from adaptive_batch.schedules import Progress
 from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepRate, StepResult
 
 from .checkpoints import Checkpoints
@@ -148,7 +148,6 @@ class TrainingLog:
         plan: TrainingPreview,
         progress: Progress,
         *,
-        base: float,
         limits: MicroBatchLimits,
         saved: Mapping[str, Any],
     ) -> None:
@@ -162,21 +161,18 @@ class TrainingLog:
             event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
-        table, stages = plan.table(progress, base_rate=base, limits=limits, saved=saved)
+        table, stages = plan.table(progress, base_rate=rate.base, limits=limits, saved=saved)
         event("stages", f"the plan:\n{table}", stages=stages)
         if settings.batch_size_schedule:
-            self._log_unscaled(base, batch=plan.full_batch_rows)
+            self._log_unscaled(rate, plan.full_batch_rows)
 
-    def _log_unscaled(self, rate: float, *, batch: int) -> None:
-        """Log that the rate stays where the batch is another than the configured one."""
-        reference = self._settings.step_rows * self._job.ranks
-        if self._settings.lr_scaling == "none" and batch != reference:
-            message = describe_unscaled(rate, batch=batch, reference=reference)
-            self.record.event("lr", message, lr=rate, global_batch=batch, reference=reference)
+    def _log_unscaled(self, rate: StepRate, batch: int) -> None:
+        if message := rate.describe_unscaled(batch):
+            self.record.event("lr", message, global_batch=batch, reference=str(rate.reference))
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def epoch(self, epoch: int, batches: StepPlanner, *, rate: float) -> None:
+    def epoch(self, epoch: int, batches: StepPlanner, rate: StepRate) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
         plan, settings, holds = batches.plan, self._settings, batches.limit
         if not settings.adaptive:
@@ -199,7 +195,7 @@ class TrainingLog:
             steps=plan.steps,
         )
         if settings.batch_size_schedule is None:  # whose plan shows its batches
-            self._log_unscaled(rate, batch=plan.step_rows)
+            self._log_unscaled(rate, plan.step_rows)
 
     def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int) -> None:
         """Log the rows of an epoch that were trained and left out, and how many steps had no label or no finite loss."""
@@ -235,8 +231,7 @@ class TrainingLog:
         result: StepResult,
         progress: Progress,
         *,
-        rate: float,
-        scaled: Mapping[str, float],
+        rates: Mapping[str, float],
         seconds: float,
         sampler: RowSampler,
         num_out_of_memory: int,
@@ -249,8 +244,7 @@ class TrainingLog:
         self._ran = [tokens + result.tokens, padded + ran, max(most, result.micro_batches)]
         metrics = {
             "loss": result.loss,
-            "lr": rate,
-            **scaled,
+            **rates,
             "tokens_per_second_per_gpu": label_tokens / (seconds * distributed.data_parallel_size()),
             "batch_size": result.rows,
             "micro_batches": result.micro_batches,

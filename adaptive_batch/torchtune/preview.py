@@ -186,9 +186,8 @@ class TrainingPreview:
                 at,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                learning_rate=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
+                rates=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
                 tokens=tokens,
-                scaled=rate.scaled,
             )
 
     def _num_micro_batches(self, rows: list[int], limit: MicroBatchLimit) -> int:

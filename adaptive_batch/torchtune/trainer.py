@@ -157,12 +157,6 @@ class Trainer:
         """Return what a resume point holds of the model, as this rank holds it."""
         return self._job.builder.state(self.model)
 
-    @property
-    def base_rate(self) -> float:
-        """The learning rate before it is scheduled and scaled."""
-        group = self.optimizers[0].param_groups[0]
-        return float(group.get("initial_lr", group["lr"]))
-
     def step(self) -> None:
         """Step and clear the gradients.
 

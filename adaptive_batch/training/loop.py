@@ -582,7 +582,7 @@ class AdaptiveLoop:
         result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
         assert result.rows == step.rows, f"a step of {step.rows} rows trained {result.rows} of them"
         progress, tokens = self.progress, result.tokens
-        self.learning_rate = self._rate.set(progress, batch=tokens if self._rate.counts_tokens else result.rows)
+        self.learning_rate = self._rate.set(progress, batch=tokens if self._rate.counts_tokens else result.rows)["lr"]
         try:
             changes = {"epoch": progress.epoch, "batch_size": step.asked, "micro-batch": self._limit()}
             self._nonfinite.drops(result, step=progress.steps + 1, lr=self.learning_rate, **changes)
@@ -630,8 +630,8 @@ class AdaptiveLoop:
     def _log_event(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
         if distributed.is_rank_zero() and prints:
             log.log(logging.WARNING if kind == "nonfinite_loss" else logging.INFO, "%s", message)
-        changed = kind == "batch_size" and facts["before"] != facts["after"]
-        if changed and distributed.is_rank_zero() and (line := self._rate.describe_unscaled(facts["after"])):
+        changed = kind == "batch_size" and facts["before"] != facts["after"] and distributed.is_rank_zero()
+        if changed and (line := self._rate.describe_unscaled(facts["after"] * self._steps.ranks)):
             log.info("%s", line)
 
     # --- resuming ---------------------------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ class MicroBatchRunner:
         assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
         sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self._device)
         last_small = counts[0] if len(counts) > 1 and all(counts) else 0
-        sums.small = _Small() if last_small else None
+        sums.small = (0, 0, 0, 0) if last_small else None
         # What is measured has to be reduced by then.
         reduced = [number in (last_small, len(pieces)) for number in range(1, len(pieces) + 1)]
         for number, (piece, is_last) in enumerate(zip(pieces, reduced, strict=True), start=1):
@@ -303,7 +303,7 @@ class MicroBatchRunner:
             )
             if number == last_small:
                 small_rows = sum(len(small.rows) for small in parts[0])
-                sums.small = _Small(small_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches)
+                sums.small = small_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches
         if not retry.has_failed:
             retry.current = fullest
         return self._finish(sums, len(pieces))
@@ -354,13 +354,7 @@ class MicroBatchRunner:
             self._multiply_gradients_by(ranks / sums.label_tokens)
         elif not has_labels and together:
             self.drop_gradients()
-        noise, copies = None, _copies_of_each_row()
-        if sums.small is not None:
-            small, squared = sums.small.all_reduce_sum(self._squared_norm(), device=self._device)
-            if small.is_part_of(sums):
-                of_small = small.squared_norm * (ranks / small.label_tokens) ** 2
-                ratio = small.label_tokens / small.rows * sums.rows / sums.label_tokens
-                noise = NoiseSample(small.rows, of_small, sums.rows, squared, ratio)
+        noise, copies = self._noise(sums), _copies_of_each_row()
         return StepResult(
             loss=float(sums.loss.item() / sums.label_tokens) if has_labels else 0.0,
             label_tokens=sums.label_tokens // copies,
@@ -371,6 +365,24 @@ class MicroBatchRunner:
             grad_norm=self.clip(),
             noise=noise,
         )
+
+    def _noise(self, sums: _Sums) -> NoiseSample | None:
+        """Return a sample of the noise, over all ranks; None without a small batch that has some of the labels and not all."""
+        if sums.small is None:
+            return None
+        rows, labels, squared, micro_batches = sums.small
+        whole, ranks = self._squared_norm(), distributed.world_size()
+        is_part = 0 < micro_batches < sums.micro_batches  # on one rank, which waits for nothing
+        if ranks > 1:
+            mine = (rows, labels, squared, whole)
+            total = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=self._device) for one in mine])
+            distributed.all_reduce_sum(total)
+            rows, labels, squared, whole = total
+            is_part = bool(0 < labels < sums.label_tokens)
+        if not is_part:
+            return None
+        ratio = labels / rows * sums.rows / sums.label_tokens
+        return NoiseSample(rows, squared * (ranks / labels) ** 2, sums.rows, whole, ratio)
 
     def _loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self.loss.to_device(batch)
@@ -441,31 +453,6 @@ def _split(
     return split(small_rows), split(others)
 
 
-@dataclass(frozen=True)
-class _Small:
-    """The small batch of a step's noise, on this rank: as many label tokens as the gradients are summed over by then."""
-
-    rows: float | torch.Tensor = 0
-    label_tokens: float | torch.Tensor = 0
-    squared_norm: float | torch.Tensor = 0
-    micro_batches: int = 0  # that have labels
-
-    def all_reduce_sum(self, squared: torch.Tensor, *, device: torch.device) -> tuple[_Small, torch.Tensor]:
-        """Return it and the squared norm of the whole step, added up over the ranks in one small collective."""
-        if distributed.world_size() == 1:
-            return self, squared
-        mine = (self.rows, self.label_tokens, self.squared_norm, squared)
-        total = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in mine])
-        distributed.all_reduce_sum(total)
-        return _Small(total[0], total[1], total[2]), total[3]
-
-    def is_part_of(self, step: _Sums) -> bool:
-        """Return whether it has labels, and others of the step have some; waits for nothing on one rank."""
-        if distributed.world_size() == 1:
-            return 0 < self.micro_batches < step.micro_batches
-        return bool(0 < self.label_tokens < step.label_tokens)
-
-
 class _Sums:
     """What the micro-batches of a step add up to: on this rank, and on all after :meth:`all_reduce_sum`."""
 
@@ -474,7 +461,8 @@ class _Sums:
         # On one rank they add to what lies on the device; several count on the host, where the other counts are.
         self.loss = torch.zeros((), device=device if distributed.world_size() > 1 else None)
         self.label_tokens = torch.zeros((), dtype=torch.int64)
-        self.small: _Small | None = None
+        # the small batch: rows, label tokens, squared norm of the gradients that are summed over them, micro-batches with labels
+        self.small: tuple[Any, Any, Any, int] | None = None
 
     def add(self, token_loss: torch.Tensor, label_tokens: torch.Tensor) -> None:
         """Add a micro-batch that has labels."""

@@ -82,8 +82,8 @@ class StepRate:
         """Whether the rate is scaled by the tokens of a step, and not by its rows."""
         return self.reference.unit == "tokens"
 
-    def set(self, progress: Progress, *, batch: int, plan: EpochPlan | None = None) -> float:
-        """Apply the rate of a step, and return it.
+    def set(self, progress: Progress, *, batch: int, plan: EpochPlan | None = None) -> dict[str, float]:
+        """Apply the rate of a step; return it as ``lr``, and what else follows the batch: ``beta2``, ``weight_decay``.
 
         Args:
             progress: before the step.
@@ -96,12 +96,7 @@ class StepRate:
         elif plan is None:
             needs_lengths = self._unit.counts_tokens or self._planner.batching.batch_tokens
             plan = self._planner.plan if needs_lengths else self._planner.reference
-        return self._rate.set(self._clock.at(progress, plan), batch=max(1, batch))
-
-    @property
-    def scaled(self) -> dict[str, float]:
-        """What else follows the batch, as it was applied last: ``beta2``, ``weight_decay``."""
-        return self._rate.scaled
+        return {"lr": self._rate.set(self._clock.at(progress, plan), batch=max(1, batch)), **self._rate.scaled}
 
     def restore(self) -> None:
         """Put the rates back that are not scaled, after a step or without one."""
@@ -109,20 +104,21 @@ class StepRate:
 
     def describe(self) -> str | None:
         """Return a line on what is scaled with the batch, before the first step; None where nothing is."""
-        bases = [("lr", self._base, self._rate.rule)] if self._rate.rule != "none" else []
-        bases += [(name, base, SCALED_WITH_BATCH[name]) for name, base in self.scaled.items()]
+        bases = [("lr", self.base, self._rate.rule)] if self._rate.rule != "none" else []
+        bases += [(name, base, SCALED_WITH_BATCH[name]) for name, base in self._rate.scaled.items()]
         belongs = f"belongs to {self.reference} a step, and is scaled by the rule"
         return "; ".join(f"{name} {base:g} {belongs} {rule}" for name, base, rule in bases) or None
 
-    def describe_unscaled(self, batch_size: int) -> str | None:
-        """Return a line on a rate that does not follow a batch that has changed; None where it does, or where tokens are counted."""
-        if self._rate.rule != "none" or self.counts_tokens:
+    def describe_unscaled(self, batch: int) -> str | None:
+        """Return a line on a rate that does not follow another global batch, in rows; None where it does, or where tokens are counted."""
+        reference = int(self.reference.amount)
+        if self._rate.rule != "none" or self.counts_tokens or batch == reference:
             return None
-        batch = batch_size * self._planner.ranks
-        return describe_unscaled(self._base, batch=batch, reference=int(self.reference.amount))
+        return describe_unscaled(self.base, batch=batch, reference=reference)
 
     @property
-    def _base(self) -> float:
+    def base(self) -> float:
+        """The learning rate before it is scheduled and scaled."""
         group = self._optimizers[0].param_groups[0]
         return float(group.get("initial_lr", group["lr"]))
 

@@ -155,8 +155,8 @@ def test_what_was_planned_is_what_is_trained(small, rule):
             assert after is None or after["first"][place] == stage["last"][place]
         part = steps[stage["first"]["steps"] : stage["last"]["steps"]]
         assert len(part) == stage["steps"] > 0
-        assert part[0]["lr"] == stage["learning_rate_first"]
-        assert part[-1]["lr"] == stage["learning_rate_last"]
+        assert part[0]["lr"] == stage["rates_first"]["lr"]
+        assert part[-1]["lr"] == stage["rates_last"]["lr"]
         assert part[-1]["samples_seen"] == stage["last"]["samples"]
         assert part[-1]["tokens_seen"] == stage["last"]["tokens"]
         if by_tokens:
@@ -382,7 +382,7 @@ def test_the_plan_of_a_rule_that_follows_the_last_batch_is_what_is_trained(small
     planned = [(stage["steps"], stage["batch_least"], stage["batch_most"]) for stage in stages(finished)]
     assert planned == [(4, 4, 4), (4, 8, 8), (2, 16, 16)]
     assert [stage["micro_batches_most"] for stage in stages(finished)] == [1, 2, 4]
-    edges = [(stage["learning_rate_first"], stage["learning_rate_last"]) for stage in stages(finished)]
+    edges = [(stage["rates_first"]["lr"], stage["rates_last"]["lr"]) for stage in stages(finished)]
     rates = figures(finished, "lr")
     assert edges == [(rates[0], rates[3]), (rates[4], rates[7]), (rates[8], rates[9])]
     said = [record["message"].split(";")[0] for record in records(finished, "plan")]

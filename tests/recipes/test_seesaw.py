@@ -103,7 +103,7 @@ def test_the_preview_shows_batch_rate_beta2_and_weight_decay_before_weights_load
     table = [line for line in shown if line.strip()[:1].isdigit() and "ep" in line]
     assert table == [line for line in stages["message"].splitlines() if line.strip()[:1].isdigit() and "ep" in line]
     last, steps = stages["stages"][-1], records(grown.output_dir, "step")
-    assert last["scaled_last"] == {name: steps[-1][name] for name in ("beta2", "weight_decay")}
+    assert last["rates_last"] == {name: steps[-1][name] for name in ("lr", "beta2", "weight_decay")}
 
 
 def test_at_a_cap_in_steps_and_with_the_optimizer_in_backward(small):

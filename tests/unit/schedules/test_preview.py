@@ -39,7 +39,7 @@ def planned(rule, *, rows, epochs, ranks=1, tokens_per_row=10, maximum=None, mic
             micro = -(-size // (ranks * micro_batch_size))
             rate = 1e-3 / (1 + progress.steps)
             progress = replace(progress, batch=batch)
-            ahead.append(PlannedStep(progress, size, micro, rate, size * tokens_per_row))
+            ahead.append(PlannedStep(progress, size, micro, {"lr": rate}, size * tokens_per_row))
             progress = progress.after_step(rows=size, tokens=size * tokens_per_row)
         progress = progress.after_epoch()
     return ahead
@@ -50,7 +50,7 @@ def of_batches(batches):
     progress, ahead = Progress(rows_per_epoch=10**6), []
     for batch in batches:
         progress = replace(progress, batch=batch)
-        ahead.append(PlannedStep(progress, batch, 1, 0.1))
+        ahead.append(PlannedStep(progress, batch, 1, {"lr": 0.1}))
         progress = progress.after_step(rows=batch, tokens=0)
     return ahead
 
@@ -72,7 +72,7 @@ def test_the_ramp_of_bert24_by_hand():
         (2, 2),
         (4, 4),
     ]
-    assert (second.learning_rate_first, second.learning_rate_last) == (1e-3 / 21, 1e-3 / 30)
+    assert (second.rates_first, second.rates_last) == ({"lr": 1e-3 / 21}, {"lr": 1e-3 / 30})
     assert third.last.tokens == 12_800
 
 

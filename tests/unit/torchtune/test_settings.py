@@ -67,7 +67,7 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
             1,
             {"trial_timeout", "assumed_maximum"},
         ),
-        ({"critical_batch": True, "critical_batch_rows": 64, "search": "halve"}, 2, {"search"}),
+        ({"critical_batch": True, "critical_batch_rows": 64, "search": "halve", "tune": True}, 2, {"search", "tune"}),
         (
             {"critical_batch_rows": 64, "critical_batch_tolerance": 0.1},
             1,
