@@ -89,6 +89,15 @@ def test_a_rank_other_than_the_first_that_is_interrupted_names_what_was_saved(se
 # what two ranks do is what one device does with the same steps
 
 
+SEESAW = (
+    "batch_size_schedule._component_=adaptive_batch.schedules.seesaw",
+    "batch_size_schedule.factor=2",
+    "grow_beyond_maximum=True",
+    "micro_batch_size=4",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+    "scale_with_batch={beta2: half_life, weight_decay: per_token}",
+)
 WAYS = {
     "rows": (("batch_size=2",), ("batch_size=4",)),
     "accumulation and clipping": (
@@ -99,6 +108,7 @@ WAYS = {
         ("batch_tokens=80", "micro_batch_tokens=128", "dataset_val=${dataset}", "run_val_every_n_steps=3"),
         ("batch_tokens=160", "micro_batch_tokens=128", "dataset_val=${dataset}", "run_val_every_n_steps=3"),
     ),
+    "a batch that doubles where the rate halves": (("batch_size=2", *SEESAW), ("batch_size=4", *SEESAW)),
     "a last step of fewer rows than ranks": (
         ("batch_size=5", "micro_batch_size=2", "drop_last=False", "sync_gradients_every_micro_batch=False"),
         ("batch_size=10", "micro_batch_size=2", "drop_last=False"),
@@ -113,7 +123,8 @@ def test_two_ranks_do_what_one_device_does(setup, way):
     one = setup.run_in_process(OURS, *of_one)
     ours, theirs = steps(many.output_dir), steps(one.output_dir)
     assert [step["rows"] for step in ours] == [step["rows"] for step in theirs]
-    for figure in ("loss", "tokens_seen", "samples_seen", "lr", *(["grad_norm"] if "grad_norm" in theirs[0] else [])):
+    logged = [figure for figure in ("grad_norm", "beta2", "weight_decay") if figure in theirs[0]]
+    for figure in ("loss", "tokens_seen", "samples_seen", "lr", *logged):
         assert close([step[figure] for step in ours], [step[figure] for step in theirs]), figure
     for name, tensor in one.weights(1).items():
         assert torch.allclose(many.weights(1)[name], tensor, atol=2e-3), name

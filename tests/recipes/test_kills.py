@@ -10,7 +10,7 @@ from support.paths import subprocess_environment
 KILLS = 3
 
 
-LONGER = pytest.param(("schedule", "tokens", "out of memory", "adapters"), marks=pytest.mark.slow)
+LONGER = pytest.param(("schedule", "tokens", "seesaw", "out of memory", "adapters"), marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("ways", [("plain", "growth"), LONGER], ids=", ".join)

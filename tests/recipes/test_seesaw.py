@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from itertools import pairwise
 
 import pytest
 from support.cli import OURS, make_setup, same_weights
@@ -48,9 +49,26 @@ def check_by_hand(steps, *, most=10**9, batch=4, clock="samples_seen"):
     assert done == 128
 
 
+SAVES = ("save_every_n_steps=6", "model.attn_dropout=0.2")
+BY_TOKENS = (
+    *COSINE,
+    RULE,
+    "batch_size_schedule.maximum=400",
+    "epochs=2",
+    "batch_tokens=100",
+    "lr_clock=tokens",
+    SCALED,
+)
+
+
 @pytest.fixture(scope="module")
 def grown(small):
-    return small.run_in_process(OURS, *SEESAW, SCALED, "save_every_n_steps=6", "model.attn_dropout=0.2")
+    return small.run_in_process(OURS, *SEESAW, SCALED, *SAVES)
+
+
+@pytest.fixture(scope="module")
+def grown_by_tokens(small):
+    return small.run_in_process(OURS, *BY_TOKENS, *SAVES)
 
 
 def test_each_step_is_what_comes_out_by_hand_in_fewer_steps_than_a_constant_batch(grown):
@@ -66,23 +84,36 @@ def test_each_step_is_what_comes_out_by_hand_in_fewer_steps_than_a_constant_batc
     )
 
 
-def test_resumed_in_mid_epoch_it_is_the_whole_run_bit_for_bit(small, grown):
+@pytest.mark.parametrize(
+    ("run", "keys"),
+    [("grown", (*SEESAW, SCALED)), ("grown_by_tokens", BY_TOKENS)],
+    ids=["by rows", "by tokens"],
+)
+def test_resumed_in_mid_epoch_it_is_the_whole_run_bit_for_bit(small, request, run, keys):
+    run = request.getfixturevalue(run)
     for saved in ("step_6", "step_18"):
         folder = small.fresh_folder()
-        shutil.copytree(grown.output_dir, folder, dirs_exist_ok=True)
+        shutil.copytree(run.output_dir, folder, dirs_exist_ok=True)
         for path in [*folder.glob("epoch_*"), *folder.glob("step_*"), folder / "recipe_state", folder / "logs"]:
             if path.name != saved and path.exists():
                 shutil.rmtree(path)
-        rest = small.run_in_process(
-            OURS, *SEESAW, SCALED, "save_every_n_steps=6", "model.attn_dropout=0.2", f"output_dir={folder}",
-            "resume_from_checkpoint=True",
-        )  # fmt: skip
-        assert same_weights(rest.weights(1), grown.weights(1))
-        names = ("loss", "lr", "beta2", "weight_decay", "batch_size")
-        whole = {step["step"]: [step[name] for name in names] for step in records(grown.output_dir, "step")}
+        rest = small.run_in_process(OURS, *keys, *SAVES, f"output_dir={folder}", "resume_from_checkpoint=True")
+        assert same_weights(rest.weights(1), run.weights(1))
+        names = ("loss", "lr", "beta2", "weight_decay", "batch_size", "tokens_seen")
+        whole = {step["step"]: [step[name] for name in names] for step in records(run.output_dir, "step")}
         again = records(folder, "step")[len(whole) :]
-        assert [step["step"] for step in again] == list(range(int(saved[5:]) + 1, 21))
+        assert [step["step"] for step in again] == list(range(int(saved[5:]) + 1, len(whole) + 1))
         assert all([step[name] for name in names] == whole[step["step"]] for step in again)
+
+
+def test_by_tokens_the_steps_grow_in_tokens(grown_by_tokens):
+    steps = records(grown_by_tokens.output_dir, "step")
+    tokens = [after["tokens_seen"] - before["tokens_seen"] for before, after in pairwise(steps)]
+    assert max(tokens[:3]) <= 100
+    assert 200 < max(tokens) <= 400
+    for step, before in zip(steps[1:], steps, strict=False):
+        ratio = (step["tokens_seen"] - before["tokens_seen"]) / 100
+        assert step["beta2"] == pytest.approx(min(0.9999, 0.999**ratio), rel=1e-12)
 
 
 def test_the_preview_shows_batch_rate_beta2_and_weight_decay_before_weights_load(small, grown, capsys):

@@ -75,6 +75,17 @@ WAYS: dict[str, tuple[str, ...]] = {
         *SCHEDULE,
         "enable_async_checkpointing=True",
     ),
+    "seesaw": (
+        *SAVES,
+        *ROWS,
+        *DROPOUT,
+        *SCHEDULE,
+        "batch_size_schedule._component_=adaptive_batch.schedules.seesaw",
+        "batch_size_schedule.maximum=16",
+        "grow_beyond_maximum=True",
+        "micro_batch_size=3",
+        "scale_with_batch={beta2: half_life, weight_decay: per_token}",
+    ),
     # memory runs out in whatever step holds one of these rows and more than two beside it at once
     "out of memory": (
         *SAVES,
