@@ -44,7 +44,7 @@ $(STACK)/.built: $(STACK)/.installed $(STACK_SOURCES)
 	touch $@
 
 cuda-stack: $(STACK)/.built  ## what PyTorch's CUDA build does, on a machine without a GPU; a minute or two of setting up, 2.3 GB
-	$(STACK)/bin/python -m pytest -m "cuda_stack and not slow"
+	$(STACK)/bin/python -m pytest -n 2 --dist worksteal -m "cuda_stack and not slow"
 
 cuda-stack-all: $(STACK)/.built
 	$(STACK)/bin/python -m pytest -m cuda_stack

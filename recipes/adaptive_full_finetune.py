@@ -93,7 +93,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
             text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, resumes=keeps_batch)
             if distributed.is_rank_zero():
-                print(*self.without_effect, text, sep="\n")
+                print(*self.without_effect, *(said for _, said, _ in self.resumed.changes()), text, sep="\n")
             return
         self._setup_log()
         self._setup_model()
@@ -201,7 +201,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.checkpoints.found.recipe_state is not None:
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
-        self.log.rate_and_stages(self.rate, self.preview, self.progress, limits=self.limits, saved=saved)
+        self.log.rate_and_stages(self.rate, self.preview, self.progress, self.limits, saved)
         # a compiled model would be compiled for one row more
         if distributed.world_size() > 1 and self.settings.on_out_of_memory == "shrink" and not self.cfg.compile:
             trainer.runner.learn_collectives()

@@ -26,6 +26,8 @@ from adaptive_batch.errors import CheckpointError
 # What activation checkpointing, torch.compile and FSDP1 put into the path of a module.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
 _OURS = ("params", "param_names")
+# Of a group that state is loaded into, not of the saved one: the last three say how this machine computes a step.
+_STAYS = ("param_names", "fused", "foreach", "capturable")
 
 
 def parameter_name(name: str) -> str:
@@ -152,7 +154,7 @@ def _numbered(
                 "optimizer's groups, and with optimizer_in_bwd, as they were"
             )
         numbers = [next(counter) for _ in named]
-        kept = {key: group[key] for key in ("param_names",) if key in group}
+        kept = {key: group[key] for key in _STAYS if key in group}
         groups.append({**(group_of[named[0]] if named else {}), **kept, "params": numbers})
         for number, name, parameter in zip(numbers, named, group["params"], strict=True):
             if name in state:

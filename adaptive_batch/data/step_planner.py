@@ -155,11 +155,10 @@ class StepPlanner:
         batching, rule = self.batching, self.batching.batch_size_schedule
         assert isinstance(rule, Seesaw)
         if clock.warmup != clock.decay or clock.decay == "steps":
-            raise SettingError(
-                "lr_clock", str(clock), f"{rule} takes fewer steps for the same data; give samples or tokens"
-            )
+            remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
+            raise SettingError("lr_clock", str(clock), remedy)
         if (most := batching.max_steps_per_epoch) is not None:
-            remedy = f"{rule} takes fewer steps for the same data, so that these would be more of it; set it to null"
+            remedy = f"{rule} takes fewer steps for the same data, so that these would be more of it; set it to null, in a new run"
             raise SettingError("max_steps_per_epoch", most, f"{remedy}, and take fewer rows of the dataset")
         left = decay_of(schedule)
 

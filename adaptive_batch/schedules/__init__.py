@@ -31,7 +31,6 @@ from .learning_rate import (
     LearningRate,
     Reference,
     check_scaled,
-    describe_unscaled,
     parse_reference,
     scale_learning_rate,
 )
@@ -68,7 +67,6 @@ __all__ = [
     "check_schedule",
     "check_stages",
     "decay_of",
-    "describe_unscaled",
     "geometric",
     "linear_ramp",
     "needs_noise_scale",

@@ -257,12 +257,7 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
 
     a step holds B = round(B0 / d) and has the rate lr x f x sqrt(B / B0), by the global batch that it really has. So at each t
     rate / sqrt(batch) is what f alone gives with B0, whatever cuts B: a bound, `maximum`, rounding, the end of an epoch. Before that
-
-        rate = lr x f x sqrt(1 / d) = peak x sqrt(d)
-
-    and from d = B0 / maximum on, as B stays, the rate decays as f does, from where it was then:
-
-        rate = peak x sqrt(B0 / maximum) x d / (B0 / maximum)
+    the rate is peak x sqrt(d); from d = B0 / maximum on, as B stays, it decays as f does, and is peak x d x sqrt(maximum / B0).
 
     Uncut, n steps of B0 become n x the mean of d: half of them for a half cosine to 0, 2 / pi for a quarter cosine.
 
@@ -316,8 +311,10 @@ def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
         raise SettingError(key, points, "give where in training to the batch there, such as {1e5tok: 16, 1e6tok: 48}")
     read = [(parse_duration(at, key=key), _whole(key, batch)) for at, batch in points.items()]
     read.sort(key=lambda point: point[0].amount)
-    if len({at.unit for at, _ in read}) > 1:
-        raise SettingError(key, dict(points), "give all in one unit: which of two comes first is not known beforehand")
+    if len({at.unit for at, _ in read}) > 1 or len({at.amount for at, _ in read}) < len(read):
+        raise SettingError(
+            key, dict(points), "give all in one unit, as which comes first must be known, and each place once"
+        )
     first, shown = _whole(f"{KEY}.start", start), {str(at): batch for at, batch in read}
     return _ByCriticalBatch(f"by_critical_batch({shown}, start={first})", first, tuple(read))
 
@@ -327,9 +324,8 @@ def rate_rule(schedule: object, lr_scaling: str) -> str:
     if not isinstance(schedule, Seesaw):
         return lr_scaling
     if lr_scaling == "linear":
-        raise SettingError(
-            "lr_scaling", lr_scaling, f"{schedule} scales the rate by the square root; leave lr_scaling out"
-        )
+        remedy = f"{schedule} scales the rate by the square root; leave lr_scaling out"
+        raise SettingError("lr_scaling", lr_scaling, remedy)
     return "sqrt"
 
 

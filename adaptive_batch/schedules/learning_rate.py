@@ -105,15 +105,6 @@ def check_scaled(name: str, value: object) -> Mapping[str, str]:
     return {str(key): how for key, how in value.items() if how is not None}
 
 
-def describe_unscaled(learning_rate: float, *, batch: int, reference: int) -> str:
-    """Return one line on a rate that is kept although the batch is another, and what the two rules would make of it."""
-    linear, root = (scale_learning_rate(learning_rate, batch, reference, rule) for rule in ("linear", "sqrt"))
-    return (
-        f"lr {learning_rate:g} stays, chosen for a global batch of {reference}, now {batch}: "
-        f"linear scaling would give {linear:g}, sqrt {root:g}"
-    )
-
-
 class _Scheduled(NamedTuple):
     """The scheduled rate of one parameter group; no factor where it is a rate whatever the base."""
 
@@ -254,9 +245,10 @@ class LearningRate:
         overwritten, self._overwritten = self._overwritten, []
         for one in overwritten:
             if not one.is_there:
-                remedy = "another rate was set after the step's own and before optimizer.step(), and is not scaled; set it before or after both"
-                raise SettingError("lr_scaling", self.rule, remedy)
-            _write_rate(one.group, one.unscaled)  # torch's get_optimizer_state_dict has taken a step at a rate of 0
+                key, value = ("lr_scaling", self.rule) if one.key == "lr" else ("scale_with_batch", str(self._follow))
+                remedy = f"another {one.key} was set after the step's own and before optimizer.step(), and is not scaled; set it before or after both"
+                raise SettingError(key, value, remedy)
+            _write(one.group, one.key, one.unscaled)  # torch's get_optimizer_state_dict has taken a step at a rate of 0
         self.restore()
         if self._scheduler is not None:
             self._schedule(self._scheduler, clock)
@@ -282,10 +274,8 @@ class LearningRate:
                     _write(one.group, one.key, one.unscaled)
 
     def _read_scaled(self) -> dict[str, float]:
-        of_groups = {
-            name: [_number(group[_IN_GROUP[name]]) for group in self._first.param_groups] for name in self._follow
-        }
-        return {name: next(filter(None, values), 0.0) for name, values in of_groups.items()}
+        groups = self._first.param_groups
+        return {name: next(filter(None, (_number(g[_IN_GROUP[name]]) for g in groups)), 0.0) for name in self._follow}
 
     def schedule(self) -> Callable[[float], float]:
         """Return the schedule as a function of the clock: what it multiplies the first group's base rate by.
@@ -300,7 +290,7 @@ class LearningRate:
         return lambda clock: _evaluate(scheduler, int(clock) if clock == int(clock) else clock)[0].factor or 0.0
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        self._overwritten += [one for one in self._scaled.get(optimizer, ()) if one.key == "lr" and not one.is_there]
+        self._overwritten += [one for one in self._scaled.get(optimizer, ()) if not one.is_there]
         self.restore(optimizer)
 
     def state_dict(self) -> dict[str, Any]:

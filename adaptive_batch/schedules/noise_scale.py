@@ -16,12 +16,8 @@ whatever length and gradient of a row have to do with each other. Two sizes of t
 step's own L / B for l, which leaves an error of order 1 / B. Where rows are equally long, both are the paper's.
 Assumed is that rows are independent, and that which of them the small batch has, and how many, does not depend on their length. So a micro-batch
 that holds as many rows as fit, or rows of a length, is no small batch: there it is a quarter of the step's rows, drawn at random.
-S is low with few rows in the small batch, by up to the share of squared variation of lengths / rows (docs/how_it_decides.md has numbers).
-
-Why not more rows: with a share r of the step's B rows as the small batch, T = tr(covariance^2), the variance of one
-step's |G|^2 is 4 T / (B^2 (1 - r)) + 4 G'CG / (B (1 - r)) and that of its S is T (2 (1 + r)^2 + 2 r^2 + 4 r^3 / (1 - r)) +
-4 G'CG B r / (1 - r) for normal noise of covariance C: both rise with r, so the smallest small batch is the best one but for the bias
-above. Keeping every row's gradient apart would lower the first term of |G|^2's variance, the larger one, to half and no further.
+S is low with few rows in the small batch, by up to the share of squared variation of lengths / rows; but for that the smallest small
+batch is the best one (docs/how_it_decides.md has numbers, and why).
 """
 
 from __future__ import annotations

@@ -457,12 +457,11 @@ class BoundFinder:
         return WorstRows(rows, target, f"one row of {count(target, 'token')}", in_order)
 
     def order(self, longest: int) -> list[int]:
-        """Return the numbers of the rows of up to so many tokens, in the order in which training's first epoch takes them."""
-        data = self._data
-        batching = replace(
-            data.batching(), batch_size_schedule=None
-        )  # which changes the order little, and may need a rate
-        epochs = StepPlanner(data.dataset, batching, layout=data.shapes).epochs
+        """Return the numbers of the rows of up to so many tokens, about in the order in which training's first epoch takes them."""
+        data = self._data  # a schedule changes the order little, and may need a rate
+        epochs = StepPlanner(
+            data.dataset, replace(data.batching(), batch_size_schedule=None), layout=data.shapes
+        ).epochs
         return [i for i in epochs.order(Progress()).tolist() if int(data.dataset.lengths[i]) <= longest]
 
 

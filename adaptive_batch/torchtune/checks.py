@@ -407,7 +407,7 @@ def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks
     unused = {"assumed_maximum": "it is for preview"}
     if recipe == "adaptive_probe" and probe.critical_batch:
         of_search = (*_SEARCH_KEYS, "sequence_length", "sequence_lengths", "device_memory", "tune")
-        unused |= dict.fromkeys(of_search, "probe.critical_batch searches not")
+        unused |= dict.fromkeys(of_search, "probe.critical_batch does not search")
     elif recipe == "adaptive_probe":
         unused |= {"sequence_length": "probe.sequence_lengths gives them"} if probe.sequence_lengths else {}
         unused |= {"trial_timeout": _ONE_RANK} if ranks == 1 else {}

@@ -28,13 +28,15 @@ from .checks import check_output_dir
 from .data import Data
 from .epoch_checkpoints import inspect_epoch
 from .job import Job
+from .rate import stand_in
 from .resumed_run import ResumedRun
 from .trainer import Trainer
 
 _STEPS = 64  # of the configured batch that a branch has rows for, which make four of 16 times as much
 _MOST_HELD_OUT, _FEWEST_HELD_OUT = 256, 16  # rows of the dataset; the error of fewer says little
 _ERRORS = 2.0  # standard errors
-_NOT_USED = ("batch_increase_function", "batch_size_schedule", "lr_scheduler", "lr_clock")  # of what resuming compares
+# A branch uses none of these, so they may differ from the checkpoint's.
+_NOT_USED = ("batch_increase_function", "batch_size_schedule", "lr_scheduler", "lr_clock")
 
 
 def measure_critical_batch(job: Job) -> str:
@@ -45,17 +47,15 @@ def measure_critical_batch(job: Job) -> str:
     random numbers are put back.
 
     Raises:
-        SettingError: a setting cannot be used; no weights have been loaded yet, unless the rate in the checkpoint is 0.
+        SettingError: a setting cannot be used; but for a rate of 0 and for packed rows, no weights have been loaded yet.
         CheckpointError: what is there to branch from cannot be read.
         NonfiniteLossError: the loss before, or after the first branch, is no number.
     """
     settings, probe, start = job.settings, job.settings.probe, time.perf_counter()
-    for key, why in (
-        ("optimizer_in_bwd", "with probe.critical_batch a step takes several micro-batches"),
-        ("batch_tokens", "probe.critical_batch counts rows: set batch_size"),
-    ):
-        if value := getattr(settings, key):
-            raise SettingError(key, value, f"{why}; remove it, or probe.critical_batch")
+    if settings.optimizer_in_bwd:
+        raise SettingError("optimizer_in_bwd", True, "a step of a branch has several micro-batches; set it to False")
+    if settings.batch_tokens:
+        raise SettingError("batch_tokens", settings.batch_tokens, "probe.critical_batch counts rows; set batch_size")
     check_output_dir(job.cfg.output_dir)
     seed = training.set_seed(seed=job.cfg.seed, debug_mode=job.cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
@@ -64,6 +64,7 @@ def measure_critical_batch(job: Job) -> str:
     job.settings = replace(settings, resume_allow_changes=(*settings.resume_allow_changes, *_NOT_USED))
     resumed = ResumedRun(job, data, checkpoints, seed=seed)
     trained, held_out = _rows(job, data, resumed)
+    stand_in(job, 1.0)  # which refuses an optimizer without what scale_with_batch names
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     limits = [MicroBatchLimit(size if isinstance(size, int) else settings.batch_size)]
     limits += [MicroBatchLimit(tokens, "tokens")] if isinstance(tokens, int) else []
@@ -72,16 +73,16 @@ def measure_critical_batch(job: Job) -> str:
         raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
     checkpoints.load_optimizer(trainer)
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):
-        remedy = f"the rate of {checkpoints.found.source} is 0, as in the first step of a warm-up; give a later one"
+        remedy = f"the rate of {checkpoints.found.source} is 0, as in the first step of a warm-up; give a later one, or optimizer.lr"
         raise SettingError("probe.critical_batch_from", probe.critical_batch_from, remedy)
     reference = settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
     if reference.unit == "tokens":
         reference = Reference(reference.amount * len(trained) / sum(map(data.dataset.num_real_tokens, trained)), "rows")
     rule = "sqrt" if settings.lr_scaling == "none" else settings.lr_scaling
     rate = LearningRate(trainer.optimizers, rule=rule, reference=reference, scale_with_batch=settings.scale_with_batch)
-    before, records = _branches(job, data, trainer, rate, trained, held_out)
-    branches = [branch for branch, _ in records]
+    before, branches, facts = _branches(job, data, trainer, rate, trained, held_out)
     tolerance, cost = probe.critical_batch_tolerance, len(trained) * len(branches)
+    most_rows = (resumed.max_steps_per_epoch or len(data.dataset)) * settings.step_rows * job.ranks
     critical, at_least, most = (critical_batch(branches, tolerance, errors=n) for n in (0, _ERRORS, -_ERRORS))
     record = {
         "from": checkpoints.found.source,
@@ -95,17 +96,17 @@ def measure_critical_batch(job: Job) -> str:
         "held_out_rows": len(before.labels),
         "loss_before": before.loss,
         "rule": rule,
-        "branches": [facts for _, facts in records],
+        "branches": facts,
         "rows_trained": cost,
-        "share_of_run": cost / (settings.epochs * len(data.dataset)),
+        "share_of_run": cost / (settings.epochs * min(len(data.dataset), most_rows)),
         "seconds": round(time.perf_counter() - start, 3),
     }
     if distributed.is_rank_zero():
         path = Path(job.cfg.output_dir, "adaptive_batch", "critical_batch.json")
-        path.parent.mkdir(exist_ok=True)
-        written = {**record, "branches": [without_nan(facts) for _, facts in records]}
+        written = {**record, "branches": list(map(without_nan, facts))}
         atomic_write(path, json.dumps(written, indent=2) + "\n")
-    return _table(record, ranks=job.ranks)
+    said = [message for kind, message, _ in resumed.changes() if kind not in _NOT_USED]
+    return "\n".join([*said, _table(record, ranks=job.ranks)])
 
 
 def _checkpoints(job: Job) -> Checkpoints:
@@ -133,7 +134,7 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     if not fewest <= rows <= most:
         held = "" if validation else f", and holds out {_FEWEST_HELD_OUT}"
         remedy = f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has {num_rows}{held}"
-        raise SettingError("probe.critical_batch_rows", given, f"{remedy}; give as many, or change batch_size")
+        raise SettingError("probe.critical_batch_rows", given, f"{remedy}; give as many, or a smaller batch_size")
     rows -= rows % batches_of_branches(step_rows, rows)[-1]  # which each batch divides
     batching = data.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
     epochs = StepPlanner(data.dataset, batching, layout=data.shapes, ranks=job.ranks).epochs
@@ -143,14 +144,16 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     read = [data.read_row(row) for row in order[: rows + (0 if validation else _MOST_HELD_OUT)]]
     if validation is None:
         return read[:rows], read[rows:]
-    validated = range(validation.rows_of(len(data.dataset_val), ranks=job.ranks))
-    return read, [data.dataset_val[row] for row in validated]
+    validated = validation.rows_of(len(data.dataset_val), ranks=distributed.data_parallel_size())
+    if validated < distributed.data_parallel_size():
+        raise SettingError("dataset_val", f"{validated} rows of it", "each rank takes some; give more of them")
+    return read, [data.dataset_val[row] for row in range(validated)]
 
 
 def _branches(
     job: Job, data: Data, trainer: Trainer, rate: LearningRate, trained: Sequence[Any], held_out: Sequence[Any]
-) -> tuple[Branch, list[tuple[Branch, dict[str, Any]]]]:
-    """Return what is held out before, and after each branch, with facts for the record."""
+) -> tuple[Branch, list[Branch], list[dict[str, Any]]]:
+    """Return what is held out before, and after each branch, and facts of each for the record."""
     runner, ranks, rank = trainer.runner, distributed.data_parallel_size(), distributed.data_parallel_rank()
     runner.small_rows = None  # the noise is not sampled
     loss = data.loss_val(runner.loss) if job.settings.validation else runner.loss
@@ -161,15 +164,15 @@ def _branches(
         of_ranks = distributed.all_gather([runner.evaluate([row], loss=loss) for row in mine])
         snapshot.restore()
         branch = Branch(batch, *zip(*(of_row for of_rank in of_ranks for of_row in of_rank), strict=True))
-        if not found and not math.isfinite(branch.loss):
+        if not branches and not math.isfinite(branch.loss):
             what = f"the held-out loss {f'after steps of {batch}' if batch else 'before any branch'} is {branch.loss}"
             raise NonfiniteLossError(f"{what}; lower optimizer.lr, or check the weights and the labels of these rows")
         return branch
 
-    if distributed.world_size() > 1:
+    if distributed.world_size() > 1 and job.settings.on_out_of_memory == "shrink" and not job.cfg.compile:
         runner.learn_collectives()
     snapshot = TrainingSnapshot(trainer.model, trainer.optimizers, device=job.device)
-    found: list[tuple[Branch, dict[str, Any]]] = []
+    branches, facts = list[Branch](), list[dict[str, Any]]()
     before = evaluated(0)
     batches = batches_of_branches(job.settings.step_rows * job.ranks, len(trained))
     steps = sum(len(trained) // batch for batch in batches)
@@ -181,12 +184,12 @@ def _branches(
                 runner.run(trained[begin : begin + batch][rank::ranks])
                 trainer.step()
                 bar.advance()
-            branch, facts = evaluated(batch), {"batch": batch, "steps": len(trained) // batch, "lr": lr}
-            found.append((branch, {**facts, "loss": branch.loss, "seconds": round(time.perf_counter() - start, 3)}))
-    best = best_branch([branch for branch, _ in found])
-    for branch, facts in found:
-        facts["above"], facts["standard_error"] = branch.excess(best)
-    return before, found
+            branches.append(evaluated(batch))
+            of_batch = {"batch": batch, "steps": len(trained) // batch, "lr": lr, "loss": branches[-1].loss}
+            facts.append({**of_batch, "seconds": round(time.perf_counter() - start, 3)})
+    for branch, one in zip(branches, facts, strict=True):
+        one["above"], one["standard_error"] = branch.excess(best_branch(branches))
+    return before, branches, facts
 
 
 def _table(record: dict[str, Any], *, ranks: int) -> str:
@@ -209,7 +212,8 @@ def _table(record: dict[str, Any], *, ranks: int) -> str:
     if (gained := 1 - best["loss"] / record["loss_before"]) < tolerance:
         why = f"the best branch gained {gained:.2%}, less than the tolerance: one that learns nothing may pass"
         lines.append(f"{why}; give more probe.critical_batch_rows, or a lower probe.critical_batch_tolerance")
-    at = f"point {{{record['tokens']}tok: {found // ranks}}}" if record["tokens"] else f"start: {found // ranks}"
+    rows = max(1, found // ranks)
+    at = f"point {{{record['tokens']}tok: {rows}}}" if record["tokens"] else f"start: {rows}"
     lines.append(f"by_critical_batch takes it, in rows on one device, as {at}")
     lines.append(f"gradient noise scale in the checkpoint: {f'{noise:.1f} rows' if noise else 'not measured'}")
     cost = f"{count(record['rows_trained'], 'row', ',')} trained, {record['share_of_run']:.0%} of the run's"

@@ -128,7 +128,8 @@ class TrainingLog:
         elif configured != before and not (scheduled or settings.use_maximum_batch_size):
             message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
             event("batch_size", message, before=before, after=configured)
-        run.log_changes(self.record)
+        for kind, message, facts in run.changes():
+            event(kind, message, **facts)
         for keys in without_effect:
             event("no_effect", str(keys), key=keys.key)
         if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
@@ -147,7 +148,6 @@ class TrainingLog:
         rate: StepRate,
         plan: TrainingPreview,
         progress: Progress,
-        *,
         limits: MicroBatchLimits,
         saved: Mapping[str, Any],
     ) -> None:
@@ -168,7 +168,7 @@ class TrainingLog:
 
     def _log_unscaled(self, rate: StepRate, batch: int) -> None:
         if message := rate.describe_unscaled(batch):
-            self.record.event("lr", message, global_batch=batch, reference=str(rate.reference))
+            self.record.event("lr", message, global_batch=batch)
 
     # --- training ---------------------------------------------------------------------------------------------------
 

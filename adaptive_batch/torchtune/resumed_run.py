@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count, fingerprint
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress, Reference
 
 from .checkpoints import Checkpoints
@@ -26,7 +25,8 @@ from .job import Job
 from .settings import FILLS_STEPS, RESUME
 
 _KEPT = "optimizer_settings"  # which the optimizer's state in the checkpoint brings with it
-_OWN_WORDS = ("_component_", "lr")  # of the optimizer, which have messages of their own
+# What is not: the first two have messages of their own, the others say how this machine computes a step.
+_OWN_WORDS = ("_component_", "lr", "fused", "foreach", "capturable")
 _SAMPLED_ROWS = 64
 
 
@@ -97,9 +97,10 @@ class ResumedRun:
     def _keep_optimizer_settings(self, saved: Mapping[str, Any], now: dict[str, Any]) -> None:
         cfg, kept = self._job.cfg, saved.get(_KEPT, now[_KEPT])
         if kept != now[_KEPT]:
-            self._ignored["optimizer"] = _shown(_KEPT, now, saved), _shown(_KEPT, saved, now)
+            self._job.check_optimizer()  # what has no effect must be known all the same
+            self._ignored["optimizer"] = _shown(_KEPT, now, saved), _shown(_KEPT, saved, now) or "default"
             own = {key: value for key, value in cfg.optimizer.items() if key in _OWN_WORDS}
-            cfg.optimizer, now[_KEPT] = {**own, **kept}, kept
+            cfg.optimizer, now[_KEPT] = {**kept, **own}, kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the run, and what its results depend on, as plain values."""
@@ -129,16 +130,16 @@ class ResumedRun:
         else:  # no rank's is another's
             training.set_seed(seed=self.seed + progress.steps)
 
-    def log_changes(self, record: RunLog) -> None:
-        """Log each setting that differs from the checkpoint's, or has no effect as the checkpoint's is kept."""
+    def changes(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield a kind, a message and facts for each setting that is not the checkpoint's, or has no effect as the checkpoint's is kept."""
         now, saved = self._now["conditions"], self.saved.get("conditions", {})
         for name in self.differs:
             before, after = _shown(name, saved, now), _shown(name, now, saved)
             message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
-            record.event(name, message, before=saved[name], after=now[name])
+            yield name, message, {"before": saved[name], "after": now[name]}
         for name, (value, kept) in self._ignored.items():
             message = f"{name}={value} has no effect: the checkpoint's {kept} is kept"
-            record.event("no_effect", message, key=name, configured=value, after=kept)
+            yield "no_effect", message, {"key": name, "configured": value, "after": kept}
 
 
 def check_fewer_ranks(job: Job) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -287,7 +287,6 @@ class MicroBatchRunner:
         assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
         sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self._device)
         last_small = counts[0] if len(counts) > 1 and all(counts) else 0
-        sums.small = (0, 0, 0, 0) if last_small else None
         # What is measured has to be reduced by then.
         reduced = [number in (last_small, len(pieces)) for number in range(1, len(pieces) + 1)]
         for number, (piece, is_last) in enumerate(zip(pieces, reduced, strict=True), start=1):
@@ -303,7 +302,7 @@ class MicroBatchRunner:
             )
             if number == last_small:
                 small_rows = sum(len(small.rows) for small in parts[0])
-                sums.small = small_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches
+                sums.small = _Small(small_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches)
         if not retry.has_failed:
             retry.current = fullest
         return self._finish(sums, len(pieces))
@@ -453,6 +452,15 @@ def _split(
     return split(small_rows), split(others)
 
 
+class _Small(NamedTuple):
+    """The small batch of a step's noise, on this rank."""
+
+    rows: Any
+    label_tokens: Any
+    squared_norm: Any  # of the gradients, summed over its label tokens
+    micro_batches: int  # that have labels
+
+
 class _Sums:
     """What the micro-batches of a step add up to: on this rank, and on all after :meth:`all_reduce_sum`."""
 
@@ -461,8 +469,7 @@ class _Sums:
         # On one rank they add to what lies on the device; several count on the host, where the other counts are.
         self.loss = torch.zeros((), device=device if distributed.world_size() > 1 else None)
         self.label_tokens = torch.zeros((), dtype=torch.int64)
-        # the small batch: rows, label tokens, squared norm of the gradients that are summed over them, micro-batches with labels
-        self.small: tuple[Any, Any, Any, int] | None = None
+        self.small: _Small | None = None
 
     def add(self, token_loss: torch.Tensor, label_tokens: torch.Tensor) -> None:
         """Add a micro-batch that has labels."""

@@ -18,7 +18,7 @@ from adaptive_batch.schedules import (
     Reference,
     Seesaw,
     TrainingClock,
-    describe_unscaled,
+    scale_learning_rate,
 )
 
 
@@ -74,8 +74,13 @@ class StepRate:
         """The global batch that the rates belong to."""
         batching, ranks = self._planner.batching, self._planner.ranks
         if self._given or not (self._follows_rate and batching.batch_tokens):
-            return self._given or Reference(batching.batch_size * batching.gradient_accumulation_steps * ranks, "rows")
+            return self._given or Reference(self._step_rows, "rows")
         return Reference(batching.batch_tokens * ranks, "tokens")
+
+    @property
+    def _step_rows(self) -> int:
+        batching = self._planner.batching
+        return batching.batch_size * batching.gradient_accumulation_steps * self._planner.ranks
 
     @property
     def counts_tokens(self) -> bool:
@@ -110,11 +115,13 @@ class StepRate:
         return "; ".join(f"{name} {base:g} {belongs} {rule}" for name, base, rule in bases) or None
 
     def describe_unscaled(self, batch: int) -> str | None:
-        """Return a line on a rate that does not follow another global batch, in rows; None where it does, or where tokens are counted."""
-        reference = int(self.reference.amount)
-        if self._rate.rule != "none" or self.counts_tokens or batch == reference:
+        """Return a line on a rate that does not follow another global batch than the configured one, in rows; None where it does."""
+        base, configured = self.base, self._step_rows
+        if self._rate.rule != "none" or batch == configured:
             return None
-        return describe_unscaled(self.base, batch=batch, reference=reference)
+        linear, root = (scale_learning_rate(base, batch, configured, rule) for rule in ("linear", "sqrt"))
+        would = f"linear scaling would give {linear:g}, sqrt {root:g}"
+        return f"lr {base:g} stays, chosen for a global batch of {configured}, now {batch}: {would}"
 
     @property
     def base(self) -> float:

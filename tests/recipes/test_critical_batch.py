@@ -211,8 +211,12 @@ def test_two_ranks_measure_what_one_does(small, trained):
         (("probe.critical_batch_rows=7",), r"probe\.critical_batch_rows=7: two branches of 4 steps take 8 rows"),
         (("probe.critical_batch_rows=17",), r"critical_batch_rows=17: two .* the dataset has 32, and holds out 16; give as many"),
         (("batch_size=16", "probe.critical_batch_rows=16"), r"critical_batch_rows=16: two branches of 4 steps take 32 rows"),
-        (("optimizer_in_bwd=True",), r"optimizer_in_bwd=True: with probe\.critical_batch a step takes several"),
+        (("optimizer_in_bwd=True",), r"optimizer_in_bwd=True: a step of a branch has several micro-batches; set it"),
         (("batch_tokens=100",), r"batch_tokens=100: probe\.critical_batch counts rows"),
+        (("preview=True",), r"preview=True: it is of training, and a probe trains nothing; remove it"),
+        (("optimizer=torch.optim.SGD", "~optimizer.fused", "scale_with_batch={beta2: half_life}"),
+         r"scale_with_batch\.beta2='half_life': the parameter groups of SGD have no betas"),
+        (("dataset_val=${dataset}", "run_val_every_n_steps=1", "probe.critical_batch_rows=1"), r"critical_batch_rows=1: two branches"),
         (("probe.critical_batch_tolerance=1",), r"probe\.critical_batch_tolerance=1: give a share of at least 0"),
         (("probe.critical_batch=3",), r"probe\.critical_batch=3: "),
     ],
@@ -226,7 +230,7 @@ def test_what_cannot_be_measured_is_refused_before_weights_load(small, keys, mes
         small.run_in_process(PROBE, *MEASURES, f"checkpointer.checkpoint_dir={unreadable}", *keys)
 
 
-def test_a_branch_neither_grows_nor_decays_whatever_rules_the_run_has(small, trained):
+def test_a_branch_neither_grows_nor_decays_whatever_rules_the_run_has(small, trained, capsys):
     """Resuming would refuse another growth function, schedule or clock than the checkpoint's; the base has the configured rate."""
     others = ("batch_increase_function=support.components.four_more", "lr_scheduler=null", "lr_clock=tokens")
     found = []
@@ -236,8 +240,32 @@ def test_a_branch_neither_grows_nor_decays_whatever_rules_the_run_has(small, tra
         found.append([(one["lr"], one["loss"]) for one in measured(folder)["branches"]])
     assert found[0] == found[1]
     base = small.fresh_folder()
+    capsys.readouterr()
     small.run_in_process(PROBE, *MEASURES, *COSINE, f"output_dir={base}")
+    assert "has no effect" not in capsys.readouterr().out
     assert [one["lr"] for one in measured(base)["branches"]] == pytest.approx([0.005, 0.01 / math.sqrt(2), 0.01])
+
+
+def test_what_the_checkpoint_keeps_is_said_and_its_share_is_of_the_rows_that_the_run_takes(small, trained, capsys):
+    folder = copied(small, trained)
+    kept = (
+        "optimizer.weight_decay=0.5",
+        "optimizer.betas=[0.5,0.6]",
+        "clip_grad_norm=0.5",
+        "batch_increase_function=support.components.four_more",
+    )
+    capsys.readouterr()
+    small.run_in_process(PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", *kept, f"output_dir={folder}")
+    shown = capsys.readouterr().out
+    assert (
+        "optimizer={'weight_decay': 0.5, 'betas': [0.5, 0.6]} has no effect: the checkpoint's default is kept\n"
+        in shown
+    )
+    assert "clip_grad_norm None -> 0.5: not what the checkpoint was trained with\n" in shown
+    assert "batch_increase_function" not in shown
+    base = small.fresh_folder()
+    small.run_in_process(PROBE, *MEASURES, "epochs=1", "max_steps_per_epoch=2", f"output_dir={base}")
+    assert measured(base)["share_of_run"] == 48 / (2 * 4)
 
 
 def test_a_checkpoint_whose_rate_is_0_is_refused(small):

@@ -447,7 +447,7 @@ def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole
         (said,) = records(folder, kind)
         assert (said["before"], said["after"]) == (before, after)
     (said,) = records(folder, "no_effect")
-    assert said["message"] == "optimizer={'weight_decay': 0.3} has no effect: the checkpoint's {} is kept"
+    assert said["message"] == "optimizer={'weight_decay': 0.3} has no effect: the checkpoint's default is kept"
     found = audit(folder)
     assert found.holds, found.problems
     (changed,) = (line for line in found.lines if "changed on resume: " in line)

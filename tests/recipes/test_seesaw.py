@@ -155,7 +155,10 @@ def test_what_it_cannot_follow_is_refused_with_key_value_and_fix(small):
         ),
         (("lr_clock={warmup: steps, decay: tokens}",), r"lr_clock=.*give samples or tokens"),
         (("lr_scaling=linear",), r"lr_scaling='linear': seesaw.*leave lr_scaling out"),
-        (("max_steps_per_epoch=3",), r"max_steps_per_epoch=3: seesaw.*set it to null, and take fewer rows"),
+        (
+            ("max_steps_per_epoch=3",),
+            r"max_steps_per_epoch=3: seesaw.*set it to null, in a new run, and take fewer rows",
+        ),
         (("lr_scheduler=null",), r"lr_scheduler=None: a batch that follows the decay of the rate needs a LambdaLR"),
         (
             ("batch_size_schedule.maximum=2",),

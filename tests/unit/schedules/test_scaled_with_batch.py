@@ -138,6 +138,19 @@ def test_torchaos_low_bit_steps_are_compiled_once_and_follow_too():
     assert torch.allclose(weights[0], reference[0], atol=0.01)  # four steps of at most 0.02, states of 8 bits
 
 
+def test_a_weight_decay_that_is_written_between_the_step_and_what_it_is_set_by_is_refused():
+    weights = parameters()
+    optimizer = AdamW(weights, weight_decay=0.1)
+    rate = LearningRate(optimizer, reference=8, scale_with_batch={"weight_decay": "per_token"})
+    rate.set(0, batch=16)
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    optimizer.step()
+    with pytest.raises(
+        SettingError, match=r"scale_with_batch=.*per_token.*: another weight_decay was set after the step's own"
+    ):
+        rate.set(1, batch=16)
+
+
 def test_what_is_reported_is_of_the_first_group_that_has_any():
     groups = [{"params": parameters(), "weight_decay": decay} for decay in (0.0, 0.1, 0.2)]
     rate = LearningRate(AdamW(groups), reference=8, scale_with_batch={"weight_decay": "per_token"})
