@@ -12,7 +12,8 @@ peaks of the rate; the best rate of each is kept. Then several seeds, of weights
 
 The critical batches are measured by branches (`probe.critical_batch=True`) at four points of one run of the best constant batch,
 and stand beside that of the sweep. At last come constant batches over a range of 8 with one beta2, and with a beta2 of one
-half-life: of a large one that belongs to the smallest batch, and of a small one that belongs to the largest.
+half-life: of a large one that belongs to the smallest batch, and of a small one that belongs to the largest; all at the rates
+that are best with the large one.
 
 The loss is the mean over the tokens of files that are not trained on; differences are taken seed by seed. Each run is a
 process of one thread; as many run at once as there are jobs, so that its seconds say little, and processor seconds more.
@@ -388,7 +389,10 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
     of_beta2 = []
     for belongs_to, beta2 in ((best, BETA2), (8 * best, BETA2_OF_LARGEST)):
         for batch in (best, 2 * best, 4 * best, 8 * best):
-            way = constants.get(batch) or bench.tuned(replace(constant(batch, around(batch)), seed=first))
+            if batch not in constants:
+                constants[batch] = bench.tuned(replace(constant(batch, around(batch)), seed=first))
+                losses[batch] = bench.run([constants[batch]])[0]["held_out"]
+            way = constants[batch]
             half_life = min(max(beta2 ** (batch / belongs_to), 0.9), 0.9999)
             fixed, followed = (
                 sorted(
@@ -419,8 +423,8 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
     }
 
 
-def critical_of_sweep(losses: Mapping[int, float], tolerance: float) -> float:
-    """Return the batch at which the loss is above the least by a tolerance, linear in the batch's logarithm between two."""
+def critical_of_sweep(losses: Mapping[int, float], tolerance: float) -> float | None:
+    """Return the batch at which the loss is above the least by a tolerance, linear in the batch's logarithm between two; None beyond all."""
     best = min(losses, key=lambda batch: losses[batch])
     before, allowed = best, losses[best] * (1 + tolerance)
     for batch in sorted(batch for batch in losses if batch > best):
@@ -428,7 +432,7 @@ def critical_of_sweep(losses: Mapping[int, float], tolerance: float) -> float:
             share = (allowed - losses[before]) / (losses[batch] - losses[before])
             return before * (batch / before) ** share
         before = batch
-    return before
+    return None
 
 
 def compared(name: str, runs: Sequence[Mapping[str, Any]], base: str) -> dict[str, Any]:
@@ -466,17 +470,13 @@ def print_table(measured: Mapping[str, Any]) -> None:
             f"{row['held_out']:>8.4f} {row['held_out_range'][0]:>8.4f} {row['held_out_range'][1]:>8.4f}  "
             f"{row['loss_over_base']:+.2%}{half}"
         )
-    print(f"\ncritical batch: {measured['critical_batch_of_sweep']:.1f} by the sweep, whose losses are")
+    of_sweep = measured["critical_batch_of_sweep"]
+    print(f"\ncritical batch: {'beyond' if of_sweep is None else f'{of_sweep:.1f} by'} the sweep, whose losses are")
     print("  ".join(f"{batch}: {loss:.4f}" for batch, loss in measured["losses"].items()))
-    print(
-        "by branches, at a part of the run: batch, least and most within two errors, noise scale, part of the run's rows"
-    )
+    print("by branches, at a part of the run: batch, least and most within two errors, part of the run's rows")
     for one in measured["critical_batches"]:
-        noise, most = one["gradient_noise_scale"], one["at_most"] or f"> {one['branches'][-1]['batch']}"
-        print(
-            f"{one['part']:.3f}: {one['critical_batch']:>3}  {one['at_least']} to {most}  "
-            f"{f'{noise:.1f}' if noise else '-'}  {one['share_of_run']:.1%}"
-        )
+        most = one["at_most"] or f"> {one['branches'][-1]['batch']}"
+        print(f"{one['part']:.3f}: {one['critical_batch']:>3}  {one['at_least']} to {most}  {one['share_of_run']:.1%}")
     print("\nbeta2   belongs to   batch  lr        loss with it     of one half-life  loss with it")
     for row in measured["beta2"]:
         fixed, followed = statistics.mean(row["losses"]), statistics.mean(row["losses_half_life"])
