@@ -16,7 +16,7 @@ from torchtune import config, training
 from adaptive_batch import distributed
 from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import Watchdog
-from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     BoundFinder,
@@ -78,8 +78,6 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
         DoesNotFitError: not even one row fits, at any length.
     """
     settings = Settings.from_config(cfg)
-    if settings.preview:
-        raise SettingError("preview", True, "it is of training, and a probe trains nothing; remove it")
     for keys in without_effect_on("adaptive_probe", settings, cfg, ranks=distributed.world_size()):
         say(str(keys))
     if settings.probe.critical_batch:

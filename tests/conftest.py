@@ -4,6 +4,11 @@ import gc
 
 import pytest
 import support.ranks  # noqa: F401  # says what the server of forked processes imports before there is one
+from hypothesis import settings
+
+# how long an example takes depends on what else the machine runs
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 def pytest_collection_finish():

@@ -12,7 +12,7 @@ from torchtune import training, utils
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
 from adaptive_batch.training import (
     LimitChange,
@@ -116,6 +116,8 @@ class Trainer:
     ) -> Trainer:
         """Build the model with its weights, and its optimizer."""
         job.check_optimizer()
+        if job.settings.preview:
+            raise SettingError("preview", True, "it is of training, and what is begun here loads weights; remove it")
         model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
         return cls(job, data, model, limit=limit, lower=lower)
 

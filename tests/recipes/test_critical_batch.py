@@ -213,7 +213,7 @@ def test_two_ranks_measure_what_one_does(small, trained):
         (("batch_size=16", "probe.critical_batch_rows=16"), r"critical_batch_rows=16: two branches of 4 steps take 32 rows"),
         (("optimizer_in_bwd=True",), r"optimizer_in_bwd=True: a step of a branch has several micro-batches; set it"),
         (("batch_tokens=100",), r"batch_tokens=100: probe\.critical_batch counts rows"),
-        (("preview=True",), r"preview=True: it is of training, and a probe trains nothing; remove it"),
+        (("preview=True",), r"preview=True: it is of training, and what is begun here loads weights; remove it"),
         (("optimizer=torch.optim.SGD", "~optimizer.fused", "scale_with_batch={beta2: half_life}"),
          r"scale_with_batch\.beta2='half_life': the parameter groups of SGD have no betas"),
         (("dataset_val=${dataset}", "run_val_every_n_steps=1", "probe.critical_batch_rows=1"), r"critical_batch_rows=1: two branches"),

@@ -196,7 +196,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees, small=trees)
 def test_any_tree_comes_back_from_the_disk(tmp_path, tree, small):
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -416,7 +416,7 @@ def test_what_a_kill_left_aside_is_cleared_by_the_next_save(tmp_path):
 FILES = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", FILES)
 def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, data):

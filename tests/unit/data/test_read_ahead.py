@@ -66,7 +66,7 @@ def threads():
     position=st.integers(0, 50),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed):
     dataset = Squares(seconds=1e-5)
     plain, ahead = (RowSampler(rows, shuffle=True, seed=seed) for rows in (Squares(), ReadAhead(dataset)))

@@ -229,7 +229,7 @@ def test_stages_that_double_are_filled_one_after_the_other():
     assert [len(batch) for batch in plan] == [4, 4, 8, 8, 16, 16, 16, 16, 12]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(epochs(long_rows="alone"), st.lists(st.integers(1, 200), min_size=2, max_size=7))
 def test_a_rule_that_answers_otherwise_each_time_is_refused(case, answers):
     lengths, order, arguments, _ = case

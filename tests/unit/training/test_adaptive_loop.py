@@ -345,7 +345,7 @@ def test_a_schedule_is_asked_for_each_step_and_cut_to_the_bound():
 
 
 @given(counts=st.lists(st.integers(1, 50), min_size=1, max_size=6), shuffle=st.booleans(), seed=st.integers(0, 9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_each_row_is_handed_out_once_an_epoch_in_the_order_of_torchs_sampler(counts, shuffle, seed):
     one = training(
         model=Decoder(width=4),

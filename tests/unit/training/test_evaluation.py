@@ -82,7 +82,7 @@ CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 9), st.just("rows")) | st
 
 
 @given(batch=st.lists(rows(), max_size=9), capacity=CAPACITIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_limit(batch, capacity):
     validated = Validated(capacity)
     found = validated.evaluator.run(iter(batch))

@@ -129,7 +129,7 @@ def test_packed_rows_leave_the_loss_and_gradients_of_padded_ones(name):
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans(), st.sampled_from([None, 0.3]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_attention_is_that_of_each_row_whatever_mask_is_given(lengths, grouped, scale):
     query, key, value = attended(lengths, heads=4, key_heads=2 if grouped else 4)
     inside = [1, sum(lengths), sum(lengths)]
@@ -144,7 +144,7 @@ def test_attention_is_that_of_each_row_whatever_mask_is_given(lengths, grouped, 
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_is_not_finite_in_one_row_stays_there(lengths, data):
     bad = data.draw(st.integers(0, len(lengths) - 1))
     gradients, outs = [], []
@@ -217,7 +217,7 @@ def test_dropout_drops_within_rows(given, named):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(["tokens", "input_ids"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_packed_batch_has_every_token_and_the_labels_that_the_rows_have(lengths, name):
     rows = random_rows(lengths, name=name)
     batch = pack_rows(rows, ignore_index=IGNORED)
