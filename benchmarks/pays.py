@@ -372,10 +372,10 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
     constants = {batch: bench.tuned(replace(constant(batch, around(batch)), seed=first)) for batch in batches}
     losses = {batch: bench.run([way])[0]["held_out"] for batch, way in constants.items()}
     best = min(losses, key=lambda batch: losses[batch])
-    ways = [constants[best]]
-    for times in (2, 4):
-        batch = times * best
-        ways.append(constants.get(batch) or bench.tuned(replace(constant(batch, around(batch)), seed=first)))
+    for batch in {2 * best, 4 * best, 8 * best} - constants.keys():
+        constants[batch] = bench.tuned(replace(constant(batch, around(batch)), seed=first))
+        losses[batch] = bench.run([constants[batch]])[0]["held_out"]
+    ways = [constants[times * best] for times in (1, 2, 4)]
     start = constants[best]
     grown = bench.tuned(replace(seesaw(best, start.rate), seed=first))
     ways.append(grown)
@@ -386,22 +386,30 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
     runs = bench.run([replace(way, seed=seed) for seed in seeds for way in ways])
     table = [compared(way.name, runs, constants[best].name) for way in ways]
 
-    of_beta2 = []
-    for belongs_to, beta2 in ((best, BETA2), (8 * best, BETA2_OF_LARGEST)):
-        for batch in (best, 2 * best, 4 * best, 8 * best):
-            if batch not in constants:
-                constants[batch] = bench.tuned(replace(constant(batch, around(batch)), seed=first))
-                losses[batch] = bench.run([constants[batch]])[0]["held_out"]
-            way = constants[batch]
+    branched_tolerance = branched[0]["tolerance"]
+    return {
+        "best": asdict(start),
+        "losses": losses,
+        "table": table,
+        "critical_batch_of_sweep": critical_of_sweep(losses, branched_tolerance),
+        "critical_batches": branched,
+        "beta2": of_beta2(
+            bench, seeds[:BETA2_SEEDS], {times * best: constants[times * best] for times in (1, 2, 4, 8)}
+        ),
+    }
+
+
+def of_beta2(bench: Bench, seeds: Sequence[int], ways: Mapping[int, Way]) -> list[dict[str, Any]]:
+    """Train constant batches with one beta2, and with that of one half-life; it belongs to the smallest of them, or to the largest."""
+    rows = []
+    for belongs_to, beta2 in ((min(ways), BETA2), (max(ways), BETA2_OF_LARGEST)):
+        for batch, way in ways.items():
             half_life = min(max(beta2 ** (batch / belongs_to), 0.9), 0.9999)
             fixed, followed = (
-                sorted(
-                    bench.run([replace(way, beta2=each, seed=seed) for seed in seeds[:BETA2_SEEDS]]),
-                    key=lambda run: run["seed"],
-                )
+                sorted(bench.run([replace(way, beta2=each, seed=seed) for seed in seeds]), key=lambda run: run["seed"])
                 for each in (beta2, half_life)
             )
-            of_beta2.append(
+            rows.append(
                 {
                     "batch": batch,
                     "rate": way.rate,
@@ -412,15 +420,7 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
                     "losses_half_life": [run["held_out"] for run in followed],
                 }
             )
-    tolerance = branched[0]["tolerance"]
-    return {
-        "best": asdict(start),
-        "losses": losses,
-        "table": table,
-        "critical_batch_of_sweep": critical_of_sweep(losses, tolerance),
-        "critical_batches": branched,
-        "beta2": of_beta2,
-    }
+    return rows
 
 
 def critical_of_sweep(losses: Mapping[int, float], tolerance: float) -> float | None:
