@@ -202,9 +202,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
         self.log.rate_and_stages(self.rate, self.preview, self.progress, self.limits, saved)
-        # a compiled model would be compiled for one row more
-        if distributed.world_size() > 1 and self.settings.on_out_of_memory == "shrink" and not self.cfg.compile:
-            trainer.runner.learn_collectives()
+        trainer.learn_collectives()
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
         block = OmegaConf.create(dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False})

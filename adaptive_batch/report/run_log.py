@@ -66,10 +66,9 @@ class RunLog:
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._file:
+            finite = without_nan(values)
             with self._writing:
-                self._file.write(
-                    json.dumps({"kind": kind, "time": round(time.time(), 3), **without_nan(values)}) + "\n"
-                )
+                self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n")
                 self._file.flush()
 
     def __enter__(self) -> RunLog:

@@ -312,9 +312,8 @@ def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
     read = [(parse_duration(at, key=key), _whole(key, batch)) for at, batch in points.items()]
     read.sort(key=lambda point: point[0].amount)
     if len({at.unit for at, _ in read}) > 1 or len({at.amount for at, _ in read}) < len(read):
-        raise SettingError(
-            key, dict(points), "give all in one unit, as which comes first must be known, and each place once"
-        )
+        remedy = "give all in one unit, as which comes first must be known, and each place once"
+        raise SettingError(key, dict(points), remedy)
     first, shown = _whole(f"{KEY}.start", start), {str(at): batch for at, batch in read}
     return _ByCriticalBatch(f"by_critical_batch({shown}, start={first})", first, tuple(read))
 

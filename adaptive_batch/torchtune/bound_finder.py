@@ -459,9 +459,8 @@ class BoundFinder:
     def order(self, longest: int) -> list[int]:
         """Return the numbers of the rows of up to so many tokens, about in the order in which training's first epoch takes them."""
         data = self._data  # a schedule changes the order little, and may need a rate
-        epochs = StepPlanner(
-            data.dataset, replace(data.batching(), batch_size_schedule=None), layout=data.shapes
-        ).epochs
+        batching = replace(data.batching(), batch_size_schedule=None)
+        epochs = StepPlanner(data.dataset, batching, layout=data.shapes).epochs
         return [i for i in epochs.order(Progress()).tolist() if int(data.dataset.lengths[i]) <= longest]
 
 

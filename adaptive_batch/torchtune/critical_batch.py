@@ -169,8 +169,7 @@ def _branches(
             raise NonfiniteLossError(f"{what}; lower optimizer.lr, or check the weights and the labels of these rows")
         return branch
 
-    if distributed.world_size() > 1 and job.settings.on_out_of_memory == "shrink" and not job.cfg.compile:
-        runner.learn_collectives()
+    trainer.learn_collectives()
     snapshot = TrainingSnapshot(trainer.model, trainer.optimizers, device=job.device)
     branches, facts = list[Branch](), list[dict[str, Any]]()
     before = evaluated(0)
@@ -187,8 +186,9 @@ def _branches(
             branches.append(evaluated(batch))
             of_batch = {"batch": batch, "steps": len(trained) // batch, "lr": lr, "loss": branches[-1].loss}
             facts.append({**of_batch, "seconds": round(time.perf_counter() - start, 3)})
+    best = best_branch(branches)
     for branch, one in zip(branches, facts, strict=True):
-        one["above"], one["standard_error"] = branch.excess(best_branch(branches))
+        one["above"], one["standard_error"] = branch.excess(best)
     return before, branches, facts
 
 

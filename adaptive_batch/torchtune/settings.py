@@ -632,7 +632,7 @@ def reference_tables() -> dict[str, str]:
                 f"| within an epoch also {rows}; with `batch_tokens` {by_tokens} | the same |",
                 "| optimizer, `optimizer_in_bwd` | refused |",
                 "| everything else that results depend on, epochs and batch size among it | logged |",
-                "| settings of the optimizer, `seed`, `max_steps_per_epoch` | the checkpoint's are kept, which is logged |",
+                "| settings of the optimizer (but `fused`, `foreach`, `capturable`), `seed`, `max_steps_per_epoch` | the checkpoint's are kept, which is logged |",
             ]
         ),
     }

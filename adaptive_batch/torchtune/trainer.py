@@ -117,7 +117,7 @@ class Trainer:
         """Build the model with its weights, and its optimizer."""
         job.check_optimizer()
         if job.settings.preview:
-            raise SettingError("preview", True, "it is of training, and what is begun here loads weights; remove it")
+            raise SettingError("preview", True, "it is for the recipes that train; remove it")
         model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
         return cls(job, data, model, limit=limit, lower=lower)
 
@@ -158,6 +158,12 @@ class Trainer:
     def model_state(self) -> Mapping[str, torch.Tensor]:
         """Return what a resume point holds of the model, as this rank holds it."""
         return self._job.builder.state(self.model)
+
+    def learn_collectives(self) -> None:
+        """Let even the first micro-batch be retried that runs out of memory on one of several ranks."""
+        shrinks = self._job.settings.on_out_of_memory == "shrink"
+        if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:  # which would be for one row more
+            self.runner.learn_collectives()
 
     def step(self) -> None:
         """Step and clear the gradients.
