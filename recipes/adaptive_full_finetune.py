@@ -36,6 +36,7 @@ from adaptive_batch.torchtune import (
     Data,
     Job,
     LimitFinder,
+    LostRun,
     ModelBuilder,
     ResumedRun,
     Settings,
@@ -51,10 +52,11 @@ from adaptive_batch.torchtune import (
     instantiate,
     interruptible,
     set_up_terminal,
+    settings_name,
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, StepResult, agree_on_step
+from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, Question, StepResult
 
 log = utils.get_logger("INFO")
 Part = TypeVar("Part", bound=Stateful)
@@ -104,29 +106,36 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Read the data and the checkpoint that is resumed from, and check all that needs no weights."""
         settings, job = self.settings, self.job
         self.data = data = Data.read(job)
-        self.bounds = BoundFinder(job, data)
-        self.bounds.watch = self.watch
-        self.checkpoints = Checkpoints(self.cfg, settings, keeps_base=job.builder.keeps_base)
+        self.log = TrainingLog(job, data)
+        self.checkpoints = Checkpoints(
+            self.cfg, settings, keeps_base=job.builder.keeps_base, on_failure=self._log_failed_save
+        )
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         self.progress, self.unlabelled = self.resumed.progress, self.resumed.unlabelled
         data.check_rows()
         batching = data.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch)
         by_tokens = settings.lr_clock.counts_tokens
-        planner = StepPlanner(data.dataset, batching, layout=data.shapes, ranks=job.ranks, counts_tokens=by_tokens)
+        self.sizer = data.new_sizer(self.log.limit)
+        planner = StepPlanner(
+            data.dataset, batching, self.sizer, ranks=job.ranks, counts_tokens=by_tokens, event=self.log.event
+        )
         self.planner = self._add("steps", planner)
+        self.lost = None
+        if not settings.preview:
+            self.lost = LostRun(
+                job, name=self.resumed.name, resumes=bool(self.resumed.saved), trials_name=settings_name(job, data)
+            )
+        self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
         if settings.needs_bound or (settings.validation is not None and settings.validation.fits_itself):
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
-        self.preview = TrainingPreview(job, data, planner)
+        self.preview = TrainingPreview(job, data, planner, self.sizer)
         self.preview.check(self.progress)
 
     def _setup_log(self) -> None:
-        self.log = TrainingLog(self.job, self.data)
-        self.record = self.log.record
-        self.planner.event = self.record.event
+        self.log.open()
         self.checkpoints.begin_job(self.resumed.name)
-        self.checkpoints.on_failure = self._log_failed_save
         self.log.starts(self.checkpoints, self.resumed)
         self.log.changes(self.resumed, without_effect=self.without_effect)
 
@@ -135,39 +144,35 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         job, data, saved = self.job, self.data, self.resumed.saved
         if self.watch:
             self.watch.on_end = self._write_down_end
-        self.trainer = trainer = Trainer.load(
-            job,
-            data,
-            self.checkpoints,
-            limit=lambda: self.planner.limit,
-            lower=lambda change: self.limit_finder.log_limit(change),
-        )
+        self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizer)
         nonfinite = NonfiniteSteps(
             self.settings.on_nonfinite_loss,
             runner=trainer.runner,
-            event=self.record.event,
+            event=self.log.event,
             is_taken=self.settings.optimizer_in_bwd,
             remedy=self.checkpoints.after_end,
         )
         self.nonfinite = self._add("nonfinite", nonfinite)
-        self.limit_finder = LimitFinder(job, data, trainer, self.bounds, self.record, run=self.resumed.name)
-        self.limits = self.planner.limits = self.parts["limits"] = self.limit_finder.limits
+        assert self.lost is not None
+        self.limit_finder = LimitFinder(job, data, trainer, self.bounds, self.log, self.lost)
+        self.parts["limits"] = self.sizer
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
         keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
-        self.planner.batch_size = self.limit_finder.find(self.planner.batch_size, keeps_batch=keeps_batch, saved=saved)
+        batch_size = self.limit_finder.find(
+            self.planner.batch_size, keeps_batch=keeps_batch, saved=self.resumed.state_of("limits")
+        )
+        self.planner.take_batch_size(batch_size)
         self.validation = None
         if self.settings.validation:
-            self.validation = Validation(
-                job, data, trainer, self.bounds, limit_finder=self.limit_finder, record=self.record
-            )
+            self.validation = Validation(job, data, trainer, self.bounds, self.log)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
         settings, saved = self.settings, self.resumed.saved
-        asked, bound = self.planner.saved_maximum, self.limits.bound
+        asked, bound = self.planner.saved_maximum, self.sizer.max_batch_size
         if settings.optimizer_in_bwd and settings.batch_size_schedule and bound and asked > bound:
             remedy = f"the checkpoint's schedule may ask for {asked} rows, of which {bound} fit here, and they cannot be split"
             raise SettingError(
@@ -180,7 +185,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
             message = f"the run has {count(settings.epochs * steps, 'step')}, so nothing is validated"
-            self.record.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
+            self.log.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not saved:
             self.progress = replace(self.progress, steps=self.progress.epoch * steps)
         changed = bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
@@ -201,7 +206,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.checkpoints.found.recipe_state is not None:
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
-        self.log.rate_and_stages(self.rate, self.preview, self.progress, self.limits, saved)
+        self.log.rate_and_stages(self.rate, self.preview, self.progress, saved)
         trainer.learn_collectives()
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
@@ -224,7 +229,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         first_epoch, epochs = self.progress.epoch, self.settings.epochs
         if first_epoch >= epochs:
             message = f"nothing to train: {first_epoch} epochs are done and epochs={epochs}"
-            self.record.event("nothing_to_train", message)
+            self.log.event("nothing_to_train", message)
         with Preemption(same_within=10.0 if self.watch else 0.0) as self.preemption:
             for epoch in range(first_epoch, epochs):
                 if epoch > first_epoch:
@@ -242,14 +247,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
         if first_epoch < epochs:
-            self.record.event(
+            self.log.event(
                 "end", f"{count(self.progress.steps, 'step')}, {count(self.progress.samples, 'sample')} trained"
             )
         self.profiler.stop()
 
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
-        epoch, runner = self.progress.epoch, self.trainer.runner
+        epoch, runner, sizer = self.progress.epoch, self.trainer.runner, self.sizer
         with self.log.progress_bar(self.planner.plan.steps, done=self.progress.epoch_steps) as bar:
             while True:
                 self._record_memory_history(self.progress.epoch_steps)
@@ -259,18 +264,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self.limit_finder.try_longer(rows, batch_size=self.planner.batch_size)
                 if self.watch:
                     self.watch.beat(f"step {self.progress.steps + 1}")
-                if self.settings.measures_noise:
-                    due = self.noise_scale.is_due(self.progress.steps)
-                    runner.small_rows = self.planner.small_rows() if due else None
-                taken, ends = len(self.planner.sampler.taken), self.preemption.requested
-                agreed = agree_on_step(runner, rows, batch=progress.batch, num_rows=taken, ends=ends)
-                self.asked_to_end |= agreed.ends
+                small_rows = None
+                if self.settings.measures_noise and self.noise_scale.is_due(self.progress.steps):
+                    small_rows = self.planner.small_rows()
+                taken, batch_size = len(self.planner.sampler.taken), self.planner.batch_size
+                question = Question(progress.batch, taken, self.preemption.requested)
+                division, ends = runner.agree(rows, batch_size, question, small_rows=small_rows)
+                self.asked_to_end |= ends
                 if not taken:
                     break
                 batch = self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens)
                 rates = self.rate.set(progress, plan=self.planner.plan, batch=batch)
-                result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
-                changes = {"epoch": epoch, "batch_size": progress.batch, "micro-batch": runner.retry.limit()}
+                result = runner.run(rows, batch_size, small_rows=small_rows, division=division)
+                changes = {"epoch": epoch, "batch_size": progress.batch, "micro-batch": sizer.limit(batch_size)}
                 if not self.nonfinite.drops(result, step=progress.steps + 1, lr=rates["lr"], **changes):
                     self.trainer.step()
                 self.rate.restore()
@@ -282,7 +288,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     rates=rates,
                     seconds=time.perf_counter() - start,
                     sampler=self.planner.sampler,
-                    num_out_of_memory=self.limits.num_out_of_memory,
+                    num_out_of_memory=sizer.num_out_of_memory,
                     full_batch_loss=self.full_batch_loss,
                 )
                 self._validate()
@@ -338,9 +344,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         state = None if last else self._state()
         if state:
             state[STATE_KEY]["preempted"] = distributed.any_of_ranks(self.preemption.requested)
-        self.record.sync()
+        self.log.sync()
         self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
-        self.record.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
+        self.log.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
         if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
             self.checkpoints.wait()
@@ -353,7 +359,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         ends = self.preemption.requested if distributed.world_size() == 1 else self.asked_to_end
         if not (ends or (every and step % every == 0)):
             return
-        self.record.sync()
+        self.log.sync()
         try:
             seconds = self.checkpoints.save_step(step, self.trainer, state=self._state())
             if ends:
@@ -364,17 +370,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self._log_failed_save(error)
             return
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
-        self.record.event("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
+        self.log.event("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
         if ends:
             self._end_early()
 
     def _log_failed_save(self, error: CheckpointError) -> None:
         message = f"training goes on without a resume point: {error}"
-        self.record.event("checkpoint_failed", message, step=self.progress.steps)
+        self.log.event("checkpoint_failed", message, step=self.progress.steps)
 
     def _end_early(self) -> None:
         message = f"asked to end: saved at step {self.progress.steps}; resume_from_checkpoint=True resumes from it"
-        self.record.event("preempted", message, step=self.progress.steps, exit_status=EXIT_STATUS)
+        self.log.event("preempted", message, step=self.progress.steps, exit_status=EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)
 
     def _add(self, name: str, part: Part) -> Part:
@@ -406,9 +412,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _write_down_end(self, end: End) -> None:
         """On rank zero, log why all ranks end, and keep what a restart should know."""
-        self.record.event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
-        if hasattr(self, "limit_finder"):
-            self.limit_finder.keep_lost(end.facts)
+        self.log.event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
+        if self.lost is not None:
+            shrinks = self.settings.on_out_of_memory == "shrink"
+            self.lost.keep(end.facts, self.sizer.conditions() if shrinks else None)
 
     def after_end(self) -> str:
         """Return what is resumed from if this is ended now, as the end of a sentence."""

@@ -57,11 +57,10 @@ def build(
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
-    bounds = BoundFinder(job, data)
-    bounds.watch = watch
+    bounds = BoundFinder(job, data, watch=watch)
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
     bounds.check()
-    trainer = Trainer.load(job, data, checkpoints)
+    trainer = Trainer.load(job, data, checkpoints, data.new_sizer())
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer
 

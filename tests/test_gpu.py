@@ -204,7 +204,7 @@ def run_out_of_memory_in_mid_run(memory):
     assert whole.micro_batches == 1
     assert split.micro_batches > 1
     assert [change.out_of_memory for change in changes[:1]] == [True]
-    assert runner.retry.limit().amount < 64
+    assert runner.sizer.limit().amount < 64
     return whole, expected, split, found
 
 

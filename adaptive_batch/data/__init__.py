@@ -2,8 +2,16 @@
 
 from .balance import balance_by_rows, balance_by_tokens
 from .bin_packing import LONG_ROWS
-from .dataset import IGNORE_INDEX, DatasetAdapter, RowLength, check_loss, label_tokens, move_to_device
-from .epoch_planner import Batching, plan_token_batches
+from .dataset import (
+    IGNORE_INDEX,
+    DatasetAdapter,
+    RowLength,
+    check_loss,
+    label_tokens,
+    lengthened,
+    move_to_device,
+)
+from .epoch_planner import Batching, EpochPlanner, plan_token_batches
 from .lengths import Measured, count_rows, longest_rows, measure_rows, row_lengths
 from .micro_batches import (
     KINDS,
@@ -30,6 +38,7 @@ __all__ = [
     "UNIFORM",
     "Batching",
     "DatasetAdapter",
+    "EpochPlanner",
     "Measured",
     "MicroBatch",
     "MicroBatchLayout",
@@ -46,6 +55,7 @@ __all__ = [
     "count_rows",
     "label_tokens",
     "largest_divisor",
+    "lengthened",
     "longest_rows",
     "measure_rows",
     "micro_batches",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +144,23 @@ def move_to_device(value: Any, device: torch.device) -> Any:
         items = [move_to_device(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def lengthened(
+    rows: Sequence[dict[str, Any]], length: int, *, pad_id: int, ignore_index: int
+) -> Sequence[dict[str, Any]]:
+    """Return the rows, the longest of them padded to `length` tokens, so that collating pads all of them to it."""
+    longest = max(range(len(rows)), key=lambda number: len(rows[number]["tokens"]))
+    row = rows[longest]
+    missing = length - len(row["tokens"])
+    if missing <= 0:
+        return rows
+    padded = {
+        **row,
+        "tokens": [*row["tokens"], *[pad_id] * missing],
+        "labels": [*row["labels"], *[ignore_index] * missing],
+    }
+    return [*rows[:longest], padded, *rows[longest + 1 :]]
 
 
 def _tokens(row: Any) -> int:

@@ -155,8 +155,8 @@ class EpochPlanner:
         *,
         ranks: int,
         divisible: bool,
-        counts_tokens: bool,
-        maximum: Callable[[], int | None],
+        counts_tokens: bool = False,
+        maximum: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._rows, self.batching, self.ranks = rows, batching, ranks
         self._divisible, self._counts_tokens, self._maximum = divisible, counts_tokens, maximum

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -87,6 +87,10 @@ class MicroBatchLayout:
     shortest: int = 1
     kind: str = "padded"
     time: MicroBatchTime = field(default_factory=MicroBatchTime)
+
+    def of_kind(self, kind: str, *, time: MicroBatchTime) -> MicroBatchLayout:
+        """Return the same layout but for its kind, and the time that a micro-batch takes in it."""
+        return replace(self, kind=kind, time=time)
 
     def padded(self, length: int) -> int:
         """Return the length, in tokens, that rows of up to `length` tokens are padded to; at least one, which a model needs."""

@@ -31,24 +31,28 @@ from .micro_batches import MicroBatchLayout, MicroBatchLimit
 Event = Callable[..., object]  # event(kind, message, **facts)
 
 
-class Limits(Protocol):
-    """What one micro-batch may hold at a batch size, and how; `bound` is the most rows that were tried and fit, None if not known."""
+class Sizer(Protocol):
+    """What one micro-batch may hold at a batch size, and how its rows lie in it.
 
-    bound: int | None
+    `max_batch_size` is the most rows that were tried and fit; None where that is unknown.
+    """
+
+    max_batch_size: int | None
     layout: MicroBatchLayout
 
-    def of(self, batch_size: int) -> MicroBatchLimit: ...
+    def limit(self, batch_size: int) -> MicroBatchLimit: ...
 
 
 class StepPlanner:
     """Hands out the rows of each step, to each rank its own, while the batch follows the rules.
 
     Args:
-        rows: of an epoch.
-        batching: as configured.
-        layout: of micro-batches; rows are balanced across the ranks so that these are even.
+        rows: rows of an epoch.
+        batching: batching as configured.
+        sizer: decides what one micro-batch may hold; rows are balanced across the ranks so that these are even.
         ranks: a step has `batch_size` rows for each of so many; None for those that there are.
         counts_tokens: the tokens of an epoch must be known.
+        first_batch_size: batch that training begins with; None for the one of the first step.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which :func:`agree_on_step` compares.
         event: is given each decision: its kind, a message, and facts by name.
 
@@ -57,7 +61,6 @@ class StepPlanner:
         sampler: the rows of an epoch, in their order.
         batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a step now.
         first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
-        limits: what fits; None where that is not known yet.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller device.
     """
 
@@ -65,26 +68,27 @@ class StepPlanner:
         self,
         rows: Rows,
         batching: Batching,
+        sizer: Sizer,
         *,
-        layout: MicroBatchLayout | None = None,
         ranks: int | None = None,
         counts_tokens: bool = False,
+        first_batch_size: int | None = None,
         asks_rank_zero: bool = False,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
-        self._rows, self._layout = rows, layout or MicroBatchLayout()
+        self._rows = rows
+        self.sizer = sizer
         self.epochs = EpochPlanner(
             rows,
             batching,
             ranks=ranks or distributed.data_parallel_size(),
-            divisible=self._layout.uniform in ("rows", "both"),
+            divisible=sizer.layout.uniform in ("rows", "both"),
             counts_tokens=counts_tokens,
             maximum=lambda: self.maximum,
         )
         self.sampler = self.epochs.sampler
         self.batch_size = batching.batch_size
-        self.first_batch_size: int | None = None
-        self.limits: Limits | None = None
+        self.first_batch_size = first_batch_size
         self.saved_maximum = 0
         self._positions: Sequence[int] = ()  # of this rank's rows in the last step that was handed out
         self.event = event
@@ -128,7 +132,7 @@ class StepPlanner:
     @property
     def maximum(self) -> int | None:
         """What a rule may not pass; None where it may grow freely, or where what fits is not known."""
-        bound = self.limits.bound if self.limits else None
+        bound = self.sizer.max_batch_size
         if self.batching.grow_beyond_maximum or bound is None:
             return None
         # on a smaller device a schedule continues as it was, in more micro-batches
@@ -137,12 +141,7 @@ class StepPlanner:
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold at the current batch size."""
-        return self.limits.of(self.batch_size) if self.limits else MicroBatchLimit(self.batch_size)
-
-    @property
-    def layout(self) -> MicroBatchLayout:
-        """How rows lie in a micro-batch now."""
-        return self.limits.layout if self.limits else self._layout
+        return self.sizer.limit(self.batch_size)
 
     def couple(self, schedule: Callable[[float], float], clock: Clock) -> None:
         """Couple a batch schedule that follows the rate to the rate's own, a function of the clock.
@@ -170,14 +169,27 @@ class StepPlanner:
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
-    def begin(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
-        """Begin the first epoch of this run, or resume it; find the constant batch that schedules count in."""
+    def begin(
+        self, progress: Progress, *, batch_size: int | None = None, first_batch_size: int | None = None
+    ) -> Progress:
+        """Begin the first epoch of this run, or resume it; find the constant batch that schedules count in.
+
+        Args:
+            progress: where training is.
+            batch_size: see :meth:`begin_epoch`.
+            first_batch_size: batch that training began with; None for what is known of it.
+        """
         progress = self.begin_epoch(progress, batch_size=batch_size)
-        self.first_batch_size, self._reference = self.first_batch_size or self.batch_size, None
+        self.first_batch_size = first_batch_size or self.first_batch_size or self.batch_size
+        self._reference = None
         if self.reference.steps == 0:
             remedy = f"an epoch of {len(self.sampler)} rows has no whole step; set drop_last=False"
             raise SettingError("batch_size", self.batch_size, remedy)
         return progress
+
+    def take_batch_size(self, batch_size: int) -> None:
+        """Take the batch that a search has found, or that the user has set."""
+        self.batch_size = batch_size
 
     def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an epoch.
@@ -276,7 +288,7 @@ class StepPlanner:
         They are balanced by tokens where micro-batches are made by tokens or by length; else they are distributed in turn, as torch's
         sampler does.
         """
-        ranks, rank, layout = distributed.data_parallel_size(), distributed.data_parallel_rank(), self.layout
+        ranks, rank, layout = distributed.data_parallel_size(), distributed.data_parallel_rank(), self.sizer.layout
         if ranks == 1:
             return range(len(numbers))
         if limit.unit == "tokens" or layout.uniform is not None or layout.kind != "padded":

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .advice import tokens_per_second as tokens_per_second
     from .bound_finder import BoundFinder as BoundFinder
     from .bound_finder import left_by_rounding as left_by_rounding
+    from .bound_finder import settings_name as settings_name
     from .checkpoints import Checkpoints as Checkpoints
     from .checks import check_output_dir as check_output_dir
     from .checks import without_effect as without_effect
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .launch import use_shipped_config as use_shipped_config
     from .limit_finder import LimitFinder as LimitFinder
     from .log import TrainingLog as TrainingLog
+    from .lost_run import LostRun as LostRun
     from .model import FullModel as FullModel
     from .model import ModelBuilder as ModelBuilder
     from .preview import TrainingPreview as TrainingPreview
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 _NAMES_OF = {
     ".adapter_model": ("AdapterModel", "builder_of"),
     ".advice": ("advise", "estimate_spending", "tokens_per_second"),
-    ".bound_finder": ("BoundFinder", "left_by_rounding"),
+    ".bound_finder": ("BoundFinder", "left_by_rounding", "settings_name"),
     ".checkpoints": ("Checkpoints",),
     ".checks": ("check_output_dir", "without_effect", "without_effect_on"),
     ".config_errors": ("instantiate",),
@@ -68,6 +70,7 @@ _NAMES_OF = {
     ".launch": ("all_ranks", "interruptible", "no_component_exits", "set_up_terminal", "use_shipped_config"),
     ".limit_finder": ("LimitFinder",),
     ".log": ("TrainingLog",),
+    ".lost_run": ("LostRun",),
     ".model": ("FullModel", "ModelBuilder"),
     ".preview": ("TrainingPreview",),
     ".rate": ("build_rate", "check_scheduler", "couple_batch"),

@@ -80,11 +80,11 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
         result: of the search of this run; nothing is said on one that was known before.
         batch_size: to train with.
     """
-    limits, budget = data.new_limits(), result.budget_bytes
-    limits.bound, limits.tried_length = result.max_batch_size, result.sequence_length
-    limits.choose(result.throughput)
-    rows = min(limits.bound, data.shapes.rows_within(limits.of(batch_size), result.sequence_length))
-    used = (result.peak_bytes() or budget) - round((limits.bound - rows) * (result.bytes_per_row() or 0))
+    sizer = data.new_sizer()
+    sizer.assume(result)
+    budget, bound = result.budget_bytes, result.max_batch_size
+    rows = min(bound, data.shapes.rows_within(sizer.limit(batch_size), result.sequence_length))
+    used = (result.peak_bytes() or budget) - round((bound - rows) * (result.bytes_per_row() or 0))
     if result.from_cache or used > (1 - _LEAST_ROOM) * budget:
         return ""
     estimated, better = estimate_spending(job, result, rows), []

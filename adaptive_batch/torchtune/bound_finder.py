@@ -18,10 +18,10 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, fingerprint, format_bytes
-from adaptive_batch.data import StepPlanner, longest_rows
+from adaptive_batch.data import EpochPlanner, longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes, device_memory
+from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes
 from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import Choices, MaxBatchSearch, WorstRows
@@ -31,6 +31,7 @@ from .data import Data
 from .doctor import installed_version
 from .fake_run import expected_curve
 from .job import Job
+from .lost_run import TRIALS, LostRun
 from .sources import sources_of
 from .trainer import Trainer
 
@@ -73,22 +74,22 @@ class BoundFinder:
     Use :meth:`check` before the weights are loaded and the others after.
 
     Args:
-        job, data: of the run.
+        job: job of the run.
+        data: rows of the run.
+        lost: why an earlier attempt of the run ended; of a trial that ended all ranks without showing whether its rows fit,
+            up to half are tried. None for none.
+        watch: watchdog of this rank, of several; it keeps the time of trials.
 
     Attributes:
-        path: of ``probe.json``, whose results are taken after one trial where they depend on the same things.
-        watch: over this rank, of several; keeps the time of trials.
-        indeterminate, indeterminate_val: rows of a trial, of training and of validation, that ended all ranks before, without
-            showing whether they fit; up to half of them are tried. None for none.
+        path: file ``probe.json``, whose results are taken after one trial where they depend on the same things.
     """
 
-    def __init__(self, job: Job, data: Data) -> None:
+    def __init__(self, job: Job, data: Data, *, lost: LostRun | None = None, watch: Watchdog | None = None) -> None:
         self._job, self._data, self.settings = job, data, job.settings
         self._trials: dict[int | str, WorstRows] = {}
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
-        self.watch: Watchdog | None = None
-        self.indeterminate: int | None = None
-        self.indeterminate_val: int | None = None
+        self._watch = watch
+        self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS} if lost else {}
 
     def check(self) -> None:
         """Choose the rows of trials, and refuse what the model's size or length, or the rows of an epoch, do not allow.
@@ -121,7 +122,7 @@ class BoundFinder:
             check_length(key, length, self._trials[length].length)
         if settings.validation and settings.validation.fits_itself:
             _ = data.dataset_val.lengths  # a row that the model does not take is refused now
-        memory = device_memory(job.device, shared_by=distributed.local_world_size())
+        memory = job.memory
         memory.check_it_can_be_measured()
         budget = budget_bytes(
             probe.device_memory,
@@ -146,7 +147,7 @@ class BoundFinder:
             of_use = min(rows, settings.step_rows)
         else:
             of_use = rows if settings.batch_tokens else max(1, rows // settings.gradient_accumulation_steps)
-        return max(1, min(settings.probe.maximum, of_use, _half(self.indeterminate) or of_use))
+        return max(1, min(settings.probe.maximum, of_use, self._half_of_lost.get("trial_rows") or of_use))
 
     @property
     def _fits_whole_step(self) -> bool:
@@ -248,7 +249,7 @@ class BoundFinder:
         tokens = (self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)).length
         if probe.assumed_maximum is not None:
             return min(probe.assumed_maximum, self.most_rows), tokens, "probe.assumed_maximum says so"
-        found = load_latest(self.path, settings=self.settings_name(tokens))
+        found = load_latest(self.path, settings=settings_name(self._job, self._data, tokens))
         if found is None:
             return 0, tokens, f"{self.path} has no search of these settings; plan with one by probe.assumed_maximum=N"
         return min(found.max_batch_size, self.most_rows), tokens, f"a search found that before ({self.path})"
@@ -279,7 +280,7 @@ class BoundFinder:
             return made[:size]
 
         most = min(len(order), self.settings.probe.maximum)
-        maximum = min(most, _half(self.indeterminate_val) or most)
+        maximum = min(most, self._half_of_lost.get("trial_rows_val") or most)
         name = f"one row of {count(tokens, 'token')} of dataset_val, even without gradients,"
         return self._find(trainer, WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
 
@@ -308,7 +309,7 @@ class BoundFinder:
             # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
             about = round(math.log(max(1, budget), 1.01))
             return fingerprint(
-                self.settings_name(rows.length),
+                settings_name(self._job, self._data, rows.length),
                 allocator,
                 maximum,
                 accumulates,
@@ -357,35 +358,9 @@ class BoundFinder:
         if not result.from_cache:
             curve.learn(result.trials)
             if path and distributed.is_rank_zero():
-                name, settings = fingerprint_of(result.budget_bytes), self.settings_name(rows.length)
+                name, settings = fingerprint_of(result.budget_bytes), settings_name(self._job, self._data, rows.length)
                 save_result(result, path, fingerprint=name, settings=settings)
         return result
-
-    @property
-    def trials_name(self) -> str:
-        """A name for what whether a trial fits depends on, as far as it is configured."""
-        return self.settings_name(0)
-
-    def settings_name(self, tokens: int) -> str:
-        """Return a name for the settings that a bound depends on."""
-        probe = self.settings.probe
-        return fingerprint(self._conditions(tokens), probe.search, probe.device_memory, probe.headroom)
-
-    def _conditions(self, tokens: int) -> list[Any]:
-        """Return what a trial's memory depends on, as far as it is configured."""
-        job = self._job
-        return [
-            memory_keys(as_dict(job.cfg)),
-            {name: installed_version(name) for name in _PACKAGES},
-            f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
-            [
-                tokens,
-                self._data.packed,
-                str(job.cfg.device),
-                distributed.data_parallel_size(),
-                distributed.world_size(),
-            ],
-        ]
 
     def _curve_name(self, tokens: int, shapes: Any, accumulates: bool, evaluates: bool) -> str:
         """Return a name for everything that a peak depends on, whatever may be used."""
@@ -395,7 +370,9 @@ class BoundFinder:
         kernels = []
         if device.type == "cuda":
             kernels = [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
-        return fingerprint(self._conditions(tokens), others, sources, kernels, accumulates, evaluates, shapes)
+        return fingerprint(
+            _conditions(self._job, self._data, tokens), others, sources, kernels, accumulates, evaluates, shapes
+        )
 
     def _shapes_of(self, rows: WorstRows) -> Any:
         random_state = RandomState(self._job.device)  # reading a row of some datasets draws from it
@@ -423,7 +400,7 @@ class BoundFinder:
     def limit(self, doing: str) -> AbstractContextManager[object]:
         """Within its context all ranks end where one does not come to the end of its trial in time."""
         seconds = self.settings.probe.trial_timeout
-        return self.watch.limit(seconds, doing) if self.watch else nullcontext()
+        return self._watch.limit(seconds, doing) if self._watch else nullcontext()
 
     def rows_of(self, length: int | str) -> WorstRows:
         """Return the rows of trials of a length."""
@@ -460,8 +437,26 @@ class BoundFinder:
         """Return the numbers of the rows of up to so many tokens, about in the order in which training's first epoch takes them."""
         data = self._data  # a schedule changes the order little, and may need a rate
         batching = replace(data.batching(), batch_size_schedule=None)
-        epochs = StepPlanner(data.dataset, batching, layout=data.shapes).epochs
+        divisible = data.shapes.uniform in ("rows", "both")
+        epochs = EpochPlanner(data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible)
         return [i for i in epochs.order(Progress()).tolist() if int(data.dataset.lengths[i]) <= longest]
+
+
+def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
+    """Return a name for the settings that a bound depends on, for rows of so many tokens."""
+    probe = job.settings.probe
+    return fingerprint(_conditions(job, data, tokens), probe.search, probe.device_memory, probe.headroom)
+
+
+def _conditions(job: Job, data: Data, tokens: int) -> list[Any]:
+    """Return what a trial's memory depends on, as far as it is configured."""
+    ranks = [distributed.data_parallel_size(), distributed.world_size()]
+    return [
+        memory_keys(as_dict(job.cfg)),
+        {name: installed_version(name) for name in _PACKAGES},
+        f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
+        [tokens, data.packed, str(job.cfg.device), *ranks],
+    ]
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:

@@ -68,11 +68,11 @@ class Checkpoints:
         settings: the same, checked.
         keeps_base: checkpoints are of adapters, on a base that is read again; see :class:`.ModelBuilder`.
         only: the one to resume from; None for the newest.
+        on_failure: function that is called with the error of a resume point that failed in the background; None logs a warning.
 
     Attributes:
         found: to begin or to resume from.
         is_divided: each rank reads its own part of what trains.
-        on_failure: called with the error of a resume point that failed in the background; logs a warning unless set.
 
     Raises:
         CheckpointError: resuming, and nothing complete is there.
@@ -80,7 +80,13 @@ class Checkpoints:
     """
 
     def __init__(
-        self, cfg: DictConfig, settings: Settings, *, keeps_base: bool = False, only: Path | None = None
+        self,
+        cfg: DictConfig,
+        settings: Settings,
+        *,
+        keeps_base: bool = False,
+        only: Path | None = None,
+        on_failure: Callable[[CheckpointError], object] | None = None,
     ) -> None:
         self._cfg, self._keeps_base, self._only = cfg, keeps_base, only
         self._output_dir = Path(cfg.output_dir)
@@ -92,9 +98,7 @@ class Checkpoints:
             process_group=self._group,
             others=lambda: orders_of_epochs(Path(cfg.checkpointer.output_dir)),
         )
-        self.on_failure: Callable[[CheckpointError], object] = lambda error: log.warning(
-            "training continues without a resume point: %s", error
-        )
+        self._on_failure = on_failure or _warn_of_failure
         self._job = self._output_dir / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
         self.found = distributed.from_rank_zero(self._find)
@@ -322,7 +326,11 @@ class Checkpoints:
         try:
             self._manager.wait()
         except CheckpointError as error:
-            self.on_failure(error)
+            self._on_failure(error)
+
+
+def _warn_of_failure(error: CheckpointError) -> None:
+    log.warning("training continues without a resume point: %s", error)
 
 
 def _recipe_state(saved: Checkpoint | SavedEpoch) -> dict[str, Any]:

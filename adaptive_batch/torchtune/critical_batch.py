@@ -17,7 +17,7 @@ from torchtune import training
 from adaptive_batch import distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count, without_nan
 from adaptive_batch.checkpoint import checkpoints_in
-from adaptive_batch.data import MicroBatchLimit, StepPlanner
+from adaptive_batch.data import EpochPlanner
 from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import TrainingSnapshot
 from adaptive_batch.probe import FEWEST_STEPS, Branch, batches_of_branches, best_branch, critical_batch
@@ -65,10 +65,7 @@ def measure_critical_batch(job: Job) -> str:
     resumed = ResumedRun(job, data, checkpoints, seed=seed)
     trained, held_out = _rows(job, data, resumed)
     stand_in(job, 1.0)  # which refuses an optimizer without what scale_with_batch names
-    size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
-    limits = [MicroBatchLimit(size if isinstance(size, int) else settings.batch_size)]
-    limits += [MicroBatchLimit(tokens, "tokens")] if isinstance(tokens, int) else []
-    trainer = Trainer.load(job, data, checkpoints, limit=lambda: limits[-1], lower=lambda new: limits.append(new.after))
+    trainer = Trainer.load(job, data, checkpoints, data.new_sizer(searches=False))
     if settings.micro_batch_layout == "packed" and (why := trainer.runner.why_not_packed(data.longest(2))):
         raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
     checkpoints.load_optimizer(trainer)
@@ -137,7 +134,7 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
         raise SettingError("probe.critical_batch_rows", given, f"{remedy}; give as many, or a smaller batch_size")
     rows -= rows % batches_of_branches(step_rows, rows)[-1]  # which each batch divides
     batching = data.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
-    epochs = StepPlanner(data.dataset, batching, layout=data.shapes, ranks=job.ranks).epochs
+    epochs = EpochPlanner(data.dataset, batching, ranks=job.ranks, divisible=False)
     if (state := resumed.state_of("steps")) is not None:
         epochs.load_state_dict(state)
     order = torch.roll(epochs.order(resumed.progress), -resumed.progress.epoch_rows).tolist()
@@ -155,7 +152,6 @@ def _branches(
 ) -> tuple[Branch, list[Branch], list[dict[str, Any]]]:
     """Return what is held out before, and after each branch, and facts of each for the record."""
     runner, ranks, rank = trainer.runner, distributed.data_parallel_size(), distributed.data_parallel_rank()
-    runner.small_rows = None  # the noise is not sampled
     loss = data.loss_val(runner.loss) if job.settings.validation else runner.loss
     mine = held_out[: len(held_out) // ranks * ranks][rank::ranks]  # as many on each rank
 
@@ -180,7 +176,7 @@ def _branches(
             start, lr = time.perf_counter(), 0.0
             for begin in range(0, len(trained), batch):
                 lr = rate.set(0.0, batch=batch)
-                runner.run(trained[begin : begin + batch][rank::ranks])
+                runner.run(trained[begin : begin + batch][rank::ranks], job.settings.batch_size)
                 trainer.step()
                 bar.advance()
             branches.append(evaluated(batch))

@@ -15,10 +15,10 @@ from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Batching, MicroBatchLayout, count_rows, longest_rows, plan_token_batches
+from adaptive_batch.data import Batching, MicroBatchLayout, count_rows, lengthened, longest_rows, plan_token_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.training import MicroBatchLimits, RowLoss, lengthened
+from adaptive_batch.training import LimitChange, MicroBatchSizer, RowLoss
 
 from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
@@ -171,12 +171,25 @@ class Data:
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    def new_limits(self) -> MicroBatchLimits:
-        """Return what a micro-batch may hold as configured, before anything was found."""
-        return MicroBatchLimits(
-            micro_batch_size=self._settings.micro_batch_size,
-            micro_batch_tokens=self._settings.micro_batch_tokens,
+    def new_sizer(
+        self, on_change: Callable[[LimitChange], object] = lambda change: None, *, searches: bool = True
+    ) -> MicroBatchSizer:
+        """Return what decides what a micro-batch may hold, as configured, before anything was found.
+
+        Args:
+            on_change: function that is called with each change of the limit.
+            searches: whether a search is to find what fits; without one ``auto`` is the configured batch.
+        """
+        rows, tokens = self._settings.micro_batch_size, self._settings.micro_batch_tokens
+        if not searches:
+            rows = rows if rows != "auto" else None
+            tokens = tokens if tokens != "auto" else None
+        return MicroBatchSizer(
+            micro_batch_size=rows,
+            micro_batch_tokens=tokens,
             layout=self.shapes,
+            memory=self._job.memory,
+            on_change=on_change,
         )
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:

@@ -135,7 +135,12 @@ class FakeRun:
     def step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
         """Build model and optimizer, and return the step that training would run; for the arguments see :class:`FakeStep`."""
         trainer = self.trainer = Trainer(
-            self.job, self.data, self._build(), to_device=self._device.batch, new_optimizer=self._new_optimizer
+            self.job,
+            self.data,
+            self._build(),
+            self.data.new_sizer(),
+            to_device=self._device.batch,
+            new_optimizer=self._new_optimizer,
         )
         loss = trainer.runner.loss
         trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))

@@ -13,6 +13,7 @@ from torchtune import training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.memory import DeviceMemory, device_memory
 
 from .checks import TO_TRAIN, check_loss, complete
 from .config_errors import instantiate, one_line
@@ -55,6 +56,11 @@ class Job:
         check_loss(self.loss_fn, self.cfg)
         if self._outline is not None:
             self.builder.check(self._outline, self.cfg)
+
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        """The memory of the device, of which each rank of this machine has a part."""
+        return device_memory(self.device, shared_by=distributed.local_world_size())
 
     @cached_property
     def skeleton(self) -> torch.nn.Module:

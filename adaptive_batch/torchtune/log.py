@@ -17,7 +17,7 @@ from adaptive_batch._util import ProgressBar, count
 from adaptive_batch.data import RowSampler, StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
-from adaptive_batch.training import FullBatchLoss, MicroBatchLimits, StepRate, StepResult
+from adaptive_batch.training import FullBatchLoss, LimitChange, StepRate, StepResult
 
 from .checkpoints import Checkpoints
 from .checks import NoEffect
@@ -45,28 +45,60 @@ def keys_against_padding(settings: Settings, *, splits: bool) -> str:
 
 
 class TrainingLog:
-    """The run log (`record`) and the metric logger of a run; of several ranks, rank zero writes them."""
+    """The run log and the metric logger of a run; of several ranks, rank zero writes them.
+
+    Until :meth:`open` nothing is written, so that a run which is refused leaves no file.
+    """
 
     def __init__(self, job: Job, data: Data) -> None:
         cfg = job.cfg
         self._job, self._data, self._settings, self._cfg = job, data, job.settings, cfg
-        path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
-        self.record = distributed.on_rank_zero(lambda: RunLog(path)) or RunLog(path, enabled=False)
+        self._path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
+        self._record = RunLog(self._path, enabled=False)
         self._metrics: Any = None
-        if cfg.metric_logger is not None and distributed.is_rank_zero():
-            self._metrics = instantiate("metric_logger", cfg.metric_logger)
-            self._metrics.log_config(cfg)
         self._ran = [0.0, 0.0, 0]  # tokens, with padding, and most micro-batches of a step, in the epoch so far
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
         self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
         if cfg.get("log_peak_memory_stats", False) and not self._memory:
             log.info("log_peak_memory_stats has no effect on a CPU")
 
+    def open(self) -> None:
+        """Open both; all ranks call it."""
+        record = distributed.on_rank_zero(lambda: RunLog(self._path))
+        if record is None:
+            return
+        self._record = record
+        if self._cfg.metric_logger is not None:
+            self._metrics = instantiate("metric_logger", self._cfg.metric_logger)
+            self._metrics.log_config(self._cfg)
+
     def close(self) -> None:
-        """Close both."""
+        """Close both, if they were opened."""
         if self._metrics is not None:
             self._metrics.close()
-        self.record.close()
+        self._record.close()
+
+    def sync(self) -> None:
+        """Flush the run log to disk, so that nothing saved afterwards is ahead of it."""
+        self._record.sync()
+
+    def event(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+        """Write down an event with its facts, and log its message unless `prints` is False."""
+        self._record.event(kind, message, prints=prints, **facts)
+
+    def limit(self, change: LimitChange, *, kind: str = "limit") -> None:
+        """Log at once what a micro-batch holds from now on."""
+        self.event(
+            kind,
+            change.describe(),
+            before=change.before.amount,
+            after=change.after.amount,
+            unit=change.after.unit,
+            rows=change.rows,
+            length=change.length,
+            out_of_memory=change.out_of_memory,
+            error=change.error,
+        )
 
     @contextmanager
     def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
@@ -81,7 +113,7 @@ class TrainingLog:
 
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
-        event, progress, rows = self.record.event, run.progress, len(self._data.dataset)
+        event, progress, rows = self.event, run.progress, len(self._data.dataset)
         for line in checkpoints.found.passed_over:
             event("passed_over", line)
         resumed, ranks = checkpoints.found.recipe_state is not None, distributed.world_size()
@@ -106,7 +138,7 @@ class TrainingLog:
 
     def changes(self, run: ResumedRun, *, without_effect: Sequence[NoEffect]) -> None:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the reason."""
-        settings, event, saved = self._settings, self.record.event, run.saved
+        settings, event, saved = self._settings, self.event, run.saved
         if run.epochs not in (None, settings.epochs):
             message = f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
             event("epochs", message, before=run.epochs, after=settings.epochs)
@@ -141,18 +173,17 @@ class TrainingLog:
         configured = self._cfg.optimizer.get("lr")
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} is kept"
-            self.record.event("lr", message, configured=float(configured), lr=saved)
+            self.event("lr", message, configured=float(configured), lr=saved)
 
     def rate_and_stages(
         self,
         rate: StepRate,
         plan: TrainingPreview,
         progress: Progress,
-        limits: MicroBatchLimits,
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
-        settings, event = self._settings, self.record.event
+        settings, event = self._settings, self.event
         before, now = saved.get("learning_rate", {}).get("rule", settings.lr_scaling), settings.lr_scaling
         if before != now:
             changed = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
@@ -161,14 +192,14 @@ class TrainingLog:
             event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
-        table, stages = plan.table(progress, base_rate=rate.base, limits=limits, saved=saved)
+        table, stages = plan.table(progress, base_rate=rate.base, saved=saved)
         event("stages", f"the plan:\n{table}", stages=stages)
         if settings.batch_size_schedule:
             self._log_unscaled(rate, plan.full_batch_rows)
 
     def _log_unscaled(self, rate: StepRate, batch: int) -> None:
         if message := rate.describe_unscaled(batch):
-            self.record.event("lr", message, global_batch=batch)
+            self.event("lr", message, global_batch=batch)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +214,7 @@ class TrainingLog:
         what = f"{'about ' if plan.is_estimate else ''}{count(plan.steps, 'step')} of {rows}"
         if settings.batch_tokens and settings.batch_size_schedule is None:
             what += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
-        self.record.event(
+        self.event(
             "plan",
             f"epoch {epoch}: {what}; a micro-batch holds {holds}",
             epoch=epoch,
@@ -201,16 +232,16 @@ class TrainingLog:
         """Log the rows of an epoch that were trained and left out, and how many steps had no label or no finite loss."""
         if unlabelled:
             message = f"{unlabelled} of {count(progress.epoch_steps, 'step')} had no label at all, and changed nothing"
-            self.record.event("no_labels", message, steps=unlabelled)
+            self.event("no_labels", message, steps=unlabelled)
         if nonfinite:
             end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
             message = (
                 f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that are not finite{end}"
             )
-            self.record.event("nonfinite_steps", message, steps=nonfinite)
+            self.event("nonfinite_steps", message, steps=nonfinite)
         reasons = planner.epochs.left_out(progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
-        self.record.event(
+        self.event(
             "epoch",
             f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}{self._padding_of_epoch()}",
             epoch=progress.epoch,
@@ -262,7 +293,7 @@ class TrainingLog:
             metrics["gradient_noise_scale"] = progress.noise_scale
         if self._memory and self._metrics is not None:
             metrics.update(training.get_memory_stats(device=self._job.device))
-        self.record.step(
+        self._record.step(
             step=progress.steps,
             epoch=progress.epoch,
             position=sampler.position,
@@ -277,7 +308,7 @@ class TrainingLog:
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log a validation, and its metric."""
         message = f"step {step}: val_loss {loss:.4f} over {count(rows, 'row')}"
-        self.record.event("validation", message, steps=step, val_loss=loss)
+        self.event("validation", message, steps=step, val_loss=loss)
         self._log({"val_loss": loss}, step=step)
 
     def _log(self, metrics: Mapping[str, Any], *, step: int) -> None:

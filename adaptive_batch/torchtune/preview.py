@@ -9,6 +9,7 @@ from typing import Any
 from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
 from adaptive_batch.memory import RandomState
+from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
     PlannedStep,
     Progress,
@@ -21,7 +22,7 @@ from adaptive_batch.schedules import (
     stages_of,
     table,
 )
-from adaptive_batch.training import MicroBatchLimits, StepRate, same_answers
+from adaptive_batch.training import MicroBatchSizer, StepRate, same_answers
 
 from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
@@ -37,7 +38,8 @@ class TrainingPreview:
         schedule_steps: where the learning rate's schedule ends.
     """
 
-    def __init__(self, job: Job, data: Data, batches: StepPlanner) -> None:
+    def __init__(self, job: Job, data: Data, batches: StepPlanner, sizer: MicroBatchSizer) -> None:
+        self._sizer = sizer
         self._job, self._data, self._settings, self._batches = job, data, job.settings, batches
         self._batch_sizes: dict[int, int] = {}
         self._unknown = ""
@@ -113,7 +115,7 @@ class TrainingPreview:
             self.schedule_steps = known or progress.steps + self._count_steps(progress)
 
     def table(
-        self, progress: Progress, *, base_rate: float, limits: MicroBatchLimits, saved: Mapping[str, Any]
+        self, progress: Progress, *, base_rate: float, saved: Mapping[str, Any]
     ) -> tuple[str, list[dict[str, Any]]]:
         """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
         settings, batches = self._settings, self._batches
@@ -125,7 +127,7 @@ class TrainingPreview:
             total_steps=self.schedule_steps,
             saved=saved.get("learning_rate", {}),
         )
-        stages = stages_of(self._planned(progress, rate, limits))
+        stages = stages_of(self._planned(progress, rate))
         notes = [*filter(None, [self._unknown]), *self._stage_notes]
         if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
@@ -142,29 +144,26 @@ class TrainingPreview:
         `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
         """
         settings, batches = self._settings, self._batches
-        limits = self._data.new_limits()
         batch_size, lines = batches.batch_size, []
         if settings.needs_bound:
             rows, tokens, why = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
             lines.append(f"bound: {rows or unknown} ({why})")
             if rows:
-                limits.bound, limits.tried_length = rows, tokens
+                self._sizer.assume(ProbeResult(rows, rows, (), (), sequence_length=tokens))
                 if settings.use_maximum_batch_size and not resumes and settings.batch_size_schedule is None:
                     batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
                     lines += filter(None, [left_by_rounding(rows, batch_size)])
         known_first = batches.first_batch_size
-        batches.limits = limits
         batches.begin(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, first=batches.grows_now(progress))
         if first := list(self._batch_sizes.values())[:1]:
-            batches.first_batch_size = known_first or first[0]
-            batches.begin(progress, batch_size=first[0])
+            batches.begin(progress, batch_size=first[0], first_batch_size=known_first or first[0])
             self.look_ahead(progress, saved=saved)
         configured = saved.get("base_rate", self._job.cfg.optimizer.get("lr"))
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")
-        text, _ = self.table(progress, base_rate=float(configured or 1.0), limits=limits, saved=saved)
+        text, _ = self.table(progress, base_rate=float(configured or 1.0), saved=saved)
         return "\n".join([*lines, text])
 
     def _count_steps(self, progress: Progress) -> int:
@@ -173,14 +172,14 @@ class TrainingPreview:
         stays = dict.fromkeys(unknown, last)  # where it is not known, that nothing changes is the best guess
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
-    def _planned(self, progress: Progress, rate: StepRate, limits: MicroBatchLimits) -> Iterator[PlannedStep]:
+    def _planned(self, progress: Progress, rate: StepRate) -> Iterator[PlannedStep]:
         lengths = self._data.dataset.real_lengths
         key, num_micro_batches = None, 0
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
             tokens = int(lengths[rows].sum())
             if key != (key := (at.epoch, at.batch)):
-                limit = limits.of(at.batch if scheduled else self._batch_sizes[at.epoch])
+                limit = self._sizer.limit(at.batch if scheduled else self._batch_sizes[at.epoch])
                 num_micro_batches = self._num_micro_batches(rows, limit)
             yield PlannedStep(
                 at,

@@ -10,14 +10,12 @@ import torch
 from torchtune import training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
-from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
+from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
-    LimitChange,
     MicroBatchRunner,
-    OOMRetry,
+    MicroBatchSizer,
     RowLoss,
     count_shifted_labels,
     norm_to_clip,
@@ -35,8 +33,7 @@ class Trainer:
     Args:
         job, data: of the run.
         model: in its dtype on its device, loaded and divided.
-        limit: returns what one micro-batch of training may hold now; None for a configured batch.
-        lower: takes a limit that an out-of-memory error lowers.
+        sizer: decides what one micro-batch of training may hold.
         to_device: moves a batch, in place; None moves it to the job's device.
         new_optimizer: builds an optimizer of some parameters; None takes the configured one.
     """
@@ -46,9 +43,8 @@ class Trainer:
         job: Job,
         data: Data,
         model: torch.nn.Module,
+        sizer: MicroBatchSizer,
         *,
-        limit: Callable[[], MicroBatchLimit] | None = None,
-        lower: Callable[[LimitChange], object] = lambda change: None,
         to_device: Callable[[dict[str, Any]], None] | None = None,
         new_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:
@@ -61,7 +57,9 @@ class Trainer:
         self.model, self._device, self._job = model, job.device, job
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
-        configured = MicroBatchLimit(settings.batch_size)
+        max_grad_norm = None
+        if not settings.optimizer_in_bwd:
+            max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
         self.runner = MicroBatchRunner(
             model,
             RowLoss(
@@ -74,16 +72,10 @@ class Trainer:
                 dummy_row=lambda: data.dummy_row,
                 pack=self._pack,
             ),
-            retry=OOMRetry(
-                limit or (lambda: configured),
-                lower,
-                memory=device_memory(job.device, shared_by=distributed.local_world_size()),
-                retries=settings.on_out_of_memory == "shrink",
-            ),
-            layout=data.shapes,
-            max_grad_norm=None
-            if settings.optimizer_in_bwd
-            else norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss),
+            sizer,
+            memory=job.memory,
+            retries=settings.on_out_of_memory == "shrink",
+            max_grad_norm=max_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
             sharding=Sharding(
@@ -105,21 +97,13 @@ class Trainer:
             self.optimizers = [self.optimizer]
 
     @classmethod
-    def load(
-        cls,
-        job: Job,
-        data: Data,
-        weights: Weights,
-        *,
-        limit: Callable[[], MicroBatchLimit] | None = None,
-        lower: Callable[[LimitChange], object] = lambda change: None,
-    ) -> Trainer:
+    def load(cls, job: Job, data: Data, weights: Weights, sizer: MicroBatchSizer) -> Trainer:
         """Build the model with its weights, and its optimizer."""
         job.check_optimizer()
         if job.settings.preview:
             raise SettingError("preview", True, "it is for the recipes that train; remove it")
         model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
-        return cls(job, data, model, limit=limit, lower=lower)
+        return cls(job, data, model, sizer)
 
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)

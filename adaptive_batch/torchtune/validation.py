@@ -8,15 +8,13 @@ from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
-from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import RandomState
-from adaptive_batch.report import RunLog
-from adaptive_batch.training import Evaluator
+from adaptive_batch.training import Evaluator, LimitChange, MicroBatchSizer
 
 from .bound_finder import BoundFinder
 from .data import Data
 from .job import Job
-from .limit_finder import LimitFinder
+from .log import TrainingLog
 from .trainer import Trainer
 
 
@@ -29,8 +27,7 @@ class Validation:
     Args:
         job, data, trainer: of the run.
         bounds: finds what fits, for ``batch_size_val: auto``.
-        limit_finder: of training; out-of-memory errors are counted and logged there.
-        record: of the run.
+        log: log of the run; out-of-memory errors are also counted by the sizer of training.
 
     Attributes:
         num_rows: rows that are validated on.
@@ -45,21 +42,21 @@ class Validation:
         data: Data,
         trainer: Trainer,
         bounds: BoundFinder,
-        *,
-        limit_finder: LimitFinder,
-        record: RunLog,
+        log: TrainingLog,
     ) -> None:
-        settings, runner = job.settings.validation, trainer.runner
+        settings = job.settings.validation
         assert settings is not None
-        self._job, self._data, self._record = job, data, record
+        self._job = job
+        self._data = data
+        self._log = log
+        self._runner = trainer.runner
         self.num_rows = settings.rows_of(len(data.dataset_val), ranks=job.ranks)
-        limit = MicroBatchLimit(settings.batch_size)
+        tokens = None
         if settings.fits_itself:
             bound = bounds.of_validation(trainer)
-            limit_finder.limits.num_out_of_memory += bound.num_out_of_memory
+            self._runner.sizer.count_out_of_memory(bound.num_out_of_memory)
             tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
-            limit = MicroBatchLimit(tokens, "tokens")
-            record.event(
+            log.event(
                 "validation_bound",
                 f"validation: {count(bound.max_batch_size, 'row')} of {count(bound.sequence_length, 'token')} fit at once",
                 max_batch_size=bound.max_batch_size,
@@ -68,13 +65,19 @@ class Validation:
                 out_of_memory=bound.num_out_of_memory,
                 seconds=round(sum(bound.seconds), 2),
             )
-        self._evaluator = Evaluator(
-            runner,
-            replace(data.loss_val(runner.loss), dummy_row=lambda: data.dataset_val[0]),
-            limit=limit,
+        sizer = MicroBatchSizer(
+            micro_batch_size=settings.batch_size if tokens is None else None,
+            micro_batch_tokens=tokens,
             layout=data.shapes_val,
-            on_change=limit_finder.lower_in_validation,
+            memory=job.memory,
+            on_change=self._log_limit,
         )
+        loss = replace(data.loss_val(self._runner.loss), dummy_row=lambda: data.dataset_val[0])
+        self._evaluator = Evaluator(self._runner, loss, sizer)
+
+    def _log_limit(self, change: LimitChange) -> None:
+        self._runner.sizer.count_out_of_memory(change.out_of_memory)
+        self._log.limit(change, kind="validation_limit")
 
     def run(self) -> float:
         """The mean loss over the label tokens of the rows. Training goes on as if this had not been."""
@@ -85,7 +88,7 @@ class Validation:
             random_state.restore()
         if changed := self._data.dataset_val.recount():  # a collective, which no rank that fails may begin alone
             message = f"dataset_val: {changed}: the lengths that were cached are dropped"
-            self._record.event("recounted", message)
+            self._log.event("recounted", message)
         return loss
 
     def _rows(self) -> Iterator[dict[str, Any]]:

@@ -1,16 +1,16 @@
 """The training loop: micro-batches, retry after running out of memory, evaluation, `AdaptiveLoop`."""
 
+from .agreement import Question, differences, same_answers
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
-from .limits import MicroBatchLimits
 from .loop import AdaptiveLoop, Sampling, StepOptions
 from .max_batch_search import MaxBatchSearch
 from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, count_shifted_labels
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
-from .oom_retry import LimitChange, OOMPolicy, OOMRetry, lengthened
+from .oom_retry import OOMRetry
 from .packing import pack_rows, rows_apart, why_not_packed
-from .step import agree_on_step, differences, same_answers
+from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step_rate import StepRate
 from .throughput_search import Choices, WorstRows
 
@@ -22,22 +22,21 @@ __all__ = [
     "FullBatchLoss",
     "LimitChange",
     "MaxBatchSearch",
-    "MicroBatchLimits",
     "MicroBatchRunner",
+    "MicroBatchSizer",
     "NonfiniteSteps",
     "OOMPolicy",
     "OOMRetry",
+    "Question",
     "RowLoss",
     "Sampling",
     "StepOptions",
     "StepRate",
     "StepResult",
     "WorstRows",
-    "agree_on_step",
     "count_shifted_labels",
     "differences",
     "has_batch_norm",
-    "lengthened",
     "norm_to_clip",
     "pack_rows",
     "rows_apart",

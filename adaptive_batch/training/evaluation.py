@@ -5,9 +5,8 @@ With several ranks each evaluates its own rows, and all run the same number of m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -18,7 +17,8 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 
 from .micro_batch_runner import MicroBatchRunner, RowLoss
-from .oom_retry import LimitChange, OOMRetry, OutOfMemoryElsewhereError
+from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
+from .sizing import MicroBatchSizer
 
 _ROWS_READ = 256  # at a time, at least; by tokens, so many times the limit:
 _LIMITS_READ = 4
@@ -28,29 +28,21 @@ class Evaluator:
     """Mean loss of a label token over rows, whatever they are split into.
 
     Args:
-        runner: trains the model, which is in evaluation mode while it is evaluated.
+        runner: runner that trains the model, which is in evaluation mode while it is evaluated.
         loss: how rows of the evaluation become a batch; what a batch's loss is, the runner knows.
-        limit: of one micro-batch; an out-of-memory error lowers it, and never training's.
-        layout: of micro-batches, whose kind is training's; None for nothing else.
-        on_change: takes every lowered limit.
-
-    Attributes:
-        limit: what one micro-batch may hold now.
+        sizer: decides what one micro-batch of evaluation may hold, apart from training's; the kind of its layout is training's.
     """
 
-    def __init__(
-        self,
-        runner: MicroBatchRunner,
-        loss: RowLoss,
-        *,
-        limit: MicroBatchLimit,
-        layout: MicroBatchLayout | None = None,
-        on_change: Callable[[LimitChange], object] = lambda change: None,
-    ) -> None:
-        self.limit = limit
-        self._runner, self._loss, self._on_change = runner, loss, on_change
-        self._layout = layout or MicroBatchLayout()
-        self._retry = OOMRetry(lambda: self.limit, self._lower, memory=runner.retry.memory, is_of_training=False)
+    def __init__(self, runner: MicroBatchRunner, loss: RowLoss, sizer: MicroBatchSizer) -> None:
+        self._runner = runner
+        self._loss = loss
+        self._sizer = sizer
+        self._retry = OOMRetry(sizer, memory=runner.retry.memory, sharding=runner.sharding, is_of_training=False)
+
+    @property
+    def limit(self) -> MicroBatchLimit:
+        """What one micro-batch may hold now."""
+        return self._sizer.limit(1)
 
     def run(self, rows: Iterable[Any]) -> float:
         """Return the mean loss over the label tokens of all `rows` of all ranks; nan where there are none.
@@ -62,25 +54,24 @@ class Evaluator:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
-        loss_sum, label_tokens = 0.0, 0
+        loss_sum = 0.0
+        label_tokens = 0
         with _evaluation_mode(self._runner.model):
             unread = iter(rows)
-            while distributed.any_of_ranks(bool(chunk := self._read(unread))):
-                loss, count = self._retry.run(
-                    partial(self._attempt, chunk),
-                    undo=self._runner.sharding.reset,
-                    doing="in validation",
+            chunk = self._read(unread)
+            while distributed.any_of_ranks(bool(chunk)):
+                chunk_loss, chunk_labels = self._retry.run(
+                    partial(self._attempt, chunk), batch_size=1, undo=self._runner.sharding.reset, doing="in validation"
                 )
-                loss_sum, label_tokens = loss_sum + loss, label_tokens + count
-        if distributed.world_size() > 1 and distributed.any_of_ranks(self._retry.allocator_retried):
-            self._retry.ease()
-        parts = distributed.all_gather((loss_sum, label_tokens))
-        loss_sum, label_tokens = sum(loss for loss, _ in parts), sum(count for _, count in parts)
+                loss_sum += chunk_loss
+                label_tokens += chunk_labels
+                chunk = self._read(unread)
+        if distributed.world_size() > 1 and distributed.any_of_ranks(self._sizer.must_ease):
+            self._sizer.ease(self._retry.current, batch_size=1)
+        of_ranks = distributed.all_gather((loss_sum, label_tokens))
+        loss_sum = sum(loss for loss, _ in of_ranks)
+        label_tokens = sum(labels for _, labels in of_ranks)
         return loss_sum / label_tokens if label_tokens else float("nan")
-
-    def _lower(self, change: LimitChange) -> None:
-        self.limit = change.after
-        self._on_change(change)
 
     def _read(self, unread: Iterator[Any]) -> list[Any]:
         """Read the next rows, enough for several micro-batches."""
@@ -95,42 +86,41 @@ class Evaluator:
                 break
         return rows
 
-    def _attempt(self, rows: Sequence[Any]) -> tuple[float, int]:
-        retry, sharding, length = self._retry, self._runner.sharding, self._loss.row_length
-        loss_sum, label_tokens = 0.0, 0
-        kind = "padded" if self._loss.pack is None else self._runner.layout.kind
-        layout = replace(self._layout, kind=kind, time=self._runner.layout.time)
-        pieces = micro_batches(list(map(length, rows)), self.limit, layout)
+    def _attempt(self, rows: Sequence[Any], limit: MicroBatchLimit) -> tuple[float, int]:
+        length = self._loss.row_length
+        loss_sum = 0.0
+        label_tokens = 0
+        layout = self._layout()
+        own = micro_batches(list(map(length, rows)), limit, layout)
+        num_pieces = distributed.maximum(len(own))
+        pieces: list[MicroBatch | None] = [*own, *[None] * (num_pieces - len(own))]
+        idle = MicroBatch([], 0)
+        dummy_rows = []
+        if len(own) < num_pieces:
+            assert self._loss.dummy_row is not None, "several ranks need a dummy row"
+            dummy_rows = [self._loss.dummy_row()]
+            idle = MicroBatch([0], layout.padded(length(dummy_rows[0])))
 
-        def run_piece(piece: MicroBatch, those: Sequence[Any], *, counts: bool) -> None:
+        def run(number: int) -> None:
             nonlocal loss_sum, label_tokens
-            loss, count = self._runner.evaluate(those, loss=self._loss, length=piece.length)
-            if counts:
-                loss_sum, label_tokens = loss_sum + loss, label_tokens + count
+            piece = pieces[number]
+            if piece is None:
+                self._runner.evaluate(dummy_rows, loss=self._loss, length=idle.length)
+                return
+            piece_rows = [rows[position] for position in piece.rows]
+            loss, labels = self._runner.evaluate(piece_rows, loss=self._loss, length=piece.length)
+            loss_sum += loss
+            label_tokens += labels
 
-        for number in range(distributed.maximum(len(pieces))):
-            if retry.has_failed:
-                sharding.run_dummy_collectives(evaluates=True)
-                continue
-            counts = number < len(pieces)
-            if counts:
-                piece = retry.current = pieces[number]
-                those = [rows[i] for i in piece.rows]
-            else:
-                assert self._loss.dummy_row is not None, "several ranks need a dummy row"
-                those = [self._loss.dummy_row()]
-                piece = MicroBatch([0], self._layout.padded(length(those[0])))
-                retry.current = retry.current if pieces else piece
-            retry.run_micro_batch(
-                partial(run_piece, piece, those, counts=counts),
-                sharding=sharding,
-                drop=sharding.reset,
-            )
-        if not retry.has_failed and pieces:
-            retry.current = self.limit.fullest(pieces)
-        if distributed.any_of_ranks(retry.has_failed):
+        self._retry.run_in_turn(pieces, run, drop=self._runner.sharding.reset, idle=idle, evaluates=True)
+        if distributed.any_of_ranks(self._retry.has_failed):
             raise OutOfMemoryElsewhereError
         return loss_sum, label_tokens
+
+    def _layout(self) -> MicroBatchLayout:
+        training = self._runner.sizer.layout
+        kind = "padded" if self._loss.pack is None else training.kind
+        return self._sizer.layout.of_kind(kind, time=training.time)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ from adaptive_batch.schedules import (
     rate_rule,
 )
 
-from .limits import MicroBatchLimits
+from .agreement import Question
 from .max_batch_search import MaxBatchSearch
 from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult
 from .model_checks import (
@@ -74,9 +74,8 @@ from .model_checks import (
     whole_count,
 )
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
-from .oom_retry import LimitChange, OOMPolicy, OOMRetry
 from .packing import pack_rows
-from .step import agree_on_step
+from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step_rate import StepRate
 from .throughput_search import Choices, WorstRows
 
@@ -275,40 +274,44 @@ class AdaptiveLoop:
         if needs_noise_scale(batch_size_schedule):
             remedy = "this loop measures nothing that it could follow; give steps, linear_ramp or ramp_by_doubling"
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
+        self._micro_batch_tokens = micro_batch_tokens
         self._written_layout = options.micro_batch_layout
-        self._limits = MicroBatchLimits(
+        device = next(model.parameters()).device
+        memory = options.memory or device_memory(device, shared_by=distributed.local_world_size())
+        self._sizer = MicroBatchSizer(
             micro_batch_size=micro_batch_size,
             micro_batch_tokens=micro_batch_tokens,
             layout=MicroBatchLayout(kind=self._written_layout or "padded"),
+            memory=memory,
+            policy=options.oom_policy,
+            on_change=self._log_limit,
         )
         clock = Clock.from_config(lr_clock)
         self._steps = StepPlanner(
-            self._rows, batching, counts_tokens=clock.counts_tokens, asks_rank_zero=True, event=self._log_event
+            self._rows,
+            batching,
+            self._sizer,
+            counts_tokens=clock.counts_tokens,
+            first_batch_size=batch_size,
+            asks_rank_zero=True,
+            event=self._log_event,
         )
-        self._steps.limits, self._steps.first_batch_size = self._limits, batch_size
         if isinstance(batch_size_schedule, Seesaw):
             self._steps.couple(LearningRate(optimizer, lr_scheduler).schedule(), clock)
         self._handed_out = _HandedOut()
-        device = next(model.parameters()).device
         shrinks = options.on_out_of_memory == "shrink"
         self._runner = MicroBatchRunner(
             model,
             self._row_loss(collate, options.to_device or partial(move_to_device, device=device), mean_loss),
-            retry=OOMRetry(
-                self._limit,
-                self._log_limit,
-                memory=options.memory or device_memory(device, shared_by=distributed.local_world_size()),
-                retries=shrinks,
-                remedies=_MEMORY_REMEDIES,
-                policy=options.oom_policy,
-            ),
+            self._sizer,
+            memory=memory,
+            retries=shrinks,
+            remedies=_MEMORY_REMEDIES,
             max_grad_norm=norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss),
             sharding=sharding,
-            layout=self._limits.layout,
         )
         if self._written_layout == "packed" and (why := self._why_not_packed()):
             raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
-        self._runner.retry.limits = self._limits
         self._nonfinite = NonfiniteSteps(options.on_nonfinite_loss, runner=self._runner, event=self._log_event)
         several = distributed.world_size() > 1
         self._keeps_gradients = several and not options.sync_gradients_every_micro_batch
@@ -425,7 +428,7 @@ class AdaptiveLoop:
             choices=choices,
         )
         # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
-        splits = self._steps.batching.grow_beyond_maximum or self._limits.splits or self._steps.ranks > ranks
+        splits = self._steps.batching.grow_beyond_maximum or self._sizer.splits or self._steps.ranks > ranks
         try:
             found = None if splits else find(accumulates=False)
             if found is None or self._rows_at_most(self.batch_size) > found.max_batch_size:
@@ -435,16 +438,13 @@ class AdaptiveLoop:
                 found = find(accumulates=True)
         finally:
             rows.forget()
-        self._limits.set_bound(found.max_batch_size, tried_length=found.sequence_length)
-        self._limits.choose(found.throughput)
-        self._runner.layout = self._limits.layout
-        self._limits.learn_cost(found)
+        self._sizer.found(found)
         self._bound_accumulates = splits
         return found
 
     def _choices(self) -> Choices | None:
-        is_known = self._limits.throughput is not None  # of a saved state, so that steps are cut as they were
-        if self._limits.micro_batch_tokens != "auto" or is_known or is_compiled(self._model):
+        is_known = self._sizer.throughput is not None  # of a saved state, so that steps are cut as they were
+        if self._micro_batch_tokens != "auto" or is_known or is_compiled(self._model):
             return None
         kinds = ["grouped"] if self._why_not_packed() else ["grouped", "packed"]
         batching = self._steps.batching
@@ -486,7 +486,7 @@ class AdaptiveLoop:
                 runner.clip,
                 devices,
                 sequence_length=rows.length(longest),
-                accumulates=self._limits.splits,
+                accumulates=self._sizer.splits,
                 maximum=check_whole("maximum", maximum),
                 context=context,
                 headroom=headroom,
@@ -508,26 +508,22 @@ class AdaptiveLoop:
             raise SettingError(
                 "batch_size", batch_size, "batch_size_schedule decides what a step holds; set one of them"
             )
-        self._steps.batch_size = check_whole("batch_size", batch_size)
+        self._steps.take_batch_size(check_whole("batch_size", batch_size))
 
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now; lowered after an out-of-memory error, and grown back; 0 where :meth:`find_bound` has to find it."""
-        return self._limits.of(self._rows_at_most(self.batch_size))
+        return self._sizer.limit(self._rows_at_most(self.batch_size))
 
     @property
     def bound(self) -> int | None:
         """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
-        return self._limits.bound
-
-    @bound.setter
-    def bound(self, bound: int | None) -> None:
-        self._limits.bound = bound
+        return self._sizer.max_batch_size
 
     @property
     def num_out_of_memory(self) -> int:
         """Steps that were run again after running out of memory."""
-        return self._limits.num_out_of_memory
+        return self._sizer.num_out_of_memory
 
     @property
     def is_trial(self) -> bool:
@@ -578,13 +574,14 @@ class AdaptiveLoop:
         reshard(self._model)
         check_gradients_are_clear(self._model, self._optimizer, mine=runner.sharding.of_this_rank)
         self._learn_collectives()
-        agreed = agree_on_step(runner, rows, batch=step.asked, num_rows=step.rows)
-        result = runner.run(rows, num_micro_batches=agreed.num_micro_batches)
+        batch_size = self._rows_at_most(step.asked)
+        division, _ = runner.agree(rows, batch_size, Question(step.asked, step.rows))
+        result = runner.run(rows, batch_size, division=division)
         assert result.rows == step.rows, f"a step of {step.rows} rows trained {result.rows} of them"
         progress, tokens = self.progress, result.tokens
         self.learning_rate = self._rate.set(progress, batch=tokens if self._rate.counts_tokens else result.rows)["lr"]
         try:
-            changes = {"epoch": progress.epoch, "batch_size": step.asked, "micro-batch": self._limit()}
+            changes = {"epoch": progress.epoch, "batch_size": step.asked, "micro-batch": self._sizer.limit(batch_size)}
             self._nonfinite.drops(result, step=progress.steps + 1, lr=self.learning_rate, **changes)
         except NonfiniteLossError:
             self._rate.restore()
@@ -606,18 +603,13 @@ class AdaptiveLoop:
             self._learns_collectives = False
 
     def _check_fits(self, rows: int) -> None:
-        bound = self._limits.bound
-        if not self._limits.tried_length and self._limits.micro_batch_tokens == "auto":
+        bound = self._sizer.max_batch_size
+        if not self._sizer.tried_length and self._micro_batch_tokens == "auto":
             raise SettingError("micro_batch_tokens", "auto", "call find_bound first, or give a number")
-        if bound is not None and rows > bound and not (self._bound_accumulates or self._limits.splits):
+        if bound is not None and rows > bound and not (self._bound_accumulates or self._sizer.splits):
             tried = f"{bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
             remedy = f"{tried}; call find_bound again, which sees this batch, or give {bound} or less"
             raise SettingError("batch_size", rows, remedy)
-
-    def _limit(self) -> MicroBatchLimit:
-        """Return the limit of the step that is run, which may have been handed out before the batch changed."""
-        asked = self._handed_out[0].asked if self._handed_out else self.batch_size
-        return self._limits.of(self._rows_at_most(asked))
 
     def _rows_at_most(self, batch_size: int) -> int:
         """Return the rows of a step on the rank that has most: there may be other ranks than training began with."""
@@ -644,7 +636,7 @@ class AdaptiveLoop:
         return {
             "progress": self.progress.state_dict(),
             "steps": self._steps.state_dict(),
-            "limits": self._limits.state_dict(),
+            "limits": self._sizer.state_dict(),
             "learning_rate": self._rate.state_dict(),
             "bound_accumulates": self._bound_accumulates,
             "built_with": self._built_with,
@@ -667,14 +659,12 @@ class AdaptiveLoop:
         self._steps.saved_maximum = 0  # a schedule follows the bound that is found here
         self._handed_out.clear()
         self.progress = Progress(**state["progress"])
-        if self.bound is None and (bound := state["limits"]["bound"]) is not None:
-            self._limits.bound, self._limits.tried_length = bound, state["limits"]["tried_length"]
+        if self.bound is None and state["limits"]["bound"] is not None:
+            self._sizer.load_search(state["limits"])
             self._bound_accumulates = state["bound_accumulates"]
-        self._limits.load_state_dict(state["limits"])
-        fastest = state["limits"]["throughput"]
-        if fastest and self._limits.micro_batch_tokens == "auto" and self._written_layout in (None, fastest["kind"]):
-            self._limits.choose(fastest)
-            self._runner.layout = self._limits.layout
+        self._sizer.load_state_dict(state["limits"])
+        if self._micro_batch_tokens == "auto":
+            self._sizer.load_throughput(state["limits"], kind=self._written_layout)
         self._rate.load_state_dict(state["learning_rate"])
 
     @cached_property

@@ -220,11 +220,11 @@ class MaxBatchSearch:
 
     def _steps(self, rows: WorstRows, size: int, *, accumulates: bool) -> Iterator[list[Callable[[], object]]]:
         """Yield the micro-batches of steps: the longest, what comes first in training, and the longest again."""
-        runner, layout, in_order = self._runner, self._runner.layout, rows.in_order
+        runner, layout, in_order = self._runner, self._runner.sizer.layout, rows.in_order
         assert in_order is not None
         longest, several = rows.first(size), 2 if accumulates else 1
         yield [partial(runner.try_rows, longest)] * several
-        unit = runner.retry.limit().unit
+        unit = runner.sizer.limit(size).unit
         limit = MicroBatchLimit(layout.padded_tokens([rows.length] * size) if unit == "tokens" else size, unit)
         for step in range(_DRAWN_STEPS):
             drawn = in_order(step * several * size, several * size)

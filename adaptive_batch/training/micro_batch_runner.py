@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,15 @@ from torch import nn
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.memory import RandomState, TensorSnapshot, is_out_of_memory
+from adaptive_batch.errors import MEMORY_REMEDIES
+from adaptive_batch.memory import DeviceMemory, is_out_of_memory
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
+from .agreement import Division, Question, agree_on_step
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .packing import rows_apart, why_not_packed
+from .sizing import MicroBatchSizer
+from .snapshot import StepSnapshot
 
 Row = Any
 Batch = dict[str, Any]
@@ -92,22 +96,21 @@ class StepResult:
 
 
 class MicroBatchRunner:
-    """Forward and backward of the rows of one step, in as many micro-batches as the limit asks for.
+    """Forward and backward of the rows of one step, in as many micro-batches as the sizer asks for.
 
     Args:
-        model: its gradients are summed; they must be clear when :meth:`run` begins.
-        loss: of its rows.
-        retry: has the limit of a micro-batch, and runs a step again that ran out of memory.
-        layout: of micro-batches; None for rows that are padded, and nothing else.
-        max_grad_norm: clip the norm of all gradients to this; infinity measures it, and None does neither.
+        model: model whose gradients are summed; they must be clear when :meth:`run` begins.
+        loss: loss of its rows.
+        sizer: decides what one micro-batch may hold.
+        memory: memory of the device.
+        retries: whether a step is run again that ran out of memory.
+        remedies: end of the sentence that one row does not fit.
+        max_grad_norm: norm that all gradients are clipped to; infinity measures it, None does neither.
         scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as it comes.
-        measures_noise: sample the gradient's noise; not with the optimizer in backward, which leaves no gradient.
-        sharding: of the model; needed where there are several ranks.
+        measures_noise: whether steps may sample the gradient's noise.
+        sharding: FSDP modules of the model; None for those that it has.
 
     Attributes:
-        layout: of micro-batches, from the next step on.
-        small_rows: which of the next step's rows on this rank are the small batch that noise is sampled with, and run before the
-            others; where micro-batches keep the order of rows, the first micro-batch is it. None samples none.
         is_trial: whether what runs now is a trial, and not training.
     """
 
@@ -115,55 +118,91 @@ class MicroBatchRunner:
         self,
         model: nn.Module,
         loss: RowLoss,
+        sizer: MicroBatchSizer,
         *,
-        retry: OOMRetry,
-        layout: MicroBatchLayout | None = None,
+        memory: DeviceMemory,
+        retries: bool = True,
+        remedies: str = MEMORY_REMEDIES,
         max_grad_norm: float | None = None,
         scale_gradients: bool = True,
         measures_noise: bool = False,
         sharding: Sharding | None = None,
     ) -> None:
         assert scale_gradients or not measures_noise, "there are no gradients to measure with the optimizer in backward"
-        self.model, self.loss, self.retry = model, loss, retry
-        self.layout = layout or MicroBatchLayout()
+        self.model = model
+        self.loss = loss
+        self.sizer = sizer
         self.sharding = sharding or Sharding(model)
+        self.retry = OOMRetry(sizer, memory=memory, sharding=self.sharding, retries=retries, remedies=remedies)
         self.is_trial = False
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
         self._measures_noise = measures_noise
-        self.small_rows: tuple[int, ...] | None = (0,) if measures_noise else None
-        self._device = retry.memory.device
-        # Ranks agree on how many there are before they run: the same rows are not split twice.
-        self._split = lru_cache(maxsize=1)(_split)
-        self._running_statistics = _running_statistics(model)
+        self._device = memory.device
+        self._snapshot = StepSnapshot(model, memory.device)
 
-    def num_micro_batches(self, rows: Sequence[Row]) -> tuple[int, ...]:
-        """Return how many micro-batches some rows are now; where noise is sampled, those of the small batch and the others."""
-        return tuple(map(len, self._parts(rows)))
+    def divide(self, rows: Sequence[Row], batch_size: int, *, small_rows: tuple[int, ...] | None = None) -> Division:
+        """Divide a step into micro-batches as they may be now; for the arguments see :meth:`run`."""
+        return self._divide(rows, self.sizer.limit(batch_size), small_rows)
 
-    def _parts(self, rows: Sequence[Row]) -> tuple[list[MicroBatch], ...]:
-        small_rows = self.small_rows if _copies_of_each_row() == 1 else None
-        return self._split(tuple(map(self.loss.row_length, rows)), self.retry.limit(), self.layout, small_rows)
+    def _divide(self, rows: Sequence[Row], limit: MicroBatchLimit, small_rows: tuple[int, ...] | None) -> Division:
+        if _copies_of_each_row() > 1:
+            small_rows = None
+        lengths = list(map(self.loss.row_length, rows))
+        return Division(_split(lengths, limit, self.sizer.layout, small_rows))
 
-    def run(self, rows: Sequence[Row], *, num_micro_batches: Sequence[int] | None = None) -> StepResult:
+    def agree(
+        self,
+        rows: Sequence[Row],
+        batch_size: int,
+        question: Question,
+        *,
+        small_rows: tuple[int, ...] | None = None,
+    ) -> tuple[Division, bool]:
+        """Agree with all ranks on a step before it runs, see :func:`agree_on_step`; for the arguments see :meth:`run`."""
+        divide = partial(self.divide, rows, batch_size, small_rows=small_rows)
+        return agree_on_step(self.sizer, divide, question, fullest=self.retry.current, batch_size=batch_size)
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        batch_size: int,
+        *,
+        small_rows: tuple[int, ...] | None = None,
+        division: Division | None = None,
+    ) -> StepResult:
         """Leave in the gradients the mean over the label tokens of all `rows`, clipped.
 
         Args:
-            rows: of this rank; none where other ranks have some.
-            num_micro_batches: as :meth:`num_micro_batches` returns them, of the rank with most, where all ranks know it; None
-                lets them ask each other.
+            rows: rows of this rank; none where other ranks have some.
+            batch_size: rows of a step on one device, on which the limit may depend.
+            small_rows: positions of the rows that noise is sampled with, and which run before the others; where
+                micro-batches keep the order of rows, the first micro-batch is these. None samples none.
+            division: division that ranks have agreed upon, as :meth:`divide` returned it; None lets them agree here.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
+        assert small_rows is None or self._measures_noise
 
-        def attempt() -> StepResult:
-            nonlocal num_micro_batches
-            known, num_micro_batches = num_micro_batches, None  # with a smaller limit there are more
-            return self._attempt(rows, known)
+        def attempt(limit: MicroBatchLimit) -> StepResult:
+            nonlocal division
+            current = division or self._divide(rows, limit, small_rows)
+            division = None  # with a smaller limit there are more micro-batches
+            return self._attempt(rows, current)
 
-        return self.retry.run(attempt, undo=self._snapshot(), doing="in a step")
+        undo = self._take_snapshot()
+        return self.retry.run(attempt, batch_size=batch_size, undo=undo, doing="in a step")
+
+    def _take_snapshot(self) -> Callable[[], None]:
+        restore = self._snapshot.take()
+
+        def undo() -> None:
+            self.drop_gradients()
+            restore()
+
+        return undo
 
     def learn_collectives(self) -> None:
         """With several ranks, run a micro-batch of one row and undo it, so that one that fails can be brought to its end.
@@ -174,7 +213,8 @@ class MicroBatchRunner:
             RankLostError: out of memory.
         """
         assert self._scale_gradients
-        undo, row = self._snapshot(), self._dummy_row()
+        undo = self._take_snapshot()
+        row = self._dummy_row()
         self.retry.current = MicroBatch([0], self.loss.row_length(row))
         try:
             for is_last in (False, True):
@@ -232,8 +272,9 @@ class MicroBatchRunner:
     def _collated(self, rows: Sequence[Row], loss: RowLoss, length: int = 0) -> Iterator[Batch]:
         """Give one batch on the host, as the layout asks for, of at least so many tokens a row; packed rows stay apart within."""
         lengths = list(map(loss.row_length, rows))
-        if self.layout.kind != "packed" or loss.pack is None:
-            yield loss.collate(rows, length or self.layout.padded(max(lengths)))
+        layout = self.sizer.layout
+        if layout.kind != "packed" or loss.pack is None:
+            yield loss.collate(rows, length or layout.padded(max(lengths)))
             return
         with rows_apart(lengths):
             yield loss.pack(rows)
@@ -270,46 +311,32 @@ class MicroBatchRunner:
             torch.nn.utils.clip_grads_with_norm_(those, self._max_grad_norm, norm)
         return norm
 
-    def _attempt(self, rows: Sequence[Row], num_micro_batches: Sequence[int] | None) -> StepResult:
+    def _attempt(self, rows: Sequence[Row], division: Division) -> StepResult:
         """Run the micro-batches of a step; where a rank fails, all of them come to the end of it."""
-        retry, together = self.retry, distributed.world_size() > 1
-        if together:
-            self.sharding.reset()  # a forward of another's, as in its own validation, leaves parameters gathered
-        parts = self._parts(rows)
-        mine = [piece for part in parts for piece in part]
-        retry.current = fullest = retry.limit().fullest(mine) if mine else self._dummy_micro_batch()
-        counts = num_micro_batches or distributed.all_reduce_max(list(map(len, parts)))
+        if distributed.world_size() > 1:
+            # A forward of the user's, as in a validation, leaves parameters gathered.
+            self.sharding.reset()
+        counts = division.agreed().counts or ()
         pieces: list[MicroBatch | None] = []
-        for part, count in zip(parts, counts, strict=True):
-            assert len(part) <= count, f"{len(part)} micro-batches on this rank, and {count} were agreed upon"
-            pieces += [*part, *[None] * (count - len(part))]
+        for part, number in zip(division.parts, counts, strict=True):
+            assert len(part) <= number, f"{len(part)} micro-batches on this rank, and {number} were agreed upon"
+            pieces += [*part, *[None] * (number - len(part))]
         pieces = pieces or [None]
         assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
         sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self._device)
-        last_small = counts[0] if len(counts) > 1 and all(counts) else 0
+        num_small = counts[0] if len(counts) > 1 and all(counts) else 0
         # What is measured has to be reduced by then.
-        reduced = [number in (last_small, len(pieces)) for number in range(1, len(pieces) + 1)]
-        for number, (piece, is_last) in enumerate(zip(pieces, reduced, strict=True), start=1):
-            if retry.has_failed:
-                self.sharding.run_dummy_collectives(is_last=is_last)
-                continue
-            retry.current = piece or retry.current
-            retry.run_micro_batch(
-                partial(self._run_piece, rows, piece, sums, is_last=is_last),
-                sharding=self.sharding,
-                drop=self.drop_gradients,
-                can_continue=partial(self._knows, reduced[number:]),
-            )
-            if number == last_small:
-                small_rows = sum(len(small.rows) for small in parts[0])
-                sums.small = _Small(small_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches)
-        if not retry.has_failed:
-            retry.current = fullest
-        return self._finish(sums, len(pieces))
+        reduced = [number in (num_small, len(pieces)) for number in range(1, len(pieces) + 1)]
 
-    def _knows(self, reduced: Sequence[bool]) -> bool:
-        """Return whether the collectives of these micro-batches, each reduced or not, are known."""
-        return all(self.sharding.knows(is_last=is_last) for is_last in reduced)
+        def run(number: int) -> None:
+            self._run_piece(rows, pieces[number], sums, is_last=reduced[number])
+            if number + 1 == num_small:
+                small_rows = sum(len(small.rows) for small in division.parts[0])
+                sums.small = _Small(small_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches)
+
+        idle = MicroBatch([], 0) if rows else self._dummy_micro_batch()
+        self.retry.run_in_turn(pieces, run, drop=self.drop_gradients, idle=idle, reduced=reduced)
+        return self._finish(sums, len(pieces))
 
     def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums, *, is_last: bool) -> None:
         """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is None or has no label."""
@@ -414,22 +441,6 @@ class MicroBatchRunner:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _snapshot(self) -> Callable[[], None]:
-        """Return what takes back what a step does to gradients, running statistics and random numbers from now on."""
-        random_state = RandomState(self._device)
-        # A forward may also put another tensor in a buffer's place.
-        buffers = [(module, name, module._buffers[name]) for module, name in self._running_statistics]
-        statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
-
-        def undo() -> None:
-            self.drop_gradients()
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
-            statistics.restore()
-            random_state.restore()
-
-        return undo
-
 
 def _split(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout, small_rows: tuple[int, ...] | None
@@ -492,13 +503,3 @@ class _Sums:
 def _copies_of_each_row() -> int:
     """Return how many ranks run the same rows, as with tensor parallelism."""
     return distributed.world_size() // distributed.data_parallel_size()
-
-
-def _running_statistics(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return where the buffers are that a forward may change and that outlive it: those that a checkpoint holds."""
-    return [
-        (module, name)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]

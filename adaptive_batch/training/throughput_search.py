@@ -72,7 +72,7 @@ class ThroughputSearch:
     ) -> None:
         assert worst.in_order is not None, "rows of no order are not trained on"
         self._runner, self._dry_run, self._step, self._choices, self._worst = runner, dry_run, step, choices, worst
-        self._in_order, self._layout = worst.in_order, runner.layout
+        self._in_order, self._layout = worst.in_order, runner.sizer.layout
 
     def __call__(self, bound: int, *, seconds: float) -> Throughput | None:
         """Find it, among what holds no more than `bound` of the longest rows, in about so many seconds; None where nothing else fits."""
@@ -90,34 +90,31 @@ class ThroughputSearch:
             amounts = [most >> halvings for halvings in range(most.bit_length()) if most >> halvings >= least]
             return [MicroBatchLimit(amount, "rows" if by_rows else "tokens") for amount in reversed(amounts)]
 
-        try:
-            pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
-            (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
-            of_step = self._dry_run.time([partial(self._runner.try_rows, steps[0][:1]), self._step])
-            if warm is None or of_step is None:
-                return None
-            tokens = max(_LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm)))
-            rows = max(8, sum(so_far <= tokens for so_far in accumulate(lengths[0])))
-            while any(capacity.values()):
-                search = FastestSearch(
-                    partial(self._time, steps[0][:rows]),
-                    steps=lengths,
-                    sample=lengths[0][:rows],
-                    layouts=[layout for layout in layouts if capacity[layout.kind]],
-                    limits=limits,
-                    step_seconds=of_step[1],
-                )
-                if (fastest := search()) is None:
-                    return None
-                self._runner.layout = replace(before, kind=fastest.kind, time=fastest.time)
-                of_longest = fastest.limit.amount // (1 if fastest.limit.unit == "rows" else longest)
-                trial = self._dry_run(of_longest)
-                if trial.fits:
-                    return fastest.with_peak(trial.peak_bytes)
-                capacity[fastest.kind] = of_longest // 2
+        pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
+        (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
+        of_step = self._dry_run.time([partial(self._runner.try_rows, steps[0][:1]), self._step])
+        if warm is None or of_step is None:
             return None
-        finally:
-            self._runner.layout = before
+        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm)))
+        rows = max(8, sum(so_far <= tokens for so_far in accumulate(lengths[0])))
+        while any(capacity.values()):
+            search = FastestSearch(
+                partial(self._time, steps[0][:rows]),
+                steps=lengths,
+                sample=lengths[0][:rows],
+                layouts=[layout for layout in layouts if capacity[layout.kind]],
+                limits=limits,
+                step_seconds=of_step[1],
+            )
+            if (fastest := search()) is None:
+                return None
+            of_longest = fastest.limit.amount // (1 if fastest.limit.unit == "rows" else longest)
+            with self._runner.sizer.trying(before.of_kind(fastest.kind, time=fastest.time)):
+                trial = self._dry_run(of_longest)
+            if trial.fits:
+                return fastest.with_peak(trial.peak_bytes)
+            capacity[fastest.kind] = of_longest // 2
+        return None
 
     def _time(self, sample: Sequence[Any], pieces: Sequence[Pieces]) -> list[list[float] | None]:
         """Return the seconds of each micro-batch of the sample's rows, in each of some layouts; None where they do not fit."""
@@ -126,12 +123,13 @@ class ThroughputSearch:
             for number, (of_layout, layout) in enumerate(pieces):
                 if (before := taken[number]) is None:
                     continue
-                self._runner.layout, last = layout, len(of_layout)
-                seconds = self._dry_run.time(
-                    [
-                        partial(self._runner.try_rows, [sample[row] for row in piece.rows], is_last=place == last)
-                        for place, piece in enumerate(of_layout, start=1)
-                    ]
-                )
+                last = len(of_layout)
+                with self._runner.sizer.trying(layout):
+                    seconds = self._dry_run.time(
+                        [
+                            partial(self._runner.try_rows, [sample[row] for row in piece.rows], is_last=place == last)
+                            for place, piece in enumerate(of_layout, start=1)
+                        ]
+                    )
                 taken[number] = seconds and list(map(min, seconds, before or seconds))
         return taken

@@ -177,7 +177,7 @@ def everything_fails() -> list[tuple[float, int]]:
         expected, *_ = by_hand(reference, rows)
         result = run.run(rows[rank::world_size])
         assert result.rows == len(rows)
-        found.append((relative_error(whole_gradients(model), expected), run.retry.limit().amount))
+        found.append((relative_error(whole_gradients(model), expected), run.sizer.limit().amount))
     return found
 
 

@@ -89,13 +89,14 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
     divided(model, reshard_after_forward=way.reshards)
     how: dict[str, Any] = {"limit": CAPACITIES[way.unit], "syncs_every_micro_batch": way.syncs_every_micro_batch}
     free = runner_of(model, **how)
-    most = max(1, *(free.num_micro_batches(mine)[0] for mine in dealt))
+    most = max(1, *(free.divide(mine, 0).own_counts[0] for mine in dealt))
     expected, loss, label_tokens = by_hand(reference, rows)
     norm = norm_of(expected)
     found: dict[str, Any] = {}
     for name, limit in (("gradients", None), ("clipped", 0.3 * norm + 1e-9)):
         run = free if limit is None else runner_of(model, max_grad_norm=limit, sharding=free.sharding, **how)
-        result = run.run(dealt[rank], num_micro_batches=None if asks or world_size == 1 else [most])
+        known = replace(run.divide(dealt[rank], 0), counts=(most,))
+        result = run.run(dealt[rank], division=None if asks or world_size == 1 else known)
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         found[name] = relative_error(whole_gradients(model), {k: v * scale for k, v in expected.items()})
         if limit is not None:
@@ -163,8 +164,7 @@ def noise_of(way: Way, deal: str) -> dict[str, Any]:
         measures_noise=True,
     )
     numbers = [CAPACITIES["rows"].amount if way.unit == "rows" else (3, 0, 1, 1)[other] for other in range(world_size)]
-    run.small_rows = tuple(range(numbers[rank]))
-    sample = run.run(dealt[rank]).noise
+    sample = run.run(dealt[rank], small_rows=tuple(range(numbers[rank]))).noise
     first = [row for mine, number in zip(dealt, numbers, strict=True) for row in mine[:number]]
     small, _, small_tokens = by_hand(reference, first)
     small = {name: gradient.clone() for name, gradient in small.items()}

@@ -221,7 +221,7 @@ def train(
     )
     for step in range(steps):
         if capacities:
-            runner.retry.limit.current = capacities[step]
+            runner.sizer.current = capacities[step]
         fault = RunsOutAt(*(operations if step == at_step else ()))
         with fault:
             result = runner.run(step_rows(step))
@@ -231,7 +231,7 @@ def train(
         assert result.grad_norm is not None
         numbers = replace(result, label_tokens=int(result.label_tokens), grad_norm=float(result.grad_norm))
         trained.steps.append(tuple(vars(numbers).values()))
-        trained.capacities.append(runner.retry.limit())
+        trained.capacities.append(runner.sizer.limit())
         trained.run_rows.append(sorted(next(rows for rows in reversed(attempts) if rows)))
     trained.state = {
         "model": bits(model.state_dict()),

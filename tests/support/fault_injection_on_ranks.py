@@ -215,7 +215,7 @@ class Training:
         for name, buffer in self._buffers.items():
             setattr(self.model, name, buffer.clone())
         self._random.restore()
-        self.runner.retry.limit.current = START
+        self.runner.sizer.current = START
 
     def step(self, number: int, fault: RunsOut | None = None) -> tuple[Any, ...]:
         """One step of the optimizer."""
@@ -233,7 +233,7 @@ class Training:
     def two_steps(self, fault: RunsOut | None, capacity: MicroBatchLimit = START) -> dict[str, Any]:
         """From the start: a step that may fail and one more; all that they leave."""
         self.restore()
-        self.runner.retry.limit.current = capacity
+        self.runner.sizer.current = capacity
         steps = [self.step(1, fault), self.step(2)]
         state = training_state(self.model, self.optimizer)
         return {**state, "steps": steps}
@@ -316,7 +316,7 @@ def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
             place.operations[distributed.rank()], place.again, training, lambda phases: notes.write(phases=phases)
         )
         found = training.two_steps(fault)
-        capacity = training.runner.retry.limit()
+        capacity = training.runner.sizer.limit()
         if not any(place.operations):
             notes.write(seen=fault.seen)
         if capacity.amount not in undisturbed:

@@ -114,8 +114,8 @@ class _Sampler:
             else balance_by_tokens([len(row["tokens"]) for row in rows], ranks, self._limit, self._layout)
         )[rank]
         self._model.zero_grad()
-        self.runner.small_rows = tuple(row for row, position in enumerate(mine) if position < small_batch(len(rows)))
-        sample = self.runner.run([rows[position] for position in mine]).noise
+        small_rows = tuple(row for row, position in enumerate(mine) if position < small_batch(len(rows)))
+        sample = self.runner.run([rows[position] for position in mine], small_rows=small_rows).noise
         assert sample is not None
         return sample
 

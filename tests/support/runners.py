@@ -9,33 +9,54 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, lengthened
 from adaptive_batch.memory import DeviceMemory, device_memory
 from adaptive_batch.training import (
     LimitChange,
     MicroBatchRunner,
-    OOMRetry,
+    MicroBatchSizer,
     RowLoss,
+    StepResult,
     count_shifted_labels,
-    lengthened,
 )
 
 IGNORED = -100
 
 
-class HeldLimit:
-    """What one micro-batch may hold, until it is lowered."""
+class HeldSizer(MicroBatchSizer):
+    """A sizer whose limit is `current`, until it is lowered."""
 
-    def __init__(self, current: MicroBatchLimit, on_change: Callable[[LimitChange], object]) -> None:
-        self.current, self._on_change = current, on_change
+    def __init__(
+        self,
+        current: MicroBatchLimit,
+        *,
+        layout: MicroBatchLayout | None = None,
+        memory: DeviceMemory | None = None,
+        on_change: Callable[[LimitChange], object] = lambda change: None,
+    ) -> None:
+        super().__init__(layout=layout, memory=memory, on_change=self._take)
+        self.current = current
+        self._then = on_change
 
-    def __call__(self) -> MicroBatchLimit:
+    def limit(self, batch_size: int = 0) -> MicroBatchLimit:
+        """Return the limit, whatever the batch size."""
         return self.current
 
-    def lower(self, change: LimitChange) -> None:
-        """Take a change, and pass it on."""
+    def _take(self, change: LimitChange) -> None:
         self.current = change.after
-        self._on_change(change)
+        self._then(change)
+
+
+class SmallRunner(MicroBatchRunner):
+    """A runner whose limit does not depend on the batch size."""
+
+    sizer: HeldSizer
+
+    def run(self, rows: Sequence[Any], batch_size: int = 0, **options: Any) -> StepResult:
+        """Run the rows of a step; where noise can be measured, its small batch is the first row unless one is given."""
+        if self._measures_noise:
+            options.setdefault("small_rows", (0,))
+        return super().run(rows, batch_size, **options)
 
 
 def build_runner(
@@ -48,12 +69,11 @@ def build_runner(
     dummy_row: Callable[[], Any] | None = None,
     on_change: Callable[[LimitChange], object] = lambda change: None,
     memory: DeviceMemory | None = None,
-    retries: bool = True,
+    layout: MicroBatchLayout | None = None,
     pad_id: int = 0,
-    kind: type[MicroBatchRunner] = MicroBatchRunner,
     **options: Any,
-) -> MicroBatchRunner:
-    """Return a runner whose limit is at ``retry.limit.current``."""
+) -> SmallRunner:
+    """Return a runner whose limit is at ``sizer.current``."""
 
     def length(row: Any) -> int:
         return len(row["tokens"])
@@ -65,6 +85,6 @@ def build_runner(
 
     count_labels = partial(count_shifted_labels, ignore_index=IGNORED)
     loss = RowLoss(collate_to, to_device, mean_loss, count_labels, length, length, dummy_row)
-    held = HeldLimit(limit, on_change)
     memory = memory or device_memory(next(model.parameters()).device)
-    return kind(model, loss, retry=OOMRetry(held, held.lower, memory=memory, retries=retries), **options)
+    sizer = HeldSizer(limit, layout=layout, memory=memory, on_change=on_change)
+    return SmallRunner(model, loss, sizer, memory=memory, **options)

@@ -5,12 +5,13 @@ from statistics import mean
 
 from adaptive_batch.data import Batching, DatasetAdapter, StepPlanner
 from adaptive_batch.schedules import Progress, small_batch
+from adaptive_batch.training import MicroBatchSizer
 
 
 def steps_of(lengths, **batching):
     """Yield the lengths of the rows of each step of an epoch, and which of them are in its small batch."""
     rows = DatasetAdapter([{"tokens": [1] * length, "labels": [1] * length} for length in lengths], None)
-    planner = StepPlanner(rows, Batching(**batching))
+    planner = StepPlanner(rows, Batching(**batching), MicroBatchSizer())
     progress = planner.begin(Progress())
     planner.start_epoch(progress)
     while True:

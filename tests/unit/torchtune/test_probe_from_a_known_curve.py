@@ -48,12 +48,12 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
         del cfg.optimizer["fused"]
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     job = Job(cfg, settings)
+    if memory:
+        job.memory = memory
     data = Data.read(job)
     bounds = BoundFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(job, data, Checkpoints(cfg, settings))
-    if memory:
-        trainer.runner.retry.memory = memory
+    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), data.new_sizer())
     return bounds.of_training(trainer, length="longest", batch_size=settings.batch_size)[-1]
 
 

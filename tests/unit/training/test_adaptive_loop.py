@@ -681,9 +681,10 @@ def test_a_saved_bound_below_what_is_configured_now_is_found_anew_and_not_refuse
 
 def test_a_lowered_limit_goes_on_unless_another_bound_is_found():
     model = Decoder()
-    one = training(model=model, mean_loss=RunsOut(model, most=5), batch_size=10)
-    one.loop.find_bound(device_memory="1GiB", maximum=5)
-    one.loop.bound = 10  # what fitted then
+    loss = RunsOut(model, most=5, after=10**6)
+    one = training(model=model, mean_loss=loss, batch_size=10)
+    one.loop.find_bound(device_memory="1GiB", maximum=10)
+    loss.left = 0  # what fitted then
     train(one)
     assert one.loop.limit.amount == 5
     for before, after, lowered in (
@@ -1406,7 +1407,7 @@ def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
     seen, padded = train(one), train(llama(micro_batch_size=8))
     assert [step.rows for step in seen] == [step.rows for step in padded]
     assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)
-    assert one.loop._limits.of(8).amount <= 30
+    assert one.loop._sizer.limit(8).amount <= 30
 
 
 @pytest.mark.parametrize(
@@ -1439,8 +1440,8 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
     fastest = found.throughput
     assert fastest is not None
     assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
-    assert one.loop._runner.layout.kind == fastest.kind
-    assert one.loop._limits.of(8) == fastest.limit
+    assert one.loop._sizer.layout.kind == fastest.kind
+    assert one.loop._sizer.limit(8) == fastest.limit
     train(one, until=2)
     state, weights = (torch.load(saved(each.state_dict())) for each in (one.loop, one.model))
     rest = train(one)
@@ -1450,8 +1451,8 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
         again.loop.load_state_dict(state)
         if finds_again:
             assert again.loop.find_bound(device_memory="1GiB", maximum=8).throughput is None
-        assert again.loop._runner.layout == one.loop._runner.layout
-        assert again.loop._limits.of(8) == fastest.limit
+        assert again.loop._sizer.layout == one.loop._sizer.layout
+        assert again.loop._sizer.limit(8) == fastest.limit
         went_on = train(again)
         assert [(step.rows, step.loss) for step in went_on] == [(step.rows, step.loss) for step in rest]
 
@@ -1471,12 +1472,12 @@ def test_what_is_set_now_counts_more_than_what_a_saved_loop_found_fastest(now: d
     one.loop.find_bound(device_memory="1GiB", maximum=8)
     again = llama(**now)
     again.loop.load_state_dict(one.loop.state_dict())
-    assert again.loop._runner.layout.kind == "padded"
-    assert again.loop._limits.throughput is None
+    assert again.loop._sizer.layout.kind == "padded"
+    assert again.loop._sizer.throughput is None
 
 
 def test_the_largest_is_taken_where_that_is_asked_for() -> None:
     one = llama(micro_batch_tokens="auto")
     found = one.loop.find_bound(device_memory="1GiB", maximum=8, objective="largest")
     assert found.throughput is None
-    assert one.loop._limits.of(8).amount == found.max_batch_size * max(len(row["tokens"]) for row in ROWS)
+    assert one.loop._sizer.limit(8).amount == found.max_batch_size * max(len(row["tokens"]) for row in ROWS)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fault_injection import IGNORED, Decoder, collate, mean_loss
-from support.runners import build_runner
+from support.runners import HeldSizer, build_runner
 from support.training_cases import CPU, VOCABULARY
 
 from adaptive_batch.data import MicroBatchLimit
@@ -40,7 +40,7 @@ class Validated:
             on_change=self.changes_in_training.append,
             **settings,
         )
-        self.evaluator = Evaluator(self.runner, self.runner.loss, limit=capacity, on_change=self.changes.append)
+        self.evaluator = Evaluator(self.runner, self.runner.loss, HeldSizer(capacity, on_change=self.changes.append))
 
     def mean_loss(self, batch):
         self.shapes_run.append(tuple(batch["tokens"].shape))
@@ -171,7 +171,7 @@ def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, a
     assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
     assert validated.evaluator.limit == after
     assert [change.out_of_memory for change in validated.changes] == [True, True]
-    assert (validated.runner.retry.limit(), validated.changes_in_training) == (MicroBatchLimit(8), [])
+    assert (validated.runner.sizer.limit(), validated.changes_in_training) == (MicroBatchLimit(8), [])
     assert validated.modes() == before
     validated.shapes_run.clear()
     validated.evaluator.run(batch)

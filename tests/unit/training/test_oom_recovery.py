@@ -17,8 +17,8 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import Room
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
-from adaptive_batch.training import LimitChange, MicroBatchLimits, OOMPolicy, OOMRetry, agree_on_step
-from adaptive_batch.training.oom_retry import LimitCost
+from adaptive_batch.training import LimitChange, MicroBatchRunner, MicroBatchSizer, OOMPolicy, Question
+from adaptive_batch.training.sizing import LimitCost, SmallerLimit
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
 SAID = (
@@ -46,10 +46,11 @@ class Run:
         torch.manual_seed(0)
         self.memory, self.changes = Squeezed(says=says), []
         self.model = model = nn.Embedding(8, 1)
-        self.limits = MicroBatchLimits(micro_batch_size="auto" if bound else 32)
+        self.sizer = MicroBatchSizer(
+            micro_batch_size="auto" if bound else 32, memory=self.memory, on_change=self.changes.append
+        )
         if bound:
-            self.limits.set_bound(32, tried_length=4)
-            self.limits.learn_cost(found(says=says))
+            self.sizer.found(found(says=says))
 
         def loss(batch):
             rows = len(batch["tokens"])
@@ -57,18 +58,26 @@ class Run:
                 raise torch.OutOfMemoryError(SAID.format(asked=ROW, held=RESIDENT + (rows - 1) * ROW))
             return model(batch["tokens"]).mean()
 
-        self.runner = build_runner(model, MicroBatchLimit(32), collate=collate, mean_loss=loss, memory=self.memory)
-        self.runner.retry = OOMRetry(lambda: self.limits.of(32), self.changes.append, memory=self.memory)
-        self.runner.retry.limits = self.limits
+        row_loss = build_runner(model, MicroBatchLimit(32), collate=collate, mean_loss=loss, memory=self.memory).loss
+        self.runner = MicroBatchRunner(model, row_loss, self.sizer, memory=self.memory)
+
+    @property
+    def amount(self) -> int:
+        """What a micro-batch may hold now."""
+        return self.sizer.limit(32).amount
+
+    def lower(self, amount: int, *, rows: int) -> None:
+        """Take it that a micro-batch of so many rows ran out of memory, and hold less."""
+        self.sizer.lower({0: SmallerLimit(rows, 4, MicroBatchLimit(amount), SAID)}, batch_size=32)
 
     def steps(self, number: int) -> list[int]:
         """Run so many steps; return the limit of each."""
         amounts = []
         for _ in range(number):
-            agree_on_step(self.runner, ROWS, batch=32, num_rows=32)
-            self.runner.run(ROWS)
+            division, _ = self.runner.agree(ROWS, 32, Question(32, 32))
+            self.runner.run(ROWS, 32, division=division)
             self.model.zero_grad()
-            amounts.append(self.limits.of(32).amount)
+            amounts.append(self.amount)
         return amounts
 
 
@@ -96,8 +105,8 @@ def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit
     assert after[-1] == 32
     assert sorted(after) == after
     assert max(later - sooner for sooner, later in pairwise([fits, *after])) <= 4
-    assert run.limits.lowered is run.limits.ceiling is None
-    assert run.limits.num_out_of_memory == 1
+    assert run.sizer.state_dict()["lowered"] is run.sizer.state_dict()["ceiling"] is None
+    assert run.sizer.num_out_of_memory == 1
 
 
 @pytest.mark.parametrize(("sizes", "row"), [((8, 31, 32), 100), ((31, 32), 150)], ids=["far apart", "close"])
@@ -105,9 +114,9 @@ def test_a_row_costs_what_the_sizes_that_are_farthest_apart_say(sizes, row):
     fixed, block = 50 * 32, 700  # whose half may be empty
     peaks = [RESIDENT + fixed + 100 * rows + (block if rows == 31 else 0) for rows in sizes]
     trials = tuple(Trial(rows, True, peak) for rows, peak in zip(sizes, peaks, strict=True))
-    limits = MicroBatchLimits()
-    limits.learn_cost(replace(found(), trials=trials))
-    assert limits.cost == LimitCost(32, peaks[-1], row)
+    sizer = MicroBatchSizer()
+    sizer.found(replace(found(), trials=trials))
+    assert LimitCost(**sizer.state_dict()["cost"]) == LimitCost(32, peaks[-1], row)
 
 
 def test_where_no_device_says_what_is_free_it_is_halved_and_grows_back_after_longer_and_longer():
@@ -126,41 +135,46 @@ def test_where_no_device_says_what_is_free_it_is_halved_and_grows_back_after_lon
     assert max(amounts) <= 17
     tried = [change for change in run.changes if change.grows]
     assert tried[0].before.amount == 16
-    assert run.limits.relapses == len(lowered) - 1
+    assert run.sizer.state_dict()["relapses"] == len(lowered) - 1
 
 
 def test_a_limit_never_grows_above_what_it_was_lowered_from():
     run = Run(bound=True)
     run.memory.total *= 100
-    run.limits.change(LimitChange(MicroBatchLimit(30), MicroBatchLimit(3), 30, 4, True, ""), stretch=5)
+    run.lower(3, rows=32)
     amounts = run.steps(60)
-    assert [change.after.amount for change in run.changes] == [6, 9, 12, 15, 18, 21, 24, 27, 30]
-    assert amounts[-1] == 32  # once it is back, only the bound counts
-    assert run.limits.lowered is None
+    assert [change.after.amount for change in run.changes] == [3, 7, 11, 15, 19, 23, 27, 31, 32]
+    assert amounts[-1] == 32
+    assert run.sizer.state_dict()["lowered"] is None
 
 
 def test_a_run_that_is_resumed_grows_back_as_the_one_before_would_have():
     run, other = Run(bound=True), Run(bound=True)
     run.memory.total -= 20 * ROW
     run.steps(7)
-    other.limits.load_state_dict(run.limits.state_dict())
+    other.sizer.load_state_dict(run.sizer.state_dict())
     for one in (run, other):
         one.memory.total = RESIDENT + 32 * ROW
-    assert run.limits.good_steps == other.limits.good_steps == 7
+    assert run.sizer.state_dict() == other.sizer.state_dict()
+    assert run.sizer.state_dict()["good_steps"] == 7
     assert run.steps(30) == other.steps(30)
-    assert run.limits.state_dict() == other.limits.state_dict()
+    assert run.sizer.state_dict() == other.sizer.state_dict()
 
 
 def test_what_longer_rows_allow_is_never_grown_over():
-    limits = MicroBatchLimits(micro_batch_size="auto")
-    limits.set_bound(32, tried_length=4)
-    limits.change(LimitChange(limits.of(32), MicroBatchLimit(4), 32, 4, True, ""), stretch=5)
-    limits.hold(MicroBatchLimit(10))
-    assert (limits.of(32).amount, limits.ceiling) == (4, MicroBatchLimit(10))
-    limits.change(LimitChange(MicroBatchLimit(4), MicroBatchLimit(10), 0, 0, False, ""), stretch=5)
-    assert (limits.of(32).amount, limits.ceiling) == (10, None)
-    limits.hold(MicroBatchLimit(7))
-    assert (limits.of(32).amount, limits.ceiling) == (7, None)
+    run = Run(bound=True)
+
+    def try_longer(fitting_rows):
+        longer = replace(found(), max_batch_size=fitting_rows, trials=(), sequence_length=9)
+        run.sizer.found_longer(longer, tried_rows=32, batch_size=32, can_split=True)
+
+    run.lower(4, rows=32)
+    try_longer(10)
+    assert (run.amount, run.sizer.state_dict()["ceiling"]["amount"]) == (4, 10)
+    run.sizer.grow(MicroBatchLimit(10))
+    assert (run.amount, run.sizer.state_dict()["ceiling"]) == (10, None)
+    try_longer(7)
+    assert (run.amount, run.sizer.state_dict()["ceiling"]) == (7, None)
 
 
 @pytest.mark.parametrize("again", [2, 3], ids=["while its cache fills", "for long"])

@@ -22,10 +22,11 @@ from support.fault_injection import (
     sweep,
     train,
 )
-from support.runners import HeldLimit, build_runner
+from support.runners import HeldSizer, build_runner
 from support.training_cases import CPU
 
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import LimitChange
@@ -101,7 +102,7 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointin
         module.register_forward_hook(see)
     for operation in range(1, 2000, 11):
         fault = RunsOutAt(operation)
-        step.runner.retry.limit.current = FOUR
+        step.runner.sizer.current = FOUR
         with fault:
             step.runner.run(step_rows(0))
         step.model.zero_grad()
@@ -119,7 +120,7 @@ def test_the_largest_micro_batch_is_retried_until_it_fits_and_limit_stays_lowere
     step.too_large = lambda tokens: tokens.shape[0] > 3
     assert step.runner.run(step_rows(0)).micro_batches == 4
     assert [(change.before.amount, change.after.amount) for change in step.changes] == [(8, 4), (4, 2)]
-    assert step.runner.retry.limit() == MicroBatchLimit(2)
+    assert step.runner.sizer.limit() == MicroBatchLimit(2)
     step.model.zero_grad()
     assert step.runner.run(step_rows(1)).micro_batches == 4
     assert len(step.changes) == 2
@@ -200,7 +201,7 @@ def test_another_error_is_raised_as_it_is_and_nothing_is_retried():
     with pytest.raises(RuntimeError) as caught:
         step.runner.run(step_rows(0))
     assert caught.value is error
-    assert (len(step.shapes_run), step.changes, step.runner.retry.limit()) == (2, [], FOUR)
+    assert (len(step.shapes_run), step.changes, step.runner.sizer.limit()) == (2, [], FOUR)
 
 
 def test_without_retries_the_error_comes_through():
@@ -208,7 +209,7 @@ def test_without_retries_the_error_comes_through():
     step.too_large = lambda tokens: True
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         step.runner.run(step_rows(0))
-    assert (len(step.shapes_run), step.changes, step.runner.retry.limit()) == (1, [], FOUR)
+    assert (len(step.shapes_run), step.changes, step.runner.sizer.limit()) == (1, [], FOUR)
 
 
 # thrashing
@@ -243,14 +244,14 @@ def test_a_size_that_is_near_its_limit_is_made_a_little_smaller_once_and_nothing
         step.model.zero_grad()
     (change,) = step.changes
     assert (change.after, change.out_of_memory) == (after, False)
-    assert step.runner.retry.limit() == after
+    assert step.runner.sizer.limit() == after
     assert sum(shape[0] for shape in step.shapes_run) == 3 * 34
 
 
 def test_one_row_that_is_near_its_limit_is_left_as_it_is():
     step = Step(capacity=MicroBatchLimit(1), memory=Thrashing())
     step.runner.run(rows(9, 9))
-    assert (step.changes, step.runner.retry.limit()) == ([], MicroBatchLimit(1))
+    assert (step.changes, step.runner.sizer.limit()) == ([], MicroBatchLimit(1))
 
 
 def test_after_allocator_retries_it_may_still_run_out():
@@ -263,15 +264,15 @@ def test_after_allocator_retries_it_may_still_run_out():
 
 def test_what_was_undone_is_undone_before_anybody_is_told():
     told = []
-    limit = HeldLimit(MicroBatchLimit(4), lambda change: told.append("changed"))
-    retry = OOMRetry(limit, limit.lower, memory=CountedMemory(CPU))
+    sizer = HeldSizer(MicroBatchLimit(4), on_change=lambda change: told.append("changed"))
+    retry = OOMRetry(sizer, memory=CountedMemory(CPU), sharding=Sharding(torch.nn.Identity()))
 
-    def attempt():
+    def attempt(limit):
         retry.current = MicroBatch([0, 1, 2, 3], 8)
-        told.append(f"attempted {limit()}")
-        if limit().amount > 2:
+        told.append(f"attempted {limit}")
+        if limit.amount > 2:
             raise MemoryError
         return "done"
 
-    assert retry.run(attempt, undo=lambda: told.append("undone"), doing="in a test") == "done"
+    assert retry.run(attempt, batch_size=4, undo=lambda: told.append("undone"), doing="in a test") == "done"
     assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]

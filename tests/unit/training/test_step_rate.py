@@ -5,11 +5,13 @@ import torch
 
 from adaptive_batch.data import Batching, StepPlanner
 from adaptive_batch.schedules import Clock, parse_reference
-from adaptive_batch.training import StepRate
+from adaptive_batch.training import MicroBatchSizer, StepRate
 
 
 def of_batch(batch_size, **keys):
-    planner = StepPlanner([{"tokens": [1, 2]}] * 64, Batching(batch_size, gradient_accumulation_steps=2), ranks=1)
+    planner = StepPlanner(
+        [{"tokens": [1, 2]}] * 64, Batching(batch_size, gradient_accumulation_steps=2), MicroBatchSizer(), ranks=1
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-5)
     return StepRate(planner, [optimizer], None, Clock(), **keys)
 

@@ -1,0 +1,624 @@
+"""What one micro-batch may hold: configured or found, lowered where memory runs out, grown back.
+
+One object owns the largest batch that was found, the limit of a micro-batch and its layout.
+Whoever needs one of them is given the sizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from adaptive_batch import distributed
+from adaptive_batch._util import count, rows_fit
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import DeviceMemory, wanted_bytes
+from adaptive_batch.probe import ProbeResult, Throughput
+
+# A limit waits so many times longer where no device says what is free.
+_WAIT_UNSEEN = 8
+# Room counts as given back when it is this many times what there was when the limit was lowered.
+_ROOM_GIVEN_BACK = 1.02
+# After so many failures of one step, what is known of its needs is not believed any more.
+_BELIEVED_FAILURES = 2
+# A cache that was just emptied asks for each block that is larger than others: it may retry so often.
+_RETRIES_AFTER_GROWTH = 3
+
+
+@dataclass(frozen=True)
+class LimitCost:
+    """The memory that micro-batches need, as far as it is known: a line.
+
+    Attributes:
+        amount: size of a micro-batch, in the limit's unit.
+        peak_bytes: memory that it needs, all that is resident included.
+        unit_bytes: memory of one row more, or one token more.
+    """
+
+    amount: int
+    peak_bytes: int
+    unit_bytes: float
+
+    def fits(self, total_bytes: int) -> int:
+        """Return how much a micro-batch may hold where so much may be allocated; at least 1."""
+        return max(1, self.amount + math.floor((total_bytes - self.peak_bytes) / self.unit_bytes))
+
+
+@dataclass(frozen=True)
+class LimitChange:
+    """A limit that was lowered during a run, or grew back.
+
+    Attributes:
+        before: limit until now.
+        after: limit from now on.
+        rows: rows of the micro-batch that was too large; 0 where the limit grew back.
+        length: tokens that each of them was padded to.
+        out_of_memory: whether it ran out of memory; otherwise the allocator had to free its
+            cache and ask again.
+        error: message of the device; empty where it did not run out of memory.
+        ranks: ranks on which it happened, of several; empty where there is one.
+    """
+
+    before: MicroBatchLimit
+    after: MicroBatchLimit
+    rows: int
+    length: int
+    out_of_memory: bool
+    error: str
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def grows(self) -> bool:
+        """Whether a micro-batch may hold more than before."""
+        return self.after.amount > self.before.amount
+
+    def describe(self) -> str:
+        """Return one line, with numbers."""
+        now = f"a micro-batch holds {self.after} from now on, not {self.before}"
+        if self.grows:
+            return f"memory has sufficed since: {now}"
+        event = "the allocator freed its cache and asked again"
+        what_next = ""
+        if self.out_of_memory:
+            event = "out of memory"
+            what_next = "it is run again, and "
+        if self.ranks:
+            event += f" on rank {', '.join(map(str, self.ranks))}"
+        error = f" ({self.error.splitlines()[0]})" if self.error else ""
+        size = f"{count(self.rows, 'row')} of {count(self.length, 'token')}"
+        return f"{event} with {size} at once: {what_next}{now}{error}"
+
+
+@dataclass(frozen=True)
+class OOMPolicy:
+    """Decides what a micro-batch may hold after one ran out of memory, and how it grows back.
+
+    Attributes:
+        shrink_divisor: divisor of a micro-batch that ran out of memory, where what fits is unknown.
+        ease_divisor: a micro-batch that only made the allocator free its cache loses this part of
+            its rows.
+        grow_divisor: the limit grows back by this part of what it was lowered from.
+        grow_after: steps without a failure before each growth, where the device then has room;
+            eight times as many where it does not report that, twice as many after each growth
+            that was too early.
+    """
+
+    shrink_divisor: int = 2
+    ease_divisor: int = 16
+    grow_divisor: int = 8
+    grow_after: int = 5
+
+    def __post_init__(self) -> None:
+        if self.shrink_divisor < 2:
+            remedy = "give 2 or more, so that the limit shrinks"
+            raise SettingError("shrink_divisor", self.shrink_divisor, remedy)
+        for key in ("ease_divisor", "grow_divisor", "grow_after"):
+            value = getattr(self, key)
+            if value < 1:
+                raise SettingError(key, value, "give 1 or more")
+
+    def after_out_of_memory(
+        self, limit: MicroBatchLimit, *, rows: int, length: int, fits: int | None = None
+    ) -> MicroBatchLimit | None:
+        """Return the limit after a micro-batch did not fit; None where it was one row.
+
+        Args:
+            limit: limit until now.
+            rows: rows of the micro-batch.
+            length: tokens that each was padded to.
+            fits: amount that fits into what is free now, as far as it is known; None if unknown.
+        """
+        if rows == 1:
+            return None
+        row_amount = 1 if limit.unit == "rows" else length
+        amount = rows * row_amount // self.shrink_divisor
+        if fits is not None:
+            fewer_rows = rows - max(1, rows // self.ease_divisor)
+            amount = min(fits, fewer_rows * row_amount)
+        return replace(limit, amount=max(row_amount, amount))
+
+    def after_allocator_retry(self, limit: MicroBatchLimit, *, rows: int, length: int) -> MicroBatchLimit | None:
+        """Return the limit after a micro-batch only just fit, at least one row less.
+
+        None where it was one row; for the arguments see :meth:`after_out_of_memory`.
+        """
+        if rows == 1:
+            return None
+        fewer_rows = rows - max(1, rows // self.ease_divisor)
+        row_amount = 1 if limit.unit == "rows" else length
+        return replace(limit, amount=fewer_rows * row_amount)
+
+    def after_good_steps(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
+        """Return the limit that a lowered one grows to next, on its way to the `ceiling`."""
+        step = max(1, ceiling.amount // self.grow_divisor)
+        return replace(limit, amount=min(ceiling.amount, limit.amount + step))
+
+
+class SmallerLimit(NamedTuple):
+    """A limit that one rank asks for; None where its micro-batch was one row."""
+
+    rows: int
+    length: int
+    limit: MicroBatchLimit | None
+    error: str
+
+
+class _LoweredLimit:
+    """A limit that was lowered, and how it grows back; at first nothing is lowered."""
+
+    def __init__(self, policy: OOMPolicy) -> None:
+        self._policy = policy
+        self.current: MicroBatchLimit | None = None
+        # What a lowered limit grows back to; None where it stays.
+        self.ceiling: MicroBatchLimit | None = None
+        # What is never passed whatever happens, as longer rows have shown.
+        self._held: MicroBatchLimit | None = None
+        self.good_steps = 0
+        # How often the limit has grown back too early, one after the other.
+        self._relapses = 0
+        self._has_grown = False
+
+    def forget(self) -> None:
+        self.current = self.ceiling = self._held = None
+
+    def hold(self, limit: MicroBatchLimit) -> None:
+        """Hold no more than this from now on, and grow back to no more."""
+        self._held = limit
+        if self.current is None or self.current.amount >= limit.amount:
+            self.current = limit
+            self.ceiling = None
+        elif self.ceiling is not None and self.ceiling.amount > limit.amount:
+            self.ceiling = limit
+
+    def begin_below(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
+        """Begin with a limit that was lowered before; return the lower of it and the own one."""
+        self.ceiling = self.ceiling or ceiling
+        if self.current is None or limit.amount < self.current.amount:
+            self.current = limit
+        return self.current
+
+    def lower(self, change: LimitChange) -> None:
+        """Take a smaller limit; one that follows a growth closely makes the next growth later."""
+        too_early = self._has_grown and (change.out_of_memory or self.ceiling is None)
+        self._relapses = self._relapses + too_early if self.good_steps < self.stretch else 0
+        self.ceiling = self.ceiling or change.before
+        self._take(change)
+
+    def grow(self, change: LimitChange) -> None:
+        """Take a larger limit."""
+        self._take(change)
+
+    def _take(self, change: LimitChange) -> None:
+        self.current = change.after
+        self._has_grown = change.grows
+        self.good_steps = 0
+        if self.ceiling is not None and change.after.amount >= self.ceiling.amount:
+            self.current = self._held
+            self.ceiling = None
+
+    @property
+    def stretch(self) -> int:
+        """Good steps before the limit grows."""
+        return self._policy.grow_after << self._relapses
+
+    def next(self) -> MicroBatchLimit | None:
+        """Return what the limit grows to now; None where it stays."""
+        if self.current is None or self.ceiling is None:
+            return None
+        if self.good_steps < self._policy.grow_after:
+            return None
+        return self._policy.after_good_steps(self.current, ceiling=self.ceiling)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "lowered": self.current and asdict(self.current),
+            "ceiling": self.ceiling and asdict(self.ceiling),
+            "held": self._held and asdict(self._held),
+            "good_steps": self.good_steps,
+            "relapses": self._relapses,
+            "has_grown": self._has_grown,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.current = _limit(state["lowered"])
+        self.ceiling = _limit(state["ceiling"])
+        self._held = _limit(state["held"])
+        self.good_steps = state["good_steps"]
+        self._relapses = state["relapses"]
+        self._has_grown = state["has_grown"]
+
+
+class MicroBatchSizer:
+    """Decides what one micro-batch may hold, and how its rows lie in it.
+
+    Args:
+        micro_batch_size: rows at once: a number, ``auto`` for the maximum batch size, or None for
+            the rows of a step that fit.
+        micro_batch_tokens: padded tokens at once: a number, ``auto`` for those of the maximum
+            batch size, or None.
+        layout: layout of micro-batches.
+        memory: memory of the device; None where nothing runs.
+        policy: how the limit shrinks and grows back; None for :class:`OOMPolicy` as it is.
+        on_change: function that is called with each change of the limit.
+
+    Attributes:
+        layout: layout of micro-batches.
+        max_batch_size: the most rows that were tried and fit; None where none were sought.
+        tried_length: tokens of the longest row that was tried; 0 where none was.
+        throughput: what is fastest, which ``auto`` takes; None for as much as fits.
+        num_out_of_memory: out-of-memory errors so far, those of trials included.
+        must_ease: whether this rank's allocator only just had room, so that the limit is due to
+            become a little smaller on all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        micro_batch_size: int | str | None = None,
+        micro_batch_tokens: int | str | None = None,
+        layout: MicroBatchLayout | None = None,
+        memory: DeviceMemory | None = None,
+        policy: OOMPolicy | None = None,
+        on_change: Callable[[LimitChange], object] = lambda change: None,
+    ) -> None:
+        self._micro_batch_size = micro_batch_size
+        self._micro_batch_tokens = micro_batch_tokens
+        self.layout = layout or MicroBatchLayout()
+        self._memory = memory
+        self._policy = policy or OOMPolicy()
+        self._on_change = on_change
+        self.max_batch_size: int | None = None
+        self.tried_length = 0
+        self.throughput: Throughput | None = None
+        self.num_out_of_memory = 0
+        self._lowered = _LoweredLimit(self._policy)
+        self._cost: LimitCost | None = None
+        self._room_when_lowered = 0
+        # Runs in which the allocator retries before the limit is eased; later it has other reasons.
+        self._retries_until_eased = 1
+        self.must_ease = False
+
+    # --- what may run at once ---------------------------------------------------------------------
+
+    def limit(self, batch_size: int) -> MicroBatchLimit:
+        """Return what a micro-batch may hold now, at a batch size; 0 where it is still unknown."""
+        configured = self._configured_limit(batch_size)
+        lowered = self._lowered.current
+        if lowered is not None and lowered.amount < configured.amount:
+            return lowered
+        return configured
+
+    def _configured_limit(self, batch_size: int) -> MicroBatchLimit:
+        if self.throughput is not None:
+            return self.throughput.limit
+        if self._micro_batch_tokens == "auto":
+            return MicroBatchLimit(self._tried_tokens, "tokens")
+        if self._micro_batch_tokens is not None:
+            return MicroBatchLimit(int(self._micro_batch_tokens), "tokens")
+        if self._micro_batch_size == "auto":
+            return MicroBatchLimit(self.max_batch_size or 0)
+        if self._micro_batch_size is not None:
+            return MicroBatchLimit(int(self._micro_batch_size))
+        return MicroBatchLimit(min(batch_size, self.max_batch_size or batch_size))
+
+    @property
+    def splits(self) -> bool:
+        """Whether steps run as several micro-batches whatever fits."""
+        return self._micro_batch_size is not None or self._micro_batch_tokens is not None
+
+    @property
+    def waits_for_search(self) -> bool:
+        """Whether what fits has to be found before anything can run."""
+        is_auto = "auto" in (self._micro_batch_size, self._micro_batch_tokens)
+        return is_auto and not self.tried_length
+
+    @property
+    def _tried_tokens(self) -> int:
+        """Padded tokens of the largest micro-batch that was tried and fits."""
+        return self._padded_tokens(self.max_batch_size or 0, self.tried_length)
+
+    def _padded_tokens(self, rows: int, length: int) -> int:
+        return self.layout.padded_tokens([length] * rows)
+
+    @contextmanager
+    def trying(self, layout: MicroBatchLayout) -> Iterator[None]:
+        """Inside, micro-batches have another layout, as a trial times it."""
+        usual = self.layout
+        self.layout = layout
+        try:
+            yield
+        finally:
+            self.layout = usual
+
+    # --- searches ---------------------------------------------------------------------------------
+
+    def found(self, result: ProbeResult) -> None:
+        """Take what a search found; a limit that was lowered from another maximum is forgotten.
+
+        Raises:
+            SettingError: a configured size is above what fits; it is never cut in silence.
+        """
+        rows = self._micro_batch_size
+        tokens = self._micro_batch_tokens
+        max_batch_size = result.max_batch_size
+        if isinstance(rows, int) and rows > max_batch_size:
+            remedy = f"{rows_fit(max_batch_size)}; give {max_batch_size} or less"
+            raise SettingError("micro_batch_size", rows, remedy)
+        fitting_tokens = self._padded_tokens(max_batch_size, result.sequence_length)
+        if isinstance(tokens, int) and tokens > fitting_tokens:
+            fit = f"{count(max_batch_size, 'row')} of {result.sequence_length} tokens fit"
+            remedy = f"{fit}; give {fitting_tokens} or less, or auto"
+            raise SettingError("micro_batch_tokens", tokens, remedy)
+        self.assume(result)
+        self._learn_cost(result)
+
+    def assume(self, result: ProbeResult) -> None:
+        """Take what a search found, whatever is configured: for what is only looked at, and not run."""
+        max_batch_size = result.max_batch_size
+        if max_batch_size != self.max_batch_size:
+            self._lowered.forget()
+        self.max_batch_size = max_batch_size
+        self.tried_length = result.sequence_length
+        if self.throughput is not None:
+            # It may have been found where more fits.
+            limit = self.throughput.limit
+            fitting = max_batch_size if limit.unit == "rows" else self._tried_tokens
+            smaller = replace(limit, amount=min(limit.amount, fitting))
+            self.throughput = replace(self.throughput, limit=smaller)
+        if result.throughput is not None:
+            self._choose(result.throughput)
+
+    def found_longer(self, result: ProbeResult, *, tried_rows: int, batch_size: int, can_split: bool) -> None:
+        """Take what a search found for rows that are longer than any that were tried.
+
+        Args:
+            result: result of the search.
+            tried_rows: the most rows that the search was allowed to try.
+            batch_size: rows of a step.
+            can_split: whether a step may run as several micro-batches.
+        """
+        length = result.sequence_length
+        fitting_rows = result.max_batch_size
+        limit = self.limit(batch_size)
+        if not can_split:
+            self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
+        elif fitting_rows < tried_rows:
+            amount = fitting_rows
+            if limit.unit == "tokens":
+                amount = self._padded_tokens(fitting_rows, length)
+            self._lowered.hold(MicroBatchLimit(amount, limit.unit))
+        elif self._micro_batch_tokens == "auto":
+            # The limit would be the maximum batch size times the new length.
+            self._lowered.hold(self._lowered.ceiling or limit)
+        self._learn_cost(result)
+        self.tried_length = length
+
+    def _choose(self, fastest: Throughput) -> None:
+        self.throughput = fastest
+        self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
+
+    def _learn_cost(self, result: ProbeResult) -> None:
+        """Take from a search what its maximum needed, and what a row more."""
+        rows = result.max_batch_size
+        peak = result.peak_bytes()
+        if peak is None or peak <= result.resident_bytes:
+            return
+        # A part is fixed, such as gradients; how much, sizes that are close together cannot tell.
+        mean_bytes = (peak - result.resident_bytes) / rows
+        measured = (trial for trial in result.trials if trial.fits and trial.peak_bytes)
+        smallest = min(measured, key=lambda trial: trial.batch_size)
+        distance = rows - smallest.batch_size
+        slope = mean_bytes
+        if 2 * distance >= rows:
+            slope = (peak - (smallest.peak_bytes or 0)) / distance
+        row_bytes = max(mean_bytes / 2, min(mean_bytes, slope))
+        row_amount = 1
+        if self.limit(rows).unit == "tokens":
+            row_amount = self._padded_tokens(1, result.sequence_length)
+        self._cost = LimitCost(rows * row_amount, peak, row_bytes / row_amount)
+
+    # --- out of memory ----------------------------------------------------------------------------
+
+    def after_out_of_memory(
+        self, failed: MicroBatch, error: str, *, batch_size: int, failures: int = 0
+    ) -> SmallerLimit:
+        """Return the limit that this rank asks for after a micro-batch ran out of memory.
+
+        Args:
+            failed: micro-batch that did not fit.
+            error: message of the device; empty where what is free now does not count.
+            batch_size: rows of the step.
+            failures: failures of this step so far, this one included.
+        """
+        rows = len(failed.rows)
+        limit = self.limit(batch_size)
+        fits = self._fitting_amount(failed, error, limit, failures)
+        smaller = self._policy.after_out_of_memory(limit, rows=rows, length=failed.length, fits=fits)
+        return SmallerLimit(rows, failed.length, smaller, error)
+
+    def _fitting_amount(self, failed: MicroBatch, error: str, limit: MicroBatchLimit, failures: int) -> int | None:
+        """Return how much of what is free now a micro-batch may hold; None where that is unknown."""
+        room = self._memory.room() if self._memory is not None else None
+        if not error or room is None or failures > _BELIEVED_FAILURES:
+            return None
+        if self._cost is None:
+            wanted = wanted_bytes(error)
+            if wanted is None or wanted <= room.held_bytes:
+                return None
+            rows = len(failed.rows)
+            amount = rows if limit.unit == "rows" else rows * failed.length
+            # At least: the allocator names what was wanted when it failed.
+            self._cost = LimitCost(amount, wanted, (wanted - room.held_bytes) / amount)
+        return self._cost.fits(room.total_bytes)
+
+    def after_attempt(self, *, allocator_retried: bool) -> None:
+        """Count a step that ran to its end, and whether its allocator had to ask twice."""
+        self._lowered.good_steps += 1
+        if not allocator_retried:
+            return
+        self._retries_until_eased -= 1
+        self.must_ease |= self._retries_until_eased == 0
+
+    def ease(self, fullest: MicroBatch, *, batch_size: int) -> None:
+        """Make a limit that only just fits a little smaller, once; all ranks call it.
+
+        Args:
+            fullest: the largest micro-batch of this rank's last step.
+            batch_size: rows of a step.
+        """
+        request = None
+        if self.must_ease:
+            rows = len(fullest.rows)
+            limit = self.limit(batch_size)
+            smaller = self._policy.after_allocator_retry(limit, rows=rows, length=fullest.length)
+            request = SmallerLimit(rows, fullest.length, smaller, "")
+        self.must_ease = False
+        gathered = enumerate(distributed.all_gather(request))
+        requests = {rank: each for rank, each in gathered if each and each.limit}
+        if requests:
+            self._retries_until_eased = 0
+            self.lower(requests, batch_size=batch_size)
+        elif request is not None:
+            # It was one row, and larger micro-batches may come.
+            self._retries_until_eased = 1
+
+    def lower(self, requests: Mapping[int, SmallerLimit], *, batch_size: int) -> None:
+        """Take the smallest limit that any rank asks for, on all ranks alike.
+
+        Args:
+            requests: limits by rank, none of them None.
+            batch_size: rows of a step.
+        """
+        limits = {rank: each.limit for rank, each in requests.items() if each.limit is not None}
+        assert limits, "somebody has to ask for a limit"
+        rank = min(limits, key=lambda rank: limits[rank].amount)
+        request = requests[rank]
+        current = self.limit(batch_size)
+        after = replace(current, amount=limits[rank].amount)
+        ranks = tuple(requests) if distributed.world_size() > 1 else ()
+        has_failed = bool(request.error)
+        change = LimitChange(current, after, request.rows, request.length, has_failed, request.error, ranks)
+        self.num_out_of_memory += has_failed
+        room = self._memory.room() if self._memory is not None else None
+        if room is not None:
+            self._room_when_lowered = room.total_bytes
+        self._lowered.lower(change)
+        self._on_change(change)
+        lowered = self.limit(batch_size)
+        assert lowered.amount <= after.amount, f"lowered to {after}, and the limit is {lowered}"
+
+    def keep_below(self, limit: MicroBatchLimit, *, batch_size: int) -> MicroBatchLimit:
+        """Begin with a limit below which an earlier attempt of the run ended; return the limit."""
+        return self._lowered.begin_below(limit, ceiling=self.limit(batch_size))
+
+    def count_out_of_memory(self, times: int) -> None:
+        """Count out-of-memory errors elsewhere: of trials, or of validation."""
+        self.num_out_of_memory += times
+
+    # --- growing back -----------------------------------------------------------------------------
+
+    def next_limit(self) -> MicroBatchLimit | None:
+        """Return what a lowered limit grows to now, alike on all ranks; None where it stays."""
+        return self._lowered.next()
+
+    def has_room(self, limit: MicroBatchLimit) -> bool:
+        """Return whether this rank may grow to a limit now."""
+        room = self._memory.room() if self._memory is not None else None
+        if room is None:
+            return self._lowered.good_steps >= _WAIT_UNSEEN * self._lowered.stretch
+        if self._cost is not None and self._cost.fits(room.total_bytes) < limit.amount:
+            return False
+        is_given_back = room.total_bytes > _ROOM_GIVEN_BACK * self._room_when_lowered
+        return is_given_back or self._lowered.good_steps >= self._lowered.stretch
+
+    def grow(self, after: MicroBatchLimit) -> None:
+        """Let a lowered limit grow, on all ranks."""
+        assert self._lowered.current is not None
+        self._retries_until_eased = _RETRIES_AFTER_GROWTH
+        if self._memory is not None:
+            # Larger micro-batches need larger blocks, for which a full cache has no room.
+            self._memory.release()
+        change = LimitChange(self._lowered.current, after, 0, 0, False, "")
+        self._lowered.grow(change)
+        self._on_change(change)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def conditions(self) -> dict[str, Any]:
+        """Return what a lowered limit depends on; with another of them it is found again."""
+        return {
+            "bound": self.max_batch_size,
+            "micro_batch_size": self._micro_batch_size,
+            "micro_batch_tokens": self._micro_batch_tokens,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values."""
+        return {
+            **self.conditions(),
+            "throughput": self.throughput and asdict(self.throughput),
+            "tried_length": self.tried_length,
+            "num_out_of_memory": self.num_out_of_memory,
+            "cost": self._cost and asdict(self._cost),
+            **self._lowered.state_dict(),
+        }
+
+    def load_search(self, state: Mapping[str, Any]) -> None:
+        """Take the maximum batch size of a saved state, where none was found since."""
+        if self.max_batch_size is None and state["bound"] is not None:
+            self.max_batch_size = state["bound"]
+            self.tried_length = state["tried_length"]
+
+    def load_throughput(self, state: Mapping[str, Any], *, kind: str | None) -> None:
+        """Cut steps as the saved run did, which had found what is fastest.
+
+        Args:
+            state: saved state.
+            kind: layout that is written now; None for any. Another one than the saved counts more.
+        """
+        saved = state["throughput"]
+        if saved and kind in (None, saved["kind"]):
+            self._choose(Throughput.from_dict(saved))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state, after a maximum was found or without one.
+
+        A lowered limit is kept where it was lowered from the same maximum under the same settings,
+        and grows back from there.
+        """
+        self.num_out_of_memory = state["num_out_of_memory"]
+        self._lowered.forget()
+        if any(state[key] != value for key, value in self.conditions().items()):
+            return
+        self._lowered.load_state_dict(state)
+        if self._cost is None and state["cost"]:
+            # A search that was made now knows it better.
+            self._cost = LimitCost(**state["cost"])
+
+
+def _limit(saved: Mapping[str, Any] | None) -> MicroBatchLimit | None:
+    return MicroBatchLimit(**saved) if saved else None
