@@ -111,7 +111,7 @@ def first_gradient(recipe: AdaptiveFullFinetuneRecipe, case: Case) -> torch.Tens
     """Of the first step, which is then forgotten."""
     rows = [recipe.data.dataset[row] for row in recipe.planner.sampler.order(0)[:STEP_ROWS].tolist()]
     torch.manual_seed(case.seed)
-    recipe.trainer.runner.run(rows[::-1] if case.reversed_rows else rows)
+    recipe.trainer.runner.run(rows[::-1] if case.reversed_rows else rows, recipe.planner.batch_size)
     gradient = joined(parameter.grad for parameter in recipe.trainer.model.parameters())
     recipe.trainer.optimizer.zero_grad(set_to_none=True)
     return gradient

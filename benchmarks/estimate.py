@@ -41,7 +41,7 @@ from adaptive_batch.probe import Trial
 from adaptive_batch.torchtune import config_path, estimate_devices, set_up_terminal, shipped_configs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.model_families import BoundByEach, Combination, RealRun, found, peaks_on_ranks, tried
+from support.model_families import Combination, RealRun, found, peaks_on_ranks, searched, tried
 from support.ranks import run_on_ranks
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -463,7 +463,7 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
         try:
             with real_run(combination, **limits) as run:
                 allocated = noting(run) if on_cuda else {}
-                result = found(run, BoundByEach(run, Doubling(maximum=maximum)))
+                result = searched(run, Doubling(maximum=maximum))
             seconds = time.perf_counter() - start
             with real_run(combination, **limits) as run:
                 probe = found(run)

@@ -185,7 +185,7 @@ class Population:
         gradients, labels = [], []
         for row in tqdm(rows, desc="gradients", leave=False):
             trainer.model.zero_grad()
-            num_labels = float(trainer.runner.run([row]).label_tokens)
+            num_labels = float(trainer.runner.run([row], 1).label_tokens)
             mean = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
             gradients.append(mean * num_labels)
             labels.append(num_labels)
@@ -281,7 +281,7 @@ def train(recipe: AdaptiveFullFinetuneRecipe, steps: int, big: int = 16) -> None
     trainer, dataset = recipe.trainer, recipe.data.dataset
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(SEED)).tolist()
     for step in tqdm(range(steps), desc="training", leave=False):
-        trainer.runner.run([dataset[row] for row in order[step * big : (step + 1) * big]])
+        trainer.runner.run([dataset[row] for row in order[step * big : (step + 1) * big]], big)
         trainer.step()
 
 
@@ -299,20 +299,23 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
         trainer, dataset = recipe.trainer, recipe.data.dataset
         step_rows = recipe.cfg.batch_size
         measuring = measuring_runner(recipe)
-        measuring.small_rows = tuple(range(small_batch(step_rows)))
+        small_rows = tuple(range(small_batch(step_rows)))
         of_round = []
         for pair in range(pairs + 5):  # allocators and lazy initialisation
             start = pair * step_rows % (len(dataset) - step_rows)
             rows = [dataset[row] for row in range(start, start + step_rows)]
 
             def plain(rows: list[Any] = rows, trainer: Any = trainer) -> None:
-                trainer.runner.run(rows)
+                trainer.runner.run(rows, len(rows))
                 trainer.step()
 
             def measured(
-                rows: list[Any] = rows, trainer: Any = trainer, measuring: MicroBatchRunner = measuring
+                rows: list[Any] = rows,
+                trainer: Any = trainer,
+                measuring: MicroBatchRunner = measuring,
+                small_rows: tuple[int, ...] = small_rows,
             ) -> None:
-                sample = measuring.run(rows).noise
+                sample = measuring.run(rows, len(rows), small_rows=small_rows).noise
                 assert sample is not None
                 trainer.step()
                 scale.update(sample)
@@ -348,8 +351,8 @@ def measuring_runner(recipe: AdaptiveFullFinetuneRecipe) -> MicroBatchRunner:
     return MicroBatchRunner(
         runner.model,
         runner.loss,
-        retry=runner.retry,
-        layout=runner.layout,
+        runner.sizer,
+        memory=runner.retry.memory,
         max_grad_norm=recipe.settings.clip_grad_norm,
         measures_noise=True,
     )

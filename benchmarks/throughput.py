@@ -216,7 +216,7 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
         assert steps[-1]["tokens_seen"] == tokens
         micro_batches = sum(step["micro_batches"] for step in steps)
         padded = sum(n / (1 - step["padding_fraction"]) for n, step in zip(of_steps, steps, strict=True))
-        found |= {"limit": str(run.recipe.trainer.runner.sizer.limit()), "search": run.search()}
+        found |= {"limit": str(run.recipe.planner.limit), "search": run.search()}
     columns = torch.tensor([of_steps, seconds, cpu_seconds], dtype=torch.float64)
     found["turns"] = columns.view(3, -1, run.steps_per_turn).sum(-1).T[WARM_UP:].tolist()
     return found | {

@@ -15,6 +15,7 @@ from .epoch_planner import Batching, EpochPlanner, plan_token_batches
 from .lengths import Measured, count_rows, longest_rows, measure_rows, row_lengths
 from .micro_batches import (
     KINDS,
+    NO_LIMIT,
     UNIFORM,
     MicroBatch,
     MicroBatchLayout,
@@ -34,6 +35,7 @@ __all__ = [
     "IGNORE_INDEX",
     "KINDS",
     "LONG_ROWS",
+    "NO_LIMIT",
     "ORDERS",
     "UNIFORM",
     "Batching",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -13,6 +14,7 @@ from adaptive_batch._util import count, round_up
 Row = TypeVar("Row")
 
 UNIFORM = ("rows", "lengths", "both")
+NO_LIMIT = sys.maxsize
 KINDS = ("padded", "grouped", "packed")
 
 
@@ -21,7 +23,7 @@ class MicroBatchLimit:
     """What one micro-batch may hold.
 
     Attributes:
-        amount: how much, 1 or more.
+        amount: how much, 1 or more; :data:`NO_LIMIT` for whatever a step has.
         unit: ``rows``, or ``tokens``: padded tokens, rows x longest.
     """
 
@@ -29,6 +31,8 @@ class MicroBatchLimit:
     unit: str = "rows"
 
     def __str__(self) -> str:
+        if self.amount == NO_LIMIT:
+            return f"all {self.unit}"
         return count(self.amount, {"rows": "row", "tokens": "padded token"}[self.unit])
 
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:

@@ -75,7 +75,7 @@ class DryRun:
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
-        steps: Callable[[int], Iterator[list[Callable[[], object]]]] | None = None,
+        steps: Callable[[int], Iterator[Sequence[Callable[[], None]]]] | None = None,
         remedies: str = MEMORY_REMEDIES,
     ) -> None:
         self.budget_bytes = budget_bytes
@@ -165,7 +165,7 @@ class DryRun:
             else [each / 1e9 for each in distributed.all_reduce_max([int(1e9 * s) for s in seconds])]
         )
 
-    def _run_steps(self, steps: Iterator[list[Callable[[], object]]]) -> None:
+    def _run_steps(self, steps: Iterator[Sequence[Callable[[], None]]]) -> None:
         for micro_batches in steps:
             for forward_backward in micro_batches:
                 forward_backward()

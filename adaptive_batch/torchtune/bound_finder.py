@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -21,10 +21,18 @@ from adaptive_batch._util import count, fingerprint, format_bytes
 from adaptive_batch.data import EpochPlanner, longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import DeviceMemory, MemoryCurve, RandomState, budget_bytes
-from adaptive_batch.probe import CachedCurve, ProbeResult, Search, load_latest, load_result, save_result
+from adaptive_batch.memory import MemoryCurve, RandomState, budget_bytes
+from adaptive_batch.probe import CachedCurve, ProbeResult, load_latest, load_result, save_result
 from adaptive_batch.schedules import Progress
-from adaptive_batch.training import Choices, MaxBatchSearch, WorstRows
+from adaptive_batch.training import (
+    BoundSearch,
+    Choices,
+    Evaluation,
+    ProbeOptions,
+    TriedRows,
+    WorstRows,
+    find_in_step,
+)
 
 from .config_errors import as_dict
 from .data import Data
@@ -185,18 +193,29 @@ class BoundFinder:
         step_rows = batch_size * settings.gradient_accumulation_steps
         several = self.has_several or (settings.gradient_accumulation_steps > 1 and not self._fits_whole_step)
         choices = self._choices(trainer) if chooses else None
-        first = self._of_rows_of(trainer, length, accumulates=several, choices=choices)
-        if several or step_rows <= first.max_batch_size or not (keeps_batch or self._fits_whole_step):
-            return [first]
-        if settings.optimizer_in_bwd:
+
+        def find(accumulates: bool) -> ProbeResult:
+            is_first = accumulates == several
+            return self._of_rows_of(trainer, length, accumulates=accumulates, choices=choices if is_first else None)
+
+        def check_it_splits(first: ProbeResult) -> None:
+            if not settings.optimizer_in_bwd:
+                return
             whose = "the checkpoint's batch_size" if keeps_batch else "batch_size"
             raise SettingError(
                 "optimizer_in_bwd",
                 True,
                 f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and cannot be split into "
-                "micro-batches; take a smaller one or more memory, or start anew with optimizer_in_bwd=False",
+                "micro-batches; take a smaller one or more memory, or start again with optimizer_in_bwd=False",
             )
-        return [first, self._of_rows_of(trainer, length, accumulates=True)]
+
+        is_kept = keeps_batch or self._fits_whole_step
+        return find_in_step(
+            find,
+            accumulates=several,
+            step_rows=step_rows if is_kept else None,
+            before_splitting=check_it_splits,
+        )
 
     def _of_rows_of(
         self, trainer: Trainer, length: int | str, *, accumulates: bool, choices: Choices | None = None
@@ -208,7 +227,7 @@ class BoundFinder:
             maximum=self.most_rows,
             accumulates=accumulates,
             rounds=rounds,
-            path=self.path,
+            keeps_result=True,
             choices=choices,
         )
 
@@ -284,9 +303,6 @@ class BoundFinder:
         name = f"one row of {count(tokens, 'token')} of dataset_val, even without gradients,"
         return self._find(trainer, WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
 
-    # Builds another search than the one that is configured; None for that.
-    _choose: Callable[..., Search] | None = None
-
     def _find(
         self,
         trainer: Trainer,
@@ -296,71 +312,51 @@ class BoundFinder:
         accumulates: bool,
         rounds: bool = False,
         evaluates: bool = False,
-        path: Path | None = None,
+        keeps_result: bool = False,
         choices: Choices | None = None,
     ) -> ProbeResult:
-        data, probe, runner = self._data, self.settings.probe, trainer.runner
-        maximum = distributed.minimum(maximum)
-        shapes = self._shapes_of(rows)
-        curve = CachedCurve(self._curve_name(rows.length, shapes, accumulates, evaluates), on=probe.cache)
-
-        def fingerprint_of(budget: int) -> str:
-            allocator = [runner.retry.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
-            # what is available moves a little from run to run; a bound is worth the same within a hundredth of it
-            about = round(math.log(max(1, budget), 1.01))
-            return fingerprint(
-                settings_name(self._job, self._data, rows.length),
-                allocator,
-                maximum,
-                accumulates,
-                rounds,
-                shapes,
-                about,
-                choices and asdict(choices),
-            )
-
-        def expected() -> MemoryCurve | None:
-            known = curve.read()
-            if (
-                known is None
-                and (known := self._estimated_curve(runner.retry.memory, rows, accumulates, evaluates)) is not None
-            ):
-                curve.write(known)
-            return known
-
-        def known(budget: int) -> ProbeResult | None:
-            return load_result(path, fingerprint=fingerprint_of(budget)) if path and probe.cache else None
-
-        def evaluate(tried: list[Any]) -> object:
-            length = data.shapes_val.padded(rows.length)
-            return runner.evaluate(tried, loss=data.loss_val(runner.loss), length=length, is_trial=True)
-
-        result = MaxBatchSearch(
-            runner,
-            trainer.in_backward or trainer.optimizer,
-            device_memory=probe.device_memory,
-            headroom=probe.headroom,
-            search=self._choose or probe.search,
-            keeps_gradients=not self.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1,
-            key="probe.device_memory",
-            time_limit=self.limit,
-        ).find(
-            rows,
-            maximum=maximum,
-            accumulates=accumulates,
+        probe = self.settings.probe
+        options = ProbeOptions(
+            probe.device_memory,
+            probe.headroom,
+            distributed.minimum(maximum),
+            probe.search,
             round_to_power_of_two=rounds,
-            evaluate=evaluate if evaluates else None,
-            trained=self._trials[probe.sequence_length] if evaluates else None,
-            known=known,
-            expected=expected,
-            choices=choices,
+            memory_key="probe.device_memory",
         )
-        if not result.from_cache:
-            curve.learn(result.trials)
-            if path and distributed.is_rank_zero():
-                name, settings = fingerprint_of(result.budget_bytes), settings_name(self._job, self._data, rows.length)
-                save_result(result, path, fingerprint=name, settings=settings)
+        conditions = [options.maximum, accumulates, rounds, self._shapes_of(rows), choices and asdict(choices)]
+        curve_name = self._curve_name(rows.length, conditions[3], accumulates, evaluates)
+        cache = _Cache(
+            self._job,
+            self._data,
+            rows,
+            conditions,
+            CachedCurve(curve_name, on=probe.cache),
+            estimates=not evaluates,
+            path=self.path if keeps_result else None,
+        )
+        evaluation = None
+        if evaluates:
+            evaluation = Evaluation(partial(self._evaluate, trainer, rows), self._trials[probe.sequence_length])
+        keeps_gradients = not self.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1
+        tried = TriedRows(trainer.runner, trainer.in_backward or trainer.optimizer, keeps_gradients=keeps_gradients)
+        result = BoundSearch(
+            tried,
+            rows,
+            options,
+            accumulates=accumulates,
+            evaluation=evaluation,
+            cache=cache,
+            choices=choices,
+            time_limit=self.limit,
+        ).run()
+        cache.learn(result)
         return result
+
+    def _evaluate(self, trainer: Trainer, rows: WorstRows, tried: list[Any]) -> object:
+        data, runner = self._data, trainer.runner
+        length = data.shapes_val.padded(rows.length)
+        return runner.evaluate(tried, loss=data.loss_val(runner.loss), length=length, is_trial=True)
 
     def _curve_name(self, tokens: int, shapes: Any, accumulates: bool, evaluates: bool) -> str:
         """Return a name for everything that a peak depends on, whatever may be used."""
@@ -379,23 +375,6 @@ class BoundFinder:
         shapes = _shapes(self._data.collate(rows.first(1)))
         random_state.restore()
         return shapes
-
-    def _estimated_curve(
-        self, memory: DeviceMemory, rows: WorstRows, accumulates: bool, evaluates: bool
-    ) -> MemoryCurve | None:
-        """Return the estimate of peaks that are not counted; None where there can be none, and where two trials tell."""
-        job, probe = self._job, self.settings.probe
-        is_counted = memory.granularity_bytes == 1
-        if is_counted or evaluates or distributed.world_size() > 1 or probe.search != "predict" or not probe.cache:
-            return None
-        start = time.perf_counter()
-        try:
-            curve = expected_curve(job.cfg, self.settings, rows.first, accumulates=accumulates, builder=job.builder)
-        except Exception as error:  # it only shortens the search
-            log.info("searching without an estimate, which could not be made: %s: %s", type(error).__name__, error)
-            return None
-        log.info("estimated on fake tensors in %.1f s what trials should peak at", time.perf_counter() - start)
-        return curve
 
     def limit(self, doing: str) -> AbstractContextManager[object]:
         """Within its context all ranks end where one does not come to the end of its trial in time."""
@@ -440,6 +419,87 @@ class BoundFinder:
         divisible = data.shapes.uniform in ("rows", "both")
         epochs = EpochPlanner(data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible)
         return [i for i in epochs.order(Progress()).tolist() if int(data.dataset.lengths[i]) <= longest]
+
+
+class _Cache:
+    """What earlier searches of the same trials have shown: bounds in ``probe.json``, peaks in a curve.
+
+    Args:
+        job: job of the run.
+        data: rows of the run.
+        rows: rows of the trials.
+        conditions: what the result depends on beside the settings.
+        curve: curve of the peaks of these trials.
+        estimates: whether the curve may be estimated where it is not known.
+        path: file of the results; None keeps none.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        rows: WorstRows,
+        conditions: list[Any],
+        curve: CachedCurve,
+        *,
+        estimates: bool,
+        path: Path | None,
+    ) -> None:
+        self._job = job
+        self._rows = rows
+        self._conditions = conditions
+        self._curve = curve
+        self._estimates = estimates
+        self._path = path if job.settings.probe.cache else None
+        self._writes = path
+        self._settings = settings_name(job, data, rows.length)
+
+    def known(self, budget: int) -> ProbeResult | None:
+        """Return what was found within about the same budget, in bytes."""
+        return load_result(self._path, fingerprint=self._name(budget)) if self._path else None
+
+    def expected(self) -> MemoryCurve | None:
+        """Return the curve of earlier trials, or else the estimate of it."""
+        known = self._curve.read()
+        if known is None:
+            known = self._estimate()
+            if known is not None:
+                self._curve.write(known)
+        return known
+
+    def learn(self, result: ProbeResult) -> None:
+        """Keep what a search has found, unless it was known."""
+        if result.from_cache:
+            return
+        self._curve.learn(result.trials)
+        if self._writes and distributed.is_rank_zero():
+            save_result(result, self._writes, fingerprint=self._name(result.budget_bytes), settings=self._settings)
+
+    def _name(self, budget: int) -> str:
+        allocator = [self._job.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
+        # What is available moves a little from run to run; a bound is worth the same within a hundredth of it.
+        about = round(math.log(max(1, budget), 1.01))
+        return fingerprint(self._settings, allocator, *self._conditions, about)
+
+    def _estimate(self) -> MemoryCurve | None:
+        """Return the estimate of peaks that are not counted; None where there can be none, and where two trials tell."""
+        job, probe = self._job, self._job.settings.probe
+        is_counted = job.memory.granularity_bytes == 1
+        if is_counted or not self._estimates or distributed.world_size() > 1:
+            return None
+        if probe.search != "predict" or not probe.cache:
+            return None
+        start = time.perf_counter()
+        accumulates = self._conditions[1]
+        try:
+            curve = expected_curve(
+                job.cfg, job.settings, self._rows.first, accumulates=accumulates, builder=job.builder
+            )
+        except Exception as error:  # it only shortens the search
+            log.info("searching without an estimate, which could not be made: %s: %s", type(error).__name__, error)
+            return None
+        log.info("estimated on fake tensors in %.1f s what trials should peak at", time.perf_counter() - start)
+        return curve
 
 
 def settings_name(job: Job, data: Data, tokens: int = 0) -> str:

@@ -190,7 +190,7 @@ class TrainingPreview:
             )
 
     def _num_micro_batches(self, rows: list[int], limit: MicroBatchLimit) -> int:
-        if limit.amount == 0:  # what fits is not known
+        if self._sizer.waits_for_search:
             return 1
         mine = self._batches.rows_of_rank(rows, limit)
         lengths = self._data.dataset.lengths[[rows[position] for position in mine]].tolist()

@@ -1,41 +1,52 @@
 """The training loop: micro-batches, retry after running out of memory, evaluation, `AdaptiveLoop`."""
 
+from .adaptive_step import AdaptiveStep
 from .agreement import Question, differences, same_answers
+from .bound_search import BoundSearch, ProbeOptions, find_in_step, find_max_batch_size
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop, Sampling, StepOptions
-from .max_batch_search import MaxBatchSearch
-from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, count_shifted_labels
+from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, TriedRows, count_shifted_labels
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
 from .packing import pack_rows, rows_apart, why_not_packed
+from .parts import Part, SplitBatch
 from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step_rate import StepRate
-from .throughput_search import Choices, WorstRows
+from .throughput_search import Choices
+from .trials import Evaluation, WorstRows
 
 __all__ = [
     "ON_NONFINITE_LOSS",
     "AdaptiveLoop",
+    "AdaptiveStep",
+    "BoundSearch",
     "Choices",
+    "Evaluation",
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",
-    "MaxBatchSearch",
     "MicroBatchRunner",
     "MicroBatchSizer",
     "NonfiniteSteps",
     "OOMPolicy",
     "OOMRetry",
+    "Part",
+    "ProbeOptions",
     "Question",
     "RowLoss",
     "Sampling",
+    "SplitBatch",
     "StepOptions",
     "StepRate",
     "StepResult",
+    "TriedRows",
     "WorstRows",
     "count_shifted_labels",
     "differences",
+    "find_in_step",
+    "find_max_batch_size",
     "has_batch_norm",
     "norm_to_clip",
     "pack_rows",

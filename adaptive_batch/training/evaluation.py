@@ -6,17 +6,15 @@ With several ranks each evaluates its own rows, and all run the same number of m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
-
-from torch import nn
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 
 from .micro_batch_runner import MicroBatchRunner, RowLoss
+from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
 
@@ -56,7 +54,7 @@ class Evaluator:
         """
         loss_sum = 0.0
         label_tokens = 0
-        with _evaluation_mode(self._runner.model):
+        with evaluation_mode(self._runner.model):
             unread = iter(rows)
             chunk = self._read(unread)
             while distributed.any_of_ranks(bool(chunk)):
@@ -121,15 +119,3 @@ class Evaluator:
         training = self._runner.sizer.layout
         kind = "padded" if self._loss.pack is None else training.kind
         return self._sizer.layout.of_kind(kind, time=training.time)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode; afterwards each module is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -62,8 +62,8 @@ from adaptive_batch.schedules import (
 )
 
 from .agreement import Question
-from .max_batch_search import MaxBatchSearch
-from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult
+from .bound_search import BoundSearch, ProbeOptions, find_in_step
+from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, TriedRows
 from .model_checks import (
     check_gradients_are_clear,
     check_parameters,
@@ -71,13 +71,14 @@ from .model_checks import (
     has_batch_norm,
     is_compiled,
     is_replicated,
-    whole_count,
 )
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .packing import pack_rows
+from .parts import whole_count
 from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step_rate import StepRate
-from .throughput_search import Choices, WorstRows
+from .throughput_search import Choices
+from .trials import WorstRows
 
 log = logging.getLogger("adaptive_batch")
 
@@ -354,7 +355,7 @@ class AdaptiveLoop:
             collate=lambda rows, length: {"batch": collate([dict(row) if type(row) is dict else row for row in rows])},
             to_device=lambda batch: batch.update(batch=to_device(batch["batch"])),
             mean_loss=lambda batch: check_loss(mean_loss(batch.pop("batch"))),
-            count_labels=lambda batch: whole_count(self._num_labels(batch["batch"])),
+            count_labels=lambda batch: torch.tensor(whole_count(self._num_labels(batch["batch"]))),
             row_length=self._rows.length,
             num_real_tokens=self._rows.length,
             dummy_row=lambda: self._labelled_row,
@@ -409,35 +410,27 @@ class AdaptiveLoop:
         self._rate.restore()  # of a step that was left out: a trial is none of training's steps
         reshard(self._model)
         ranks, rows = distributed.data_parallel_size(), self._rows
-        search = MaxBatchSearch(
-            self._runner,
-            self._optimizer,
-            device_memory=device_memory,
-            headroom=headroom,
-            keeps_gradients=self._keeps_gradients,
-        )
+        tried = TriedRows(self._runner, self._optimizer, keeps_gradients=self._keeps_gradients)
         random_state = RandomState(self._runner.retry.memory.device)  # reading a row of some datasets draws from it
         (longest,) = rows.longest(1)
         choices = self._choices() if objective == "throughput" else None
         random_state.restore()
-        find = partial(
-            search.find,
-            WorstRows(rows.longest, rows.length(longest), rows.describe(longest), self._rows_in_order()),
-            maximum=min(maximum, max(1, len(rows) // ranks)),
-            round_to_power_of_two=round_to_power_of_two,
-            choices=choices,
-        )
+        worst = WorstRows(rows.longest, rows.length(longest), rows.describe(longest), self._rows_in_order())
+        most = min(maximum, max(1, len(rows) // ranks))
+        options = ProbeOptions(device_memory, headroom, most, round_to_power_of_two=round_to_power_of_two)
         # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
         splits = self._steps.batching.grow_beyond_maximum or self._sizer.splits or self._steps.ranks > ranks
+
+        def find(accumulates: bool) -> ProbeResult:
+            if accumulates and self._keeps_gradients:
+                self._learn_collectives()  # what is kept can be dropped once FSDP has run
+            return BoundSearch(tried, worst, options, accumulates=accumulates, choices=choices).run()
+
         try:
-            found = None if splits else find(accumulates=False)
-            if found is None or self._rows_at_most(self.batch_size) > found.max_batch_size:
-                splits = True
-                if self._keeps_gradients:
-                    self._learn_collectives()  # what is kept can be dropped once FSDP has run
-                found = find(accumulates=True)
+            results = find_in_step(find, accumulates=splits, step_rows=self._rows_at_most(self.batch_size))
         finally:
             rows.forget()
+        found, splits = results[-1], splits or len(results) > 1
         self._sizer.found(found)
         self._bound_accumulates = splits
         return found

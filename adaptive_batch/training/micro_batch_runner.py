@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES
-from adaptive_batch.memory import DeviceMemory, is_out_of_memory
+from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, is_out_of_memory
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
 from .agreement import Division, Question, agree_on_step
@@ -440,6 +441,46 @@ class MicroBatchRunner:
         self.sharding.reset()
         for parameter in self.model.parameters():
             parameter.grad = None
+
+
+class TriedRows:
+    """The step of a runner, as a search tries it.
+
+    Args:
+        runner: runs the micro-batches of training.
+        optimizer: optimizer of its model's parameters, or the optimizers in backward.
+        keeps_gradients: whether unsharded gradients are there between the micro-batches of a step.
+    """
+
+    def __init__(
+        self, runner: MicroBatchRunner, optimizer: Optimizer | OptimizerInBackward, *, keeps_gradients: bool = False
+    ) -> None:
+        self._runner = runner
+        self.optimizer = optimizer
+        self.keeps_gradients = keeps_gradients
+        self.model = runner.model
+        self.memory = runner.retry.memory
+        self.sharding = runner.sharding
+        self.sizer = runner.sizer
+        self.remedies = runner.retry.remedies
+
+    def try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
+        """Run forward and backward of some rows at once."""
+        self._runner.try_rows(rows, is_last=is_last)
+
+    def step(self) -> None:
+        """Clip the gradients as configured, and step the optimizer."""
+        self._runner.clip()
+        assert isinstance(self.optimizer, Optimizer)
+        self.optimizer.step()
+
+    def keep_gradients(self, rows: Sequence[Row]) -> None:
+        """Leave the unsharded gradients that are there in mid-step."""
+        self._runner.keep_gradients(rows)
+
+    def row_length(self, row: Row) -> int:
+        """Return the tokens of a row."""
+        return self._runner.loss.row_length(row)
 
 
 def _split(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,6 +27,18 @@ def has_batch_norm(model: nn.Module) -> bool:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether the model, or a part of it, is compiled."""
     return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules())
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode; afterwards each module is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def check_parameters(model: object, optimizer: object) -> None:
@@ -135,12 +147,3 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
             "or call model.zero_grad() after each step"
         )
     raise ValueError(f"gradients are there before a step: {remedy}")
-
-
-def whole_count(count: Any) -> torch.Tensor:
-    """What `num_labels` has answered, if it is a whole number."""
-    tensor = torch.as_tensor(count)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
-        remedy = "give a function that returns a whole number: how many labels are averaged over"
-        raise SettingError("num_labels", count, remedy)
-    return tensor.to(torch.int64)

@@ -70,6 +70,10 @@ class OOMRetry:
         """Whether this rank has run out of memory in the current attempt."""
         return self._error is not None
 
+    def forget_failure(self) -> None:
+        """Take it that the current attempt has not failed, where a failure is an answer."""
+        self._error = None
+
     def run(
         self,
         attempt: Callable[[MicroBatchLimit], Result],

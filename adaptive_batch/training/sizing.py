@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, rows_fit
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, wanted_bytes
 from adaptive_batch.probe import ProbeResult, Throughput
@@ -305,7 +305,10 @@ class MicroBatchSizer:
     # --- what may run at once ---------------------------------------------------------------------
 
     def limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return what a micro-batch may hold now, at a batch size; 0 where it is still unknown."""
+        """Return what a micro-batch may hold now, at a batch size.
+
+        Before a search ``auto`` is without a limit, see :attr:`waits_for_search`.
+        """
         configured = self._configured_limit(batch_size)
         lowered = self._lowered.current
         if lowered is not None and lowered.amount < configured.amount:
@@ -315,12 +318,15 @@ class MicroBatchSizer:
     def _configured_limit(self, batch_size: int) -> MicroBatchLimit:
         if self.throughput is not None:
             return self.throughput.limit
+        if self.waits_for_search:
+            return MicroBatchLimit(NO_LIMIT, "tokens" if self._micro_batch_tokens else "rows")
         if self._micro_batch_tokens == "auto":
             return MicroBatchLimit(self._tried_tokens, "tokens")
         if self._micro_batch_tokens is not None:
             return MicroBatchLimit(int(self._micro_batch_tokens), "tokens")
         if self._micro_batch_size == "auto":
-            return MicroBatchLimit(self.max_batch_size or 0)
+            assert self.max_batch_size is not None
+            return MicroBatchLimit(self.max_batch_size)
         if self._micro_batch_size is not None:
             return MicroBatchLimit(int(self._micro_batch_size))
         return MicroBatchLimit(min(batch_size, self.max_batch_size or batch_size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -11,29 +11,12 @@ from typing import Any
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput
 
-from .micro_batch_runner import MicroBatchRunner
+from .trials import TriedStep, WorstRows
 
 _MODELLED_ROWS = 256  # of training, at least, whose micro-batches are modelled
 _ROUNDS = 2  # that a timed micro-batch runs; the faster counts
 _TIMED = 10  # samples that are timed in the seconds that a search may take
 _LEAST_TOKENS = 1024  # of a sample: fewer say little
-
-
-@dataclass(frozen=True)
-class WorstRows:
-    """The rows of trials: the longest that training may meet.
-
-    Attributes:
-        first: returns that many of them, longest first.
-        length: tokens of the longest.
-        name: what an error calls a single one.
-        in_order: rows in the order in which training takes them: any number from any position on; None where it has no order.
-    """
-
-    first: Callable[[int], list[Any]]
-    length: int
-    name: str
-    in_order: Callable[[int, int], list[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,30 +38,26 @@ class ThroughputSearch:
     """Finds what trains most real tokens a second.
 
     Args:
-        runner: runs the micro-batches of training.
+        tried: step of training that trials run.
         dry_run: entered; measures and undoes what runs.
-        step: clips, and steps the optimizer.
-        choices: what it chooses from.
-        worst: the rows of trials, with those of training in their order.
+        choices: layouts to choose from.
+        worst: rows of trials, with those of training in their order.
     """
 
-    def __init__(
-        self,
-        runner: MicroBatchRunner,
-        dry_run: DryRun,
-        step: Callable[[], object],
-        choices: Choices,
-        worst: WorstRows,
-    ) -> None:
+    def __init__(self, tried: TriedStep, dry_run: DryRun, choices: Choices, worst: WorstRows) -> None:
         assert worst.in_order is not None, "rows of no order are not trained on"
-        self._runner, self._dry_run, self._step, self._choices, self._worst = runner, dry_run, step, choices, worst
-        self._in_order, self._layout = worst.in_order, runner.sizer.layout
+        self._tried = tried
+        self._dry_run = dry_run
+        self._choices = choices
+        self._worst = worst
+        self._in_order = worst.in_order
+        self._layout = tried.sizer.layout
 
     def __call__(self, bound: int, *, seconds: float) -> Throughput | None:
         """Find it, among what holds no more than `bound` of the longest rows, in about so many seconds; None where nothing else fits."""
         step_rows, before = self._choices.step_rows or bound, self._layout
         steps = [self._in_order(step * step_rows, step_rows) for step in range(max(1, _MODELLED_ROWS // step_rows))]
-        lengths = [list(map(self._runner.loss.row_length, rows)) for rows in steps]
+        lengths = [list(map(self._tried.row_length, rows)) for rows in steps]
         layouts = [replace(before, kind=kind) for kind in self._choices.kinds]
         longest, capacity = before.padded(self._worst.length), dict.fromkeys(self._choices.kinds, bound)
 
@@ -92,7 +71,7 @@ class ThroughputSearch:
 
         pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
         (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
-        of_step = self._dry_run.time([partial(self._runner.try_rows, steps[0][:1]), self._step])
+        of_step = self._dry_run.time([partial(self._tried.try_rows, steps[0][:1]), self._tried.step])
         if warm is None or of_step is None:
             return None
         tokens = max(_LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm)))
@@ -109,7 +88,7 @@ class ThroughputSearch:
             if (fastest := search()) is None:
                 return None
             of_longest = fastest.limit.amount // (1 if fastest.limit.unit == "rows" else longest)
-            with self._runner.sizer.trying(before.of_kind(fastest.kind, time=fastest.time)):
+            with self._tried.sizer.trying(before.of_kind(fastest.kind, time=fastest.time)):
                 trial = self._dry_run(of_longest)
             if trial.fits:
                 return fastest.with_peak(trial.peak_bytes)
@@ -124,10 +103,10 @@ class ThroughputSearch:
                 if (before := taken[number]) is None:
                     continue
                 last = len(of_layout)
-                with self._runner.sizer.trying(layout):
+                with self._tried.sizer.trying(layout):
                     seconds = self._dry_run.time(
                         [
-                            partial(self._runner.try_rows, [sample[row] for row in piece.rows], is_last=place == last)
+                            partial(self._tried.try_rows, [sample[row] for row in piece.rows], is_last=place == last)
                             for place, piece in enumerate(of_layout, start=1)
                         ]
                     )

@@ -22,6 +22,7 @@ from adaptive_batch.data import Measured
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer, estimate_devices
+from adaptive_batch.training import BoundSearch, ProbeOptions, TriedRows
 
 _NARROW = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "intermediate_dim": 160, "max_seq_len": 256}
 _GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}
@@ -159,7 +160,7 @@ class RealRun:
             row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": spans}
         self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
         self.data.dataset._measured = Measured(torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3))
-        self.trainer = Trainer.load(job, self.data, RandomWeights(job))
+        self.trainer = Trainer.load(job, self.data, RandomWeights(job), self.data.new_sizer())
 
 
 class RandomWeights:
@@ -212,28 +213,32 @@ class EachSize:
         return max((trial.batch_size for trial in self.tried if trial.fits), default=0)
 
 
-class BoundByEach(BoundFinder):
-    """The recipes' search with another choice of sizes."""
-
-    def __init__(self, run: RealRun, search: Search) -> None:
-        super().__init__(run.job, run.data)
-        self._each = search
-
-    def _choose(self, **options: Any) -> Search:
-        return self._each
-
-
 def tried(run: RealRun, sizes: Sequence[int]) -> ProbeResult:
-    """Trials of those sizes as the recipes run them."""
-    return found(run, BoundByEach(run, EachSize(sizes)))
+    """Run trials of those sizes as the recipes do."""
+    return searched(run, EachSize(sizes))
 
 
-def found(run: RealRun, search: BoundFinder | None = None) -> ProbeResult:
-    """What a search of the longest rows finds."""
-    search = search or BoundFinder(run.job, run.data)
+def searched(run: RealRun, search: Search) -> ProbeResult:
+    """Search the longest rows as the recipes do, by a search that no configuration names."""
+    finder = BoundFinder(run.job, run.data)
+    probe, trainer = run.job.settings.probe, run.trainer
+    tried = TriedRows(trainer.runner, trainer.in_backward or trainer.optimizer)
+    options = ProbeOptions(probe.device_memory, probe.headroom, finder.most_rows)
+    return BoundSearch(
+        tried,
+        finder.rows_of("longest"),
+        options,
+        accumulates=finder.has_several or run.job.settings.gradient_accumulation_steps > 1,
+        build_search=lambda **facts: search,
+    ).run()
+
+
+def found(run: RealRun) -> ProbeResult:
+    """Search the longest rows by the recipes' own search."""
+    finder = BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
-        search.path = Path(folder) / "probe.json"
-        *_, result = search.of_training(run.trainer, length="longest", batch_size=1)
+        finder.path = Path(folder) / "probe.json"
+        *_, result = finder.of_training(run.trainer, length="longest", batch_size=1)
     return result
 
 

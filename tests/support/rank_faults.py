@@ -11,7 +11,7 @@ import torch
 from adaptive_batch.distributed.fsdp import _Recorded
 from adaptive_batch.probe import DryRun
 from adaptive_batch.torchtune import Trainer
-from adaptive_batch.training import MaxBatchSearch, MicroBatchRunner
+from adaptive_batch.training import BoundSearch, MicroBatchRunner
 
 
 def more_than_two_rows_on_rank_one() -> None:
@@ -106,8 +106,8 @@ def no_device_on_rank_one() -> None:
 def less_memory_on_rank_one() -> None:
     """Rank one has half of the memory that is configured."""
     if os.environ["RANK"] == "1":
-        whole = MaxBatchSearch.budget_bytes
-        MaxBatchSearch.budget_bytes = lambda self: whole(self) // 2  # type: ignore[method-assign]
+        whole = BoundSearch.budget_bytes
+        BoundSearch.budget_bytes = lambda self: whole(self) // 2  # type: ignore[method-assign]
 
 
 def _fail(

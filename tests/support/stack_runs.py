@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.runners import HeldSizer
 
 from adaptive_batch.data import Measured, MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
@@ -117,23 +118,23 @@ def train(run: StackRun) -> Outcome:
         lengths = (length, *StackRun.varying(run.combination, 4095, steps=2).steps[0])
     data = Data(job, [row_of(length) for length in lengths], packed=False)
     data.dataset._measured = Measured(torch.tensor([[length, length, 1] for length in lengths]))
-    limit = MicroBatchLimit(max(map(len, run.steps), default=1))
+    sizer = HeldSizer(MicroBatchLimit(max(map(len, run.steps), default=1)), layout=data.shapes, memory=job.memory)
     steps, done, error = run.steps, 0, None
     found: dict[str, int] = {}
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:
-        trainer = Trainer.load(job, data, NoWeights(), limit=lambda: limit)
+        trainer = Trainer.load(job, data, NoWeights(), sizer)
         trainer.model.train()
         if run.probes:
             result = search(BoundFinder(job, data), trainer)
-            limit = MicroBatchLimit(result.max_batch_size)
-            steps = StackRun.varying(run.combination, limit.amount, steps=run.probes).steps
+            sizer.current = MicroBatchLimit(result.max_batch_size)
+            steps = StackRun.varying(run.combination, result.max_batch_size, steps=run.probes).steps
             ooms = sum(not trial.fits for trial in result.trials)
-            found = {"bound": limit.amount, "trials": len(result.trials), "ooms_of_search": ooms}
+            found = {"bound": result.max_batch_size, "trials": len(result.trials), "ooms_of_search": ooms}
         before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()
         for lengths in steps:
-            trainer.runner.run([row_of(length) for length in lengths])
+            trainer.runner.run([row_of(length) for length in lengths], len(lengths))
             trainer.step()
             done += 1
     except Exception as failure:

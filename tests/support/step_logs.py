@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from support.paths import subprocess_environment
+from support.runners import HeldSizer
 from support.stack_runs import NoWeights
 
 from adaptive_batch.data import MicroBatchLimit
@@ -100,9 +101,9 @@ def on_cuda(
     job = Job(cfg, Settings.from_config(cfg), Unloaded() if builder_of(cfg) else None, needs=TO_PLAN)
     data = Data(job, [made_up_row(8, packed=False)], packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
-    trainer = Trainer(job, data, model, limit=lambda: MicroBatchLimit(rows))
+    trainer = Trainer(job, data, model, HeldSizer(MicroBatchLimit(rows), memory=job.memory))
     for _ in range(steps):
-        trainer.runner.run(made_up_rows(rows, tokens) * micro_batches)
+        trainer.runner.run(made_up_rows(rows, tokens) * micro_batches, rows)
         trainer.step()
     log, numbers, count = array("q"), {}, 0
     streams: dict[int, int] = {torch.cuda.default_stream().cuda_stream: 0}

@@ -1,0 +1,439 @@
+"""A step of any script: the batch that it has made, split into parts that fit, and run again where memory runs out.
+
+def forward_backward(part):
+    loss = model(**part.batch).loss * part.share
+    loss.backward()
+    return loss.detach()
+
+step = AdaptiveStep(model, forward_backward)
+for batch in loader:
+    losses = step(batch)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batch import distributed
+from adaptive_batch._util import check_whole
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
+from adaptive_batch.probe import ProbeResult
+
+from .agreement import Division, Question, agree_on_step
+from .bound_search import BoundSearch, ProbeOptions, find_in_step
+from .gradients import GradientsApart
+from .model_checks import check_parameters, check_ranks, has_batch_norm, is_compiled, is_replicated
+from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
+from .options import StepOptions
+from .parts import LabelCounter, Part, RowsOfBatch, SplitBatch, Splittable
+from .sizing import LimitChange, MicroBatchSizer
+from .snapshot import StepSnapshot
+from .split_check import SplitCheck
+from .trials import WorstRows
+
+log = logging.getLogger("adaptive_batch")
+
+REMEDIES = (
+    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less state or a chunked loss, "
+    "or allow more memory"
+)
+
+
+class AdaptiveStep:
+    """Calls a function of the script's once for each part of a batch that fits, and again where memory runs out.
+
+    It knows no data, optimizer, rate or scaler: autocast, ``scaler.scale(loss)``, ``accelerator.backward``, clipping and
+    accumulation stay in the script. Gradients of earlier batches are kept; those of a batch are the same, to rounding, whatever
+    it is split into. With one part they have the script's own bits.
+
+    A failed attempt is undone: gradients, random numbers and running statistics are as before it. What else
+    `forward_backward` changes, a metric for instance, it changes in each attempt.
+
+    On several ranks, which must hold a model that `fully_shard` has divided, all call it alike, and retry together.
+
+    Args:
+        model: model on its device.
+        forward_backward: ``forward_backward(part)`` runs forward and backward of ``part.batch``, its mean loss multiplied by
+            ``part.share``; see :class:`Part`. What it returns is collected.
+        micro_batch_size: the most rows of a part: a number, ``auto`` for what :meth:`find_bound` finds, or None for the whole
+            batch.
+        micro_batch_tokens: the most tokens of a part, padding included; not together with `micro_batch_size`. Needs the
+            length of each row, see :class:`RowsOfBatch`, or `split`.
+        split: function that returns :class:`SplitBatch` of a batch: for pairs, sequences along another dimension, states.
+            None splits each tensor by its first dimension.
+        num_labels: function that returns the number of labels that the loss of a batch is a mean over. None counts
+            ``labels`` that are not -100, after the shift by one or before it, as the loss of the first split shows; of a
+            batch without ``labels`` its rows.
+        options: how a step runs.
+
+    Attributes:
+        sizer: decides what a part may hold.
+
+    Raises:
+        SettingError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_backward: Callable[[Part], Any],
+        *,
+        micro_batch_size: int | str | None = None,
+        micro_batch_tokens: int | str | None = None,
+        split: Callable[[Any], SplitBatch] | None = None,
+        num_labels: Callable[[Any], Any] | None = None,
+        options: StepOptions | None = None,
+    ) -> None:
+        options = options or StepOptions()
+        options.check_of_step()
+        check_sizes(micro_batch_size, micro_batch_tokens)
+        for key, function in (("forward_backward", forward_backward), ("split", split), ("num_labels", num_labels)):
+            if not callable(function) and (function is not None or key == "forward_backward"):
+                raise SettingError(key, function, "give a function")
+        if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+            raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
+        self._model = model
+        self._forward_backward = forward_backward
+        self._options = options
+        self._is_compiled = is_compiled(model)
+        self._split_batch = split or partial(RowsOfBatch, trims=not self._is_compiled)
+        self._labels = LabelCounter(num_labels)
+        device = next(model.parameters()).device
+        self._memory = options.memory or device_memory(device, shared_by=distributed.local_world_size())
+        self.sizer = MicroBatchSizer(
+            micro_batch_size=micro_batch_size,
+            micro_batch_tokens=micro_batch_tokens,
+            layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
+            memory=self._memory,
+            policy=options.oom_policy,
+            on_change=_log_change,
+        )
+        self._sharding = Sharding(
+            model, finishes=not is_replicated(model), syncs_every_micro_batch=options.sync_gradients_every_micro_batch
+        )
+        check_ranks(model, is_sharded=self._sharding.is_sharded)
+        self._retries = options.on_out_of_memory == "shrink"
+        self._retry = OOMRetry(
+            self.sizer, memory=self._memory, sharding=self._sharding, retries=self._retries, remedies=REMEDIES
+        )
+        self._snapshot = StepSnapshot(model, self._memory.device)
+        self._check = SplitCheck(
+            model,
+            self._run_trial_part,
+            self._labels,
+            name=getattr(forward_backward, "__name__", type(forward_backward).__name__),
+            memory=self._memory,
+            sharding=self._sharding,
+        )
+        self._is_trial = False
+        # A rank can be brought to the end of a micro-batch whose collectives are known.
+        self._learns_collectives = distributed.world_size() > 1 and self._retries and not self._is_compiled
+        if has_batch_norm(model):
+            log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
+        if self.sizer.waits_for_search:
+            log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
+
+    @classmethod
+    def of(cls, model: nn.Module, **arguments: Any) -> Callable[[Callable[[Part], Any]], AdaptiveStep]:
+        """Return a decorator that makes an AdaptiveStep of a `forward_backward` function."""
+
+        def decorate(forward_backward: Callable[[Part], Any]) -> AdaptiveStep:
+            return cls(model, forward_backward, **arguments)
+
+        return decorate
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether what runs now is a trial or a check of a split, and not training."""
+        return self._is_trial
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
+        return self.sizer.max_batch_size
+
+    # --- a step -----------------------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> list[Any]:
+        """Run forward and backward of a batch, in parts that fit.
+
+        Args:
+            batch: whatever the script has made, on the host or on the device.
+
+        Returns:
+            What `forward_backward` returned, of each part in turn; a part without a label is left out.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: out of memory on this rank where the others cannot be told; end the process.
+            SettingError: the loss of the batch is not the sum of its parts' shares, so that it cannot be split.
+        """
+        rows = self._split_batch(batch)
+        return self.run(rows, batch_size=distributed.maximum(rows.num_rows), question=Question())
+
+    def run(self, rows: Splittable, *, batch_size: int, question: Question) -> list[Any]:
+        """Run a batch that is ready to be split; the rest as when called with a batch.
+
+        Args:
+            rows: rows of this rank.
+            batch_size: rows of the step on the rank that has most, on which the limit may depend.
+            question: what this rank says of the step to the others.
+        """
+        if self._sharding.is_sharded:
+            # A forward of the script's, as in a validation, leaves parameters gathered.
+            self._sharding.reset()
+        self._learn_collectives(rows)
+        divide = partial(self._divide, rows, batch_size)
+        division, _ = agree_on_step(self.sizer, divide, question, fullest=self._retry.current, batch_size=batch_size)
+        if not self._retries:
+            return self._run_parts(rows, division)
+        gradients = GradientsApart(self._model, self._drop_gradients)
+        restore = self._snapshot.take()
+
+        divisions = [division]
+
+        def attempt(limit: MicroBatchLimit) -> list[Any]:
+            # Where memory has run out there are more parts now.
+            current = divisions.pop() if divisions else self._divide(rows, batch_size).agreed()
+            return self._run_parts(rows, current)
+
+        def undo() -> None:
+            gradients.drop_new()
+            restore()
+
+        try:
+            results = self._retry.run(attempt, batch_size=batch_size, undo=undo, doing="in a step")
+        except BaseException:
+            gradients.put_back()
+            raise
+        gradients.add_up()
+        return results
+
+    def _divide(self, rows: Splittable, batch_size: int) -> Division:
+        limit = self.sizer.limit(batch_size)
+        lengths: Sequence[int] = [1] * rows.num_rows
+        if limit.unit == "tokens" or self.sizer.layout.kind == "grouped":
+            if rows.lengths is None:
+                remedy = (
+                    "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or micro_batch_size"
+                )
+                raise SettingError("micro_batch_tokens", limit.amount, remedy)
+            lengths = rows.lengths
+        return Division((micro_batches(lengths, limit, self.sizer.layout),))
+
+    def _run_parts(self, rows: Splittable, division: Division) -> list[Any]:
+        """Run the parts of a batch, on all ranks as many."""
+        (own_pieces,) = division.parts
+        (num_pieces,) = division.counts or (len(own_pieces),)
+        if not num_pieces:
+            return []
+        parts = self._parts(rows, own_pieces, num_pieces)
+        pieces = [*own_pieces, *[None] * (num_pieces - len(own_pieces))]
+        results = []
+
+        def run(number: int) -> None:
+            part = parts[number]
+            # The last reference but the function's own, so that its memory is free when the next one runs.
+            parts[number] = None
+            if part is None and distributed.world_size() == 1:
+                return
+            with self._sharding.micro_batch(is_last=number == num_pieces - 1):
+                if part is not None:
+                    results.append(self._forward_backward(part))
+                else:
+                    self._forward_backward(Part(rows.dummy(), share=0.0, is_last=number == num_pieces - 1))
+
+        idle = MicroBatch([0], 1)
+        reduced = [False] * (num_pieces - 1) + [True]
+        self._retry.run_in_turn(pieces, run, drop=self._drop_gradients, idle=idle, reduced=reduced)
+        if distributed.any_of_ranks(self._retry.has_failed):
+            raise OutOfMemoryElsewhereError
+        return results
+
+    def _parts(self, rows: Splittable, pieces: Sequence[MicroBatch], num_pieces: int) -> list[Part | None]:
+        """Return the parts with their shares, counted before the first backward; None for one that has no label."""
+        batches = [rows.part(piece.rows) for piece in pieces]
+        over_ranks = self._options.count_labels_over == "ranks" and distributed.world_size() > 1
+        if num_pieces == 1 and not over_ranks:
+            return [Part(batch) for batch in batches] or [None]
+        counts = [self._labels.counts(batch, len(piece.rows)) for batch, piece in zip(batches, pieces, strict=True)]
+        if num_pieces > 1 and self._check.is_due(counts):
+            self._check.check(rows, [piece.rows for piece in pieces])
+        labels = [count[self._check.way] for count in counts]
+        total: float = sum(labels)
+        if over_ranks:
+            # FSDP takes the mean over ranks.
+            total = sum(distributed.all_gather(total)) / distributed.world_size()
+        last = max((number for number, count in enumerate(labels) if count), default=0)
+        parts: list[Part | None] = [None] * num_pieces
+        for number, (batch, count) in enumerate(zip(batches, labels, strict=True)):
+            if len(pieces) == 1 and not over_ranks:
+                parts[number] = Part(batch)
+            elif count:
+                parts[number] = Part(batch, share=count / total, is_last=number == last)
+        return parts
+
+    def _drop_gradients(self) -> None:
+        self._sharding.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def _learn_collectives(self, rows: Splittable) -> None:
+        """Once, so that even the first micro-batch can fail on one rank and be brought to its end."""
+        if not self._learns_collectives:
+            return
+        self._learns_collectives = False
+        gradients = GradientsApart(self._model, self._drop_gradients)
+        restore = self._snapshot.take()
+        self._retry.current = MicroBatch([0], 1)
+        try:
+            for is_last in (False, True):
+                self.try_batch(rows.dummy(), is_last=is_last)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._retry.lost(error, "with a single row") from error
+        gradients.put_back()
+        restore()
+
+    def try_batch(self, batch: Any, *, is_last: bool = True) -> None:
+        """Run a batch as one part, as a trial, and forget what it returned."""
+        with self._sharding.micro_batch(is_last=is_last):
+            self._run_trial_part(Part(batch, is_last=is_last, is_trial=True))
+
+    def _run_trial_part(self, part: Part) -> None:
+        self._is_trial = True
+        try:
+            self._forward_backward(part)
+        finally:
+            self._is_trial = False
+
+    # --- what fits --------------------------------------------------------------------------------------------------------
+
+    def find_bound(
+        self,
+        optimizer: Optimizer,
+        sample: Callable[[int], Any],
+        *,
+        device_memory: int | float | str | None = None,
+        headroom: float = 0.05,
+        maximum: int = 4096,
+        batch_size: int | None = None,
+        accumulates: bool = False,
+    ) -> ProbeResult:
+        """Find the most rows whose whole training step fits, and run no more at once; training is left as it was, bit for bit.
+
+        Args:
+            optimizer: optimizer of the model's parameters.
+            sample: function that returns the `n` worst rows as a batch: the longest that training may meet, collated.
+            device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9, or None for what is
+                available.
+            headroom: share of that which is left free.
+            maximum: the most rows that are tried.
+            batch_size: rows of the script's batches; of more than fit, the bound is sought again beside the gradients that a
+                second part meets. None where they fit, or are not known.
+            accumulates: whether the script adds up the gradients of several batches, so that those of earlier ones are there.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+            SettingError: an argument cannot be used, or a configured size is above what fits.
+        """
+        options = ProbeOptions(device_memory, headroom, maximum)
+        check_parameters(self._model, optimizer)
+        tried = _TriedBatch(self, optimizer, accumulates=accumulates)
+        self._memory.check_it_can_be_measured()
+        length = 1
+        if self.sizer.limit(1).unit == "tokens":
+            lengths = self._split_batch(sample(1)).lengths
+            if lengths is None:
+                remedy = (
+                    "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or micro_batch_size"
+                )
+                raise SettingError("micro_batch_tokens", "auto", remedy)
+            length = max(lengths)
+        worst = WorstRows(sample, length, "one row" if length == 1 else f"one row of {length} tokens")
+        results = find_in_step(
+            lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
+            accumulates=accumulates or self.sizer.splits,
+            step_rows=batch_size,
+        )
+        self.sizer.found(results[-1])
+        return results[-1]
+
+    # --- state ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what fits, as plain values; random numbers are the script's to save."""
+        return {"sizer": self.sizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; what :meth:`find_bound` has found since counts more."""
+        self.sizer.load_search(state["sizer"])
+        self.sizer.load_state_dict(state["sizer"])
+
+
+class _TriedBatch:
+    """The step of a script, as a search tries it."""
+
+    keeps_gradients = False
+    remedies = REMEDIES
+
+    def __init__(self, step: AdaptiveStep, optimizer: Optimizer, *, accumulates: bool) -> None:
+        self._step = step
+        self._accumulates = accumulates
+        self.optimizer: Optimizer | OptimizerInBackward = optimizer
+        self.model = step._model
+        self.memory = step._memory
+        self.sharding = step._sharding
+        self.sizer = step.sizer
+
+    def try_rows(self, rows: Any, *, is_last: bool = True) -> None:
+        if not self._accumulates:
+            self._step.try_batch(rows, is_last=is_last)
+            return
+        gradients = GradientsApart(self.model, self._step._drop_gradients)
+        if self.sizer.splits:
+            # From its second part on a batch has gradients of its own beside the earlier ones.
+            gradients.fill_new()
+        self._step.try_batch(rows, is_last=is_last)
+        gradients.add_up()
+
+    def step(self) -> None:
+        assert isinstance(self.optimizer, Optimizer)
+        self.optimizer.step()
+
+    def keep_gradients(self, rows: Any) -> None:
+        self.try_rows(rows, is_last=False)
+
+    def row_length(self, row: Any) -> int:
+        return 1
+
+
+def check_sizes(micro_batch_size: int | str | None, micro_batch_tokens: int | str | None) -> None:
+    """Refuse sizes of a micro-batch that cannot be used.
+
+    Raises:
+        SettingError: naming the key.
+    """
+    if micro_batch_tokens is not None and micro_batch_size is not None:
+        remedy = "micro_batch_size is given too; give one of them"
+        raise SettingError("micro_batch_tokens", micro_batch_tokens, remedy)
+    for key, value in (("micro_batch_size", micro_batch_size), ("micro_batch_tokens", micro_batch_tokens)):
+        if value not in (None, "auto"):
+            check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
+
+
+def _log_change(change: LimitChange) -> None:
+    if distributed.is_rank_zero():
+        log.log(logging.INFO if change.grows else logging.WARNING, "%s", change.describe())

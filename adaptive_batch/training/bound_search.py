@@ -1,0 +1,435 @@
+"""The search for the largest batch whose whole training step fits: one search, whoever asks for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batch import distributed
+from adaptive_batch._util import check_bool, check_share, check_whole, count, format_bytes
+from adaptive_batch.data import micro_batches
+from adaptive_batch.distributed import Sharding, reshard
+from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
+from adaptive_batch.memory import (
+    MemoryCurve,
+    OptimizerInBackward,
+    RandomState,
+    budget_bytes,
+    check_device_memory,
+    device_memory,
+    optimizer_state_tensors,
+    storage_bytes,
+)
+from adaptive_batch.probe import (
+    BinarySearch,
+    DryRun,
+    Halving,
+    Predictive,
+    ProbeResult,
+    Search,
+    Throughput,
+    Trial,
+    run_search,
+    try_again,
+)
+
+from .model_checks import check_parameters, is_compiled
+from .sizing import MicroBatchSizer
+from .throughput_search import Choices, ThroughputSearch
+from .trials import Evaluation, TriedStep, WorstRows
+
+log = logging.getLogger("adaptive_batch")
+
+SEARCHES = ("predict", "binary", "halve")
+
+# Steps of training's own lengths in a trial, after the longest, which fragment the allocator's cache.
+_DRAWN_STEPS = 12
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """How a search goes about it.
+
+    Attributes:
+        device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9, or None for what is
+            available.
+        headroom: share of that which is left free, in [0, 1).
+        maximum: the most rows that are tried.
+        search: ``predict``, ``binary`` or ``halve``.
+        round_to_power_of_two: whether the power of two at or below the bound is tried too; it is then `batch_size` of the
+            result.
+        memory_key: name that errors give to `device_memory`.
+
+    Raises:
+        SettingError: a value cannot be used.
+    """
+
+    device_memory: int | float | str | None = None
+    headroom: float = 0.05
+    maximum: int = 4096
+    search: str = "predict"
+    round_to_power_of_two: bool = False
+    memory_key: str = "device_memory"
+
+    def __post_init__(self) -> None:
+        check_device_memory(self.memory_key, self.device_memory)
+        check_share("headroom", self.headroom)
+        check_whole("maximum", self.maximum)
+        check_bool("round_to_power_of_two", self.round_to_power_of_two)
+        if self.search not in SEARCHES:
+            raise SettingError("search", self.search, f"give one of {', '.join(SEARCHES)}")
+
+
+class SearchCache(Protocol):
+    """What earlier searches have shown."""
+
+    def known(self, budget: int) -> ProbeResult | None:
+        """Return what an earlier search found within a budget, in bytes; called on rank zero."""
+
+    def expected(self) -> MemoryCurve | None:
+        """Return the peak that is expected as a function of the rows."""
+
+
+class NoCache:
+    """A cache of nothing."""
+
+    def known(self, budget: int) -> ProbeResult | None:
+        return None
+
+    def expected(self) -> MemoryCurve | None:
+        return None
+
+
+class BoundSearch:
+    """Finds how many rows fit, in training or in evaluation; training is left as it was, bit for bit.
+
+    Args:
+        tried: step that trials run.
+        rows: rows of the trials.
+        options: how it goes about it.
+        accumulates: whether some step has two micro-batches or more, so that gradients are there when a forward begins.
+        evaluation: evaluation that is tried in place of training; None for training.
+        cache: what earlier searches have shown.
+        choices: choices of which the fastest is sought too, within what fits; None for as much at once as fits.
+        time_limit: function that gives a context which ends all ranks where one does not end a trial in time.
+        build_search: function that builds another :class:`.Search` than the named one.
+    """
+
+    def __init__(
+        self,
+        tried: TriedStep,
+        rows: WorstRows,
+        options: ProbeOptions,
+        *,
+        accumulates: bool,
+        evaluation: Evaluation | None = None,
+        cache: SearchCache | None = None,
+        choices: Choices | None = None,
+        time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
+        build_search: Callable[..., Search] | None = None,
+    ) -> None:
+        self._tried = tried
+        self._rows = rows
+        self._options = options
+        self._accumulates = accumulates
+        self._evaluation = evaluation
+        self._cache = cache or NoCache()
+        self._choices = choices
+        self._time_limit = time_limit
+        self._build_search = build_search or getattr(self, f"_{options.search}")
+        self._memory = tried.memory
+        self._maximum = distributed.minimum(options.maximum)
+        self._budget = self.budget_bytes()
+        self._dry_run = self._new_dry_run()
+
+    def budget_bytes(self) -> int:
+        """Return what a trial on this rank may use, in bytes.
+
+        Raises:
+            SettingError: more is asked for than the device has.
+        """
+        model, optimizer = self._tried.model, self._tried.optimizer
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer.optimizers.values()
+        resident = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
+        available = self._memory.available_bytes(resident)
+        if self._memory.device.type == "cpu":
+            # The probe's own copies lie in the same memory.
+            available = max(1, available - storage_bytes(resident))
+        return budget_bytes(
+            self._options.device_memory,
+            headroom=self._options.headroom,
+            total_bytes=self._memory.total_bytes(),
+            available_bytes=available,
+            key=self._options.memory_key,
+        )
+
+    def _new_dry_run(self) -> DryRun:
+        tried, stepped = self._tried, self._stepped_rows
+        keeps = partial(tried.keep_gradients, stepped.first(1)) if tried.keeps_gradients else None
+        return DryRun(
+            model=tried.model,
+            optimizer=tried.optimizer,
+            forward_backward=lambda size: tried.try_rows(stepped.first(size)),
+            step=tried.step,
+            accumulates=self._accumulates,
+            memory=self._memory,
+            budget_bytes=self._budget,
+            row=stepped.name,
+            sharding=tried.sharding,
+            keep_gradients=keeps,
+            remedies=tried.remedies,
+            steps=self._varying_steps if self._fragments else None,
+        )
+
+    @property
+    def _stepped_rows(self) -> WorstRows:
+        return self._evaluation.trained if self._evaluation else self._rows
+
+    @property
+    def _fragments(self) -> bool:
+        """Whether trials are whole steps of varying lengths, which fragment the cache of the device's allocator."""
+        has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
+        return has_cache and self._rows.in_order is not None
+
+    def run(self) -> ProbeResult:
+        """Search for the most rows that fit on all ranks.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+            RankLostError: a rank ran out of memory where the others cannot be told.
+        """
+        start = time.perf_counter()
+        # Reading a row of some datasets draws from it.
+        random_state = RandomState(self._memory.device)
+        budgets = distributed.all_gather(self._budget)
+        log.info(
+            "probing %s of %s on %s, up to %s in %s",
+            "evaluating rows" if self._evaluation else "rows",
+            count(self._rows.length, "token"),
+            self._memory.describe(),
+            count(self._maximum, "row"),
+            format_bytes(self._budget),
+        )
+        try:
+            with ExitStack() as stack:
+                with self._time_limit("the first step of the probe"):
+                    stack.enter_context(self._dry_run)
+                resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
+                result = self._search(min(budgets), resident_bytes)
+                if self._choices and result.max_batch_size and result.throughput is None:
+                    seconds_of_search = time.perf_counter() - start
+                    fastest = self._fastest(self._choices, result, seconds_of_search)
+                    result = replace(result, throughput=fastest)
+        finally:
+            random_state.restore()
+            if is_compiled(self._tried.model):
+                # The sizes of trials must not use up the compiler's limit of variants.
+                torch.compiler.reset()
+        if not result.max_batch_size:
+            budget = format_bytes(min(budgets))
+            raise DoesNotFitError(f"{self._rows.name} does not fit in {budget}; {self._tried.remedies}")
+        if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
+            result = replace(result, max_batch_size_with_retries=0)
+        return replace(
+            result,
+            resident_bytes=resident_bytes,
+            budget_bytes=min(budgets),
+            budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
+        )
+
+    def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
+        """Try again what an earlier search found; where that no longer fits, or nothing is known, search."""
+        known = distributed.from_rank_zero(lambda: self._cache.known(budget))
+        if self._evaluation and not self._tried.sharding.knows(evaluates=True):
+            # From it a rank that fails knows what the others wait for.
+            self._run_trial(1)
+        if known is not None:
+            again = try_again(known, self._run_trial)
+            if again is not None:
+                return again
+        search = self._build_search(
+            budget_bytes=budget,
+            maximum=self._maximum,
+            resident_bytes=resident_bytes,
+            expected=self._cache.expected(),
+        )
+        result = run_search(
+            self._run_trial,
+            search=search,
+            round_to_power_of_two=self._options.round_to_power_of_two,
+            sequence_length=self._rows.length,
+        )
+        if self._fragments and result.max_batch_size != result.trials[-1].batch_size:
+            # Training continues with the cache that this trial leaves.
+            self._run_trial(result.max_batch_size)
+        return result
+
+    def _run_trial(self, size: int) -> Trial:
+        if self._evaluation or self._rows.in_order:
+            # Rows of a dataset are read before anything is measured; a sample is made in its trial.
+            self._rows.first(size)
+        with self._time_limit(f"a trial of {count(size, 'row')} of {count(self._rows.length, 'token')}"):
+            if self._evaluation is None:
+                return self._dry_run(size)
+            evaluate = self._evaluation.run
+            try:
+                return self._dry_run.evaluation(lambda size: evaluate(self._rows.first(size)), size)
+            except RankLostError as lost:
+                lost.facts["trial_rows_val"] = size
+                raise
+
+    def _fastest(self, choices: Choices, result: ProbeResult, seconds_of_search: float) -> Throughput | None:
+        """Return what is fastest within what fits, found in about twice the time of the search by memory."""
+        start = time.perf_counter()
+        seconds = distributed.maximum(int(1e6 * seconds_of_search)) * 2e-6
+        search = ThroughputSearch(self._tried, self._dry_run, choices, self._rows)
+        fastest = search(result.max_batch_size, seconds=seconds)
+        return fastest and replace(fastest, seconds=time.perf_counter() - start)
+
+    def _varying_steps(self, size: int) -> Iterator[Sequence[Callable[[], None]]]:
+        """Yield the micro-batches of steps: the longest, what comes first in training, and the longest again."""
+        tried, layout, in_order = self._tried, self._tried.sizer.layout, self._rows.in_order
+        assert in_order is not None
+        per_step = 2 if self._accumulates else 1
+        longest_steps = [partial(tried.try_rows, self._rows.first(size))] * per_step
+        yield longest_steps
+        limit = tried.sizer.limit(size)
+        amount = layout.padded_tokens([self._rows.length] * size) if limit.unit == "tokens" else size
+        limit = replace(limit, amount=amount)
+        for step in range(_DRAWN_STEPS):
+            drawn = in_order(step * per_step * size, per_step * size)
+            lengths = [min(self._rows.length, tried.row_length(row)) for row in drawn]
+            pieces = micro_batches(lengths, limit, layout)
+            yield [partial(tried.try_rows, [drawn[row] for row in piece.rows]) for piece in pieces]
+        yield longest_steps
+
+    def _binary(self, *, maximum: int, **facts: Any) -> Search:
+        return BinarySearch(maximum=maximum)
+
+    def _halve(self, *, maximum: int, **facts: Any) -> Search:
+        return Halving(start=maximum)
+
+    def _predict(self, *, budget_bytes: int, maximum: int, resident_bytes: int, expected: MemoryCurve | None) -> Search:
+        if expected is not None:
+            expected_rows = expected.max_rows(budget_bytes)
+            rows = maximum if expected_rows is None else min(expected_rows, maximum)
+            log.info("about %d rows are expected to fit; each size that counts is tried", rows)
+        return Predictive(
+            budget_bytes=budget_bytes,
+            maximum=maximum,
+            resident_bytes=resident_bytes,
+            granularity_bytes=self._memory.granularity_bytes,
+            expected=expected,
+        )
+
+
+def find_in_step(
+    find: Callable[[bool], ProbeResult],
+    *,
+    accumulates: bool,
+    step_rows: int | None,
+    before_splitting: Callable[[ProbeResult], object] = lambda first: None,
+) -> list[ProbeResult]:
+    """Search for one micro-batch; where a step has more rows than fit, search again with gradients there.
+
+    Args:
+        find: function that searches, given whether gradients are there when a forward begins.
+        accumulates: whether some step has several micro-batches whatever fits.
+        step_rows: rows of a step; None where a step of more rows is not run.
+        before_splitting: function that is called with the first result before the second search.
+
+    Returns:
+        The searches; the one that counts is last.
+    """
+    first = find(accumulates)
+    if accumulates or step_rows is None or step_rows <= first.max_batch_size:
+        return [first]
+    before_splitting(first)
+    return [first, find(True)]
+
+
+class _FunctionStep:
+    """The step of a script, given as its parts: a function that runs a batch, and an optimizer."""
+
+    keeps_gradients = False
+    remedies = MEMORY_REMEDIES
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, forward_backward: Callable[[Any], object]) -> None:
+        self.model = model
+        self.optimizer: Optimizer | OptimizerInBackward = optimizer
+        self.memory = device_memory(next(model.parameters()).device, shared_by=distributed.local_world_size())
+        self.sharding = Sharding(model)
+        self.sizer = MicroBatchSizer()
+        self._forward_backward = forward_backward
+
+    def try_rows(self, rows: Any, *, is_last: bool = True) -> None:
+        with self.sharding.micro_batch(is_last=is_last):
+            self._forward_backward(rows)
+
+    def step(self) -> None:
+        assert isinstance(self.optimizer, Optimizer)
+        self.optimizer.step()
+
+    def keep_gradients(self, rows: Any) -> None:
+        raise AssertionError("no gradients are kept")
+
+    def row_length(self, row: Any) -> int:
+        return 1
+
+
+def find_max_batch_size(
+    model: nn.Module,
+    optimizer: Optimizer,
+    forward_backward: Callable[[Any], object],
+    sample: Callable[[int], Any],
+    *,
+    device_memory: int | float | str | None = None,
+    headroom: float = 0.05,
+    maximum: int = 4096,
+    search: str = "predict",
+    accumulates: bool = False,
+) -> ProbeResult:
+    """Find the largest batch whose whole training step fits; training is left as it was, bit for bit.
+
+    Trials run forward and backward of the worst rows, with the optimizer's state there; every size that is returned was tried.
+    Weights, optimizer, gradients, buffers and random numbers are the same afterwards. On several ranks, which must hold a model
+    that `fully_shard` has divided, all of them call it, and the smallest bound counts.
+
+    Args:
+        model: model on its device.
+        optimizer: optimizer of its parameters.
+        forward_backward: function that runs a batch as training does, ``backward()`` included; autocast and scaling belong
+            into it.
+        sample: function that returns the `n` worst rows as a batch: the longest that training may meet, collated.
+        device_memory: see :class:`ProbeOptions`.
+        headroom: share of `device_memory` that is left free.
+        maximum: the most rows that are tried.
+        search: ``predict``, ``binary`` or ``halve``.
+        accumulates: whether gradients are there when a forward begins, as where the script accumulates them.
+
+    Returns:
+        What was found: `max_batch_size` rows, the trials, and ``table()`` of them.
+
+    Raises:
+        DoesNotFitError: one row does not fit; with what it needs.
+        SettingError: an argument cannot be used.
+    """
+    options = ProbeOptions(device_memory, headroom, maximum, search)
+    check_parameters(model, optimizer)
+    for key, function in (("forward_backward", forward_backward), ("sample", sample)):
+        if not callable(function):
+            raise SettingError(key, function, "give a function")
+    reshard(model)
+    tried = _FunctionStep(model, optimizer, forward_backward)
+    tried.memory.check_it_can_be_measured()
+    rows = WorstRows(sample, 1, "one row")
+    return BoundSearch(tried, rows, options, accumulates=accumulates).run()

@@ -1,0 +1,53 @@
+"""Gradients that are there before a batch: kept apart while it runs, so that a failed attempt leaves them as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+class GradientsApart:
+    """Sets the gradients of earlier batches aside, which a script accumulates, and adds them again.
+
+    Nothing is copied: while a batch runs, its own gradients are new tensors. Those are made in backward, as
+    activations are freed, so that the peak of a batch in one part hardly rises; from its second part on they are
+    there beside the earlier ones.
+
+    Args:
+        model: model whose parameters have gradients.
+        drop: function that leaves the model without gradients.
+    """
+
+    def __init__(self, model: nn.Module, drop: Callable[[], object]) -> None:
+        self._drop = drop
+        self._earlier = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        for parameter, _ in self._earlier:
+            parameter.grad = None
+
+    def fill_new(self) -> None:
+        """Give the batch gradients of zeros."""
+        for parameter, earlier in self._earlier:
+            parameter.grad = torch.zeros_like(earlier)
+
+    def drop_new(self) -> None:
+        """Drop the gradients of a failed attempt."""
+        self._drop()
+
+    def put_back(self) -> None:
+        """Leave the earlier gradients alone, as before the batch."""
+        self._drop()
+        for parameter, earlier in self._earlier:
+            parameter.grad = earlier
+
+    def add_up(self) -> None:
+        """Add the batch's gradients to the earlier ones, in place, as autograd does."""
+        for parameter, earlier in self._earlier:
+            new = parameter.grad
+            if new is None:
+                parameter.grad = earlier
+            elif new.is_sparse or earlier.is_sparse:
+                parameter.grad = earlier + new
+            else:
+                parameter.grad = earlier.add_(new)

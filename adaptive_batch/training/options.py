@@ -1,0 +1,138 @@
+"""What the four objects are told beside their main arguments, in two groups: the order of rows, and how a step runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from adaptive_batch._util import check_bool, check_whole
+from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import DeviceMemory
+from adaptive_batch.schedules import UNITS, check_scaled
+
+from .nonfinite import ON_NONFINITE_LOSS
+from .sizing import OOMPolicy
+
+# Options of a loop, which has rows, a rate and an optimizer; the script of a bare step has its own.
+_OF_LOOP = {
+    "max_grad_norm": "clip between step(batch) and optimizer.step()",
+    "to_device": "move part.batch in forward_backward",
+    "on_nonfinite_loss": "look at what step(batch) returns",
+    "scale_with_batch": "give it to AdaptiveRate",
+    "lr_clock": "give it to AdaptiveRate",
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """In which order rows come, and steps that hold tokens.
+
+    Attributes:
+        shuffle: whether the order ``dataloader`` takes the rows in a new order in each epoch.
+        seed: seed of the order.
+        sample_order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
+        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
+        batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
+        min_rows_per_batch: the fewest rows of a step by tokens.
+        max_rows_per_batch: the most rows of a step by tokens; None for no limit.
+        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
+        grow_beyond_maximum: whether rules may pass the largest batch that fits, in several micro-batches.
+
+    Raises:
+        SettingError: a value cannot be used.
+    """
+
+    shuffle: bool = True
+    seed: int = 0
+    sample_order: str = "dataloader"
+    sample_window: int | None = None
+    batch_tokens: int | None = None
+    min_rows_per_batch: int = 1
+    max_rows_per_batch: int | None = None
+    long_rows: str = "error"
+    grow_beyond_maximum: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("sample_order", self.sample_order, ORDERS)
+        check_choice("long_rows", self.long_rows, LONG_ROWS)
+        check_bool("grow_beyond_maximum", self.grow_beyond_maximum)
+        if self.batch_tokens is not None:
+            check_whole("batch_tokens", self.batch_tokens)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step runs.
+
+    Attributes:
+        max_grad_norm: norm that all gradients are clipped to; None clips nothing. Of AdaptiveLoop alone, as are `to_device`,
+            `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`: elsewhere they stay in the script.
+        to_device: function that returns a batch on the device; None moves the tensors in mappings and sequences, and what
+            has ``to``.
+        on_out_of_memory: ``shrink`` runs a step again with a smaller limit, ``raise`` lets the error through.
+        oom_policy: how the limit of a micro-batch shrinks and grows back; None for :class:`OOMPolicy` as it is.
+        sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
+        count_labels_over: ``rank`` weights a part by the labels of this rank's batch, so that the mean which FSDP takes
+            over ranks is the script's own; ``ranks`` by those of all ranks.
+        memory: memory of the model's device; None asks torch.
+        on_nonfinite_loss: what a step does whose loss is NaN or infinite. ``warn`` logs a line; ``skip`` and ``stop`` look at
+            the norm of its gradients too; ``skip`` leaves no gradients, so that ``optimizer.step()`` changes nothing, and
+            ``stop`` raises.
+        micro_batch_layout: ``padded``, ``grouped`` or ``packed``; None for padded, or with ``micro_batch_tokens="auto"``
+            what :meth:`AdaptiveLoop.find_bound` finds fastest. Packed rows are mappings with ``labels`` and ``tokens`` or
+            ``input_ids``, of which :func:`pack_rows` makes the batch in the place of `collate`.
+        scale_with_batch: what of the optimizer follows the batch beside the rate: ``{"beta2": "half_life",
+            "weight_decay": "per_token"}`` or one of them; None for neither.
+        lr_clock: what the schedule of the rate counts: ``samples``, ``tokens`` or ``steps``.
+
+    Raises:
+        SettingError: a value cannot be used.
+    """
+
+    max_grad_norm: float | None = None
+    to_device: Callable[[Any], Any] | None = None
+    on_out_of_memory: str = "shrink"
+    oom_policy: OOMPolicy | None = None
+    sync_gradients_every_micro_batch: bool = True
+    count_labels_over: str = "rank"
+    memory: DeviceMemory | None = None
+    on_nonfinite_loss: str = "warn"
+    micro_batch_layout: str | None = None
+    scale_with_batch: Mapping[str, str] | None = None
+    lr_clock: str = "samples"
+
+    def __post_init__(self) -> None:
+        check_scaled("scale_with_batch", self.scale_with_batch or {})
+        if self.micro_batch_layout is not None:
+            check_choice("micro_batch_layout", self.micro_batch_layout, KINDS)
+        norm = self.max_grad_norm
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and 0 < norm < math.inf):
+            raise SettingError("max_grad_norm", norm, "give a number above 0, or None to clip nothing")
+        check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
+        check_choice("count_labels_over", self.count_labels_over, ("rank", "ranks"))
+        check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ON_NONFINITE_LOSS)
+        check_choice("lr_clock", self.lr_clock, UNITS)
+
+    def check_of_step(self) -> None:
+        """Refuse what a bare step does not do.
+
+        Raises:
+            SettingError: with where it belongs.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _OF_LOOP and value != field.default:
+                raise SettingError(field.name, value, f"it is of AdaptiveLoop; {_OF_LOOP[field.name]}")
+        if self.micro_batch_layout == "packed":
+            remedy = "a batch that is made cannot be packed; give padded or grouped, or use AdaptiveLoop"
+            raise SettingError("micro_batch_layout", "packed", remedy)
+
+
+def check_choice(key: str, value: str, options: Sequence[str]) -> None:
+    """Raise a SettingError naming `key` for what is none of the options."""
+    if value not in options:
+        raise SettingError(key, value, f"give one of {', '.join(options)}")

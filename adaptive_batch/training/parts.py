@@ -1,0 +1,229 @@
+"""The parts of a batch that run one after the other, and how many labels each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeGuard
+
+import torch
+
+from adaptive_batch.data import IGNORE_INDEX
+from adaptive_batch.errors import SettingError
+
+_SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a batch that run at once: what a `forward_backward` function is called with.
+
+    Attributes:
+        batch: these rows, in the form that the whole batch has.
+        share: weight of the part's mean loss in the loss of the batch; 1.0 where it is the whole.
+            Multiply the loss by it before ``backward()``.
+        is_last: whether it is the last part of the batch.
+        is_trial: whether it only shows what fits, or whether a split changes the loss: metrics and
+            logs should leave it out.
+    """
+
+    batch: Any
+    share: float = 1.0
+    is_last: bool = True
+    is_trial: bool = False
+
+
+class Splittable(Protocol):
+    """A batch that can be split by rows."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def lengths(self) -> Sequence[int] | None: ...
+    def part(self, rows: Sequence[int], /) -> Any: ...
+    def dummy(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class SplitBatch:
+    """How a batch is split, as a function given as ``split=`` returns it.
+
+    Attributes:
+        num_rows: rows of the batch: what is never divided, such as a pair or a sequence.
+        part: function that returns the batch of some rows, given by ascending numbers.
+        lengths: tokens of each row; needed for `micro_batch_tokens`.
+    """
+
+    num_rows: int
+    part: Callable[[Sequence[int]], Any]
+    lengths: Sequence[int] | None = None
+
+    def dummy(self) -> Any:
+        """Return a part that runs with weight 0 where other ranks have more parts."""
+        return self.part([0])
+
+
+class RowsOfBatch:
+    """A batch whose tensors have the rows as their first dimension.
+
+    Mappings, tuples and lists are split item by item; what has another first dimension stays whole.
+    Trailing columns that no row of a part uses are cut from its tensors of two dimensions: those
+    after the last 1 of ``attention_mask``, else after the last label beside ``tokens`` or
+    ``input_ids``.
+
+    Args:
+        batch: tensors in any nesting of mappings, tuples and lists.
+        trims: whether unused columns are cut.
+
+    Raises:
+        SettingError: no tensor shows the number of rows.
+    """
+
+    def __init__(self, batch: Any, *, trims: bool = True) -> None:
+        self._batch = batch
+        self._trims = trims
+        num_rows = _first_dimension(batch)
+        if num_rows is None:
+            remedy = f"no tensor in it shows the number of rows; {_SPLIT_REMEDY}"
+            raise SettingError("batch", type(batch).__name__, remedy)
+        self.num_rows = num_rows
+
+    @cached_property
+    def lengths(self) -> list[int] | None:
+        """Columns that each row uses; None where nothing shows them."""
+        used = self._used_columns()
+        if used is None:
+            return None
+        columns = torch.arange(1, used.shape[1] + 1, device=used.device)
+        lengths: list[int] = (used * columns).amax(dim=1).clamp(min=1).tolist()
+        return lengths
+
+    def _used_columns(self) -> torch.Tensor | None:
+        """Return which columns each row uses: bool, `[rows, columns]`."""
+        if not isinstance(self._batch, Mapping):
+            return None
+        mask = self._batch.get("attention_mask")
+        if mask is not None:
+            return mask.bool() if self._is_table(mask) else None
+        labels = self._batch.get("labels")
+        tokens = self._batch.get("tokens", self._batch.get("input_ids"))
+        if not (self._is_table(tokens) and self._is_table(labels)):
+            return None
+        if tokens.shape != labels.shape or labels.is_floating_point():
+            return None
+        used: torch.Tensor = labels != IGNORE_INDEX
+        return used
+
+    def _is_table(self, value: Any) -> TypeGuard[torch.Tensor]:
+        """Whether a value is a tensor of `[rows, columns]`."""
+        return isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == self.num_rows
+
+    def part(self, rows: Sequence[int]) -> Any:
+        """Return the batch of some rows; the batch itself of all of them."""
+        if len(rows) == self.num_rows:
+            return self._batch
+        width, used_width = None, None
+        if self._trims and self.lengths is not None:
+            used = self._used_columns()
+            assert used is not None
+            width = used.shape[1]
+            used_width = max(self.lengths[row] for row in rows)
+        first, last = rows[0], rows[-1]
+        index: Any = slice(first, last + 1) if last - first + 1 == len(rows) else list(rows)
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            some_rows = tensor[index]
+            has_width = tensor.dim() == 2 and tensor.shape[1] == width
+            return some_rows[:, :used_width] if has_width else some_rows
+
+        return self._map(self._batch, cut, index)
+
+    def dummy(self) -> Any:
+        """Return the row that has most labels, as the mean of none is no number."""
+        labels = self._batch.get("labels") if isinstance(self._batch, Mapping) else None
+        if not self._is_table(labels):
+            return self.part([0])
+        return self.part([int((labels[:, 1:] != IGNORE_INDEX).sum(dim=1).argmax())])
+
+    def _map(self, value: Any, cut: Callable[[torch.Tensor], torch.Tensor], index: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return cut(value) if value.dim() and len(value) == self.num_rows else value
+        if isinstance(value, Mapping):
+            return _like(value, {key: self._map(item, cut, index) for key, item in value.items()})
+        if not isinstance(value, list | tuple):
+            return value
+        if len(value) == self.num_rows and _first_dimension(value) is None:
+            # A column of texts or numbers.
+            numbers = range(self.num_rows)[index] if isinstance(index, slice) else index
+            return type(value)(value[number] for number in numbers)
+        items = [self._map(item, cut, index) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _first_dimension(value: Any) -> int | None:
+    """Return the length of the first tensor in a batch that has dimensions; None without one."""
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.dim() else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        lengths = (_first_dimension(item) for item in value)
+        return next((length for length in lengths if length is not None), None)
+    return None
+
+
+def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return the items in the type of a mapping where that can be built of them, as of transformers' BatchEncoding."""
+    if type(mapping) is dict:
+        return items
+    try:
+        return type(mapping)(items)  # type: ignore[call-arg]  # Mapping itself takes nothing
+    except TypeError:
+        return items
+
+
+class LabelCounter:
+    """Counts the labels that the mean loss of a part is taken over, in each way that may be meant.
+
+    Without a function that says so, ``labels`` of `[rows, columns]` may be shifted by the model,
+    which leaves the first of each row out, or by the collate function. Which it is, the check of
+    the first split shows.
+
+    Args:
+        num_labels: function that returns the labels of a batch; None for its ``labels`` that are
+            not -100, and where it has none, for its rows.
+    """
+
+    def __init__(self, num_labels: Callable[[Any], Any] | None) -> None:
+        self._num_labels = num_labels
+
+    def counts(self, batch: Any, num_rows: int) -> tuple[int, ...]:
+        """Return the labels of a batch, counted in each way that may be meant; the likelier first.
+
+        Raises:
+            SettingError: `num_labels` returned no whole number.
+        """
+        if self._num_labels is not None:
+            return (whole_count(self._num_labels(batch)),)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
+            return (num_rows,)
+        is_label = labels != IGNORE_INDEX
+        in_all = int(is_label.sum())
+        if labels.dim() != 2:
+            return (in_all,)
+        return (int(is_label[:, 1:].sum()), in_all)
+
+
+def whole_count(count: Any) -> int:
+    """Return the result of a user's `num_labels`, if it is a whole number.
+
+    Raises:
+        SettingError: it is none.
+    """
+    tensor = torch.as_tensor(count)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
+        remedy = "give a function that returns a whole number: how many labels are averaged over"
+        raise SettingError("num_labels", count, remedy)
+    return int(tensor)

@@ -1,0 +1,225 @@
+"""Whether the loss of a batch is the sum of its parts' shares: what does not decompose is refused before it is split."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatch
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
+
+from .model_checks import evaluation_mode
+from .oom_retry import OOMRetry
+from .parts import LabelCounter, Part, Splittable
+from .sizing import MicroBatchSizer
+from .snapshot import StepSnapshot
+
+log = logging.getLogger("adaptive_batch")
+
+# Difference that may be rounding, as a share of the losses: of float32, and in epsilons of the
+# coarsest type that forward computes in, which is less of a mean over more labels.
+_ROUNDING = 1e-4
+_EPSILONS = 8
+# Batches after which the likelier way to count labels is taken, if all have given the same loss.
+_MOST_CHECKS = 3
+
+
+class _BackwardCatcher(TorchFunctionMode):
+    """Catches ``Tensor.backward``, where GradScaler, accelerate and Fabric arrive too, and sums up its losses.
+
+    Attributes:
+        loss: sum of the losses; None where no backward was called.
+        epsilon: rounding of the coarsest type that a function returned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss: torch.Tensor | None = None
+        self.epsilon = torch.finfo(torch.float32).eps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.backward:
+            loss = args[0].detach().double().sum()
+            self.loss = loss if self.loss is None else self.loss + loss
+            return None
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16):
+            self.epsilon = max(self.epsilon, torch.finfo(result.dtype).eps)
+        return result
+
+
+class SplitCheck:
+    """Compares the loss of a batch with that of its parts, in evaluation mode and without gradients.
+
+    All ranks call it alike, and decide alike.
+
+    Args:
+        model: model that `run` calls.
+        run: function that runs a part, see :class:`.AdaptiveStep`; what it returns does not count.
+        labels: counts the labels of a part, perhaps in several ways.
+        name: name of the user's function in errors.
+        memory: memory of the model's device.
+        sharding: FSDP modules of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[Part], object],
+        labels: LabelCounter,
+        *,
+        name: str,
+        memory: DeviceMemory,
+        sharding: Sharding,
+    ) -> None:
+        self._model = model
+        self._run = run
+        self._labels = labels
+        self._name = name
+        self._memory = memory
+        self._sharding = sharding
+        self._retry = OOMRetry(MicroBatchSizer(), memory=memory, sharding=sharding)
+        self._snapshot = StepSnapshot(model, memory.device)
+        self._epsilon = torch.finfo(torch.float32).eps
+        # By the way of counting labels, summed over the batches that were checked.
+        self._differences: list[float] = []
+        self._num_checks = 0
+        self._way: int | None = None
+
+    @property
+    def way(self) -> int:
+        """The way in which labels are counted, as far as batches have shown it."""
+        if self._way is not None:
+            return self._way
+        ways = range(len(self._differences))
+        return min(ways, key=self._differences.__getitem__, default=0)
+
+    def is_due(self, counts: Sequence[Sequence[int]]) -> bool:
+        """Return whether parts have to be checked before they run; a collective until that is settled.
+
+        Args:
+            counts: labels of each part, counted in each way; none on a rank without rows.
+        """
+        if self._way is not None:
+            return False
+        num_ways = len(counts[0]) if counts else 1
+        differs = len({_shares(counts, way) for way in range(num_ways)}) > 1
+        return distributed.any_of_ranks(differs or not self._num_checks)
+
+    def check(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
+        """Compare the whole batch with its parts; where it does not fit, the largest half that does with its halves.
+
+        Args:
+            rows: rows of the batch.
+            pieces: rows of each part.
+
+        Raises:
+            SettingError: the loss is another one when it is split; with both losses.
+        """
+        whole = list(range(rows.num_rows))
+        while distributed.any_of_ranks(len(pieces) > 1):
+            losses = self._losses(rows, [whole, *pieces] if whole else [])
+            if losses is not None:
+                self._decide(rows, pieces, losses)
+                return
+            whole = whole[: (len(whole) + 1) // 2]
+            middle = (len(whole) + 1) // 2
+            pieces = [half for half in (whole[:middle], whole[middle:]) if half]
+
+    def _losses(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> list[float | None] | None:
+        """Return the loss that `run` calls backward on, of each piece; None where memory ran out on any rank."""
+        restore = self._snapshot.take()
+        losses: list[float | None] = []
+
+        def run(number: int) -> None:
+            # A rank that has fewer pieces runs one that does not count.
+            batch = rows.part(pieces[number]) if number < len(pieces) else rows.dummy()
+            with self._sharding.micro_batch(evaluates=True), _BackwardCatcher() as catcher:
+                self._run(Part(batch, is_trial=True))
+            losses.append(None if catcher.loss is None else float(catcher.loss))
+            self._epsilon = max(self._epsilon, catcher.epsilon)
+
+        num_pieces = distributed.maximum(len(pieces))
+        largest = MicroBatch(list(pieces[0]) if pieces else [], 0)
+        has_failed = False
+        try:
+            with evaluation_mode(self._model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                self._retry.run_in_turn(
+                    [largest] * num_pieces, run, drop=self._sharding.reset, idle=largest, evaluates=True
+                )
+        except Exception as error:
+            if distributed.world_size() > 1 or not is_out_of_memory(error):
+                raise
+            has_failed = True
+        restore()
+        if has_failed:
+            # Outside of the except block, which keeps the failed forward's tensors alive.
+            recover(self._memory)
+        if distributed.any_of_ranks(has_failed or self._retry.has_failed):
+            self._retry.forget_failure()
+            return None
+        return losses[: len(pieces)]
+
+    def _decide(self, rows: Splittable, pieces: Sequence[Sequence[int]], losses: Sequence[float | None]) -> None:
+        """Take the way of counting labels that gives the loss of the whole batch, over all ranks."""
+        seen = [loss for loss in losses if loss is not None]
+        if distributed.any_of_ranks(len(seen) < len(losses)):
+            self._way = 0
+            if distributed.is_rank_zero():
+                log.warning(
+                    "no loss.backward() is seen in forward_backward: whether a split changes the loss is not known"
+                )
+            return
+        whole_loss = seen[0] if seen else 0.0
+        counts = [self._labels.counts(rows.part(piece), len(piece)) for piece in pieces]
+        num_ways = len(self._labels.counts(rows.dummy(), 1))
+        sums = [_weighted_sum(_shares(counts, way), seen[1:]) for way in range(num_ways)]
+        scale = max((abs(loss) for loss in seen if not math.isnan(loss)), default=0.0)
+        num_labels = sum(count[0] for count in counts)
+        gathered = distributed.all_gather([whole_loss, scale, num_labels, *sums])
+        whole_loss, scale, num_labels, *sums = torch.tensor(gathered, dtype=torch.float64).sum(dim=0).tolist()
+        if not all(map(math.isfinite, (whole_loss, *sums))):
+            return
+        epsilon = max(distributed.all_gather(self._epsilon))
+        rounding = _ROUNDING + _EPSILONS * epsilon / max(1.0, num_labels) ** 0.5
+        differences = [abs(total - whole_loss) for total in sums]
+        fitting = [difference for difference in differences if difference <= rounding * scale]
+        if not fitting:
+            raise self._refusal(whole_loss, sums)
+        earlier = self._differences or [0.0] * len(sums)
+        self._differences = [total + new for total, new in zip(earlier, differences, strict=True)]
+        self._num_checks += 1
+        if len(fitting) == 1 or self._num_checks == _MOST_CHECKS:
+            self._way = self.way
+            if self._way > 0 and distributed.is_rank_zero():
+                log.info("labels are shifted already where they reach the model, so the first of each row counts too")
+
+    def _refusal(self, whole_loss: float, sums: Sequence[float]) -> SettingError:
+        parts = " or ".join(f"{total:.6g}" for total in sums)
+        remedy = (
+            f"the loss of a batch is {whole_loss:.6g} as a whole and {parts} as the sum of its parts' shares, so a split "
+            "would train something else; give num_labels=, how many labels the mean is taken over, or split=, where rows "
+            "belong together; a loss that compares rows, such as a contrastive one, must stay whole: "
+            'on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens'
+        )
+        return SettingError("forward_backward", self._name, remedy)
+
+
+def _shares(counts: Sequence[Sequence[int]], way: int) -> tuple[float, ...]:
+    """Return the share of each part, labels counted in one way; zeros where there are none."""
+    total = sum(count[way] for count in counts)
+    return tuple(count[way] / total if total else 0.0 for count in counts)
+
+
+def _weighted_sum(shares: Sequence[float], losses: Sequence[float]) -> float:
+    # The mean of a part without labels is no number, and does not count.
+    return sum(share * loss for share, loss in zip(shares, losses, strict=True) if share)
