@@ -199,7 +199,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.job,
             self.planner,
             trainer.optimizers,
-            progress=self.progress,
             total_steps=self.preview.schedule_steps,
             saved=saved.get("learning_rate", {}),
         )

@@ -31,8 +31,11 @@ from .learning_rate import (
     LearningRate,
     Reference,
     check_scaled,
+    follows_clock,
     parse_reference,
     scale_learning_rate,
+    schedule_of,
+    write_rate,
 )
 from .noise_scale import NoiseSample, NoiseScale, small_batch, squared_norm
 from .preview import PlannedStep, as_record, batch_sizes_ahead, check_increments, check_stages, stages_of, table
@@ -67,6 +70,7 @@ __all__ = [
     "check_schedule",
     "check_stages",
     "decay_of",
+    "follows_clock",
     "geometric",
     "linear_ramp",
     "needs_noise_scale",
@@ -76,10 +80,12 @@ __all__ = [
     "rate_rule",
     "request_batch",
     "scale_learning_rate",
+    "schedule_of",
     "seesaw",
     "small_batch",
     "squared_norm",
     "stages_of",
     "steps",
     "table",
+    "write_rate",
 ]

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice, zip_longest
-from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from adaptive_batch._util import LARGEST_NUMBER
 from adaptive_batch.errors import SettingError
-
-log = logging.getLogger("adaptive_batch")
 
 RULES = ("none", "linear", "sqrt")
 SCALED_WITH_BATCH: Mapping[str, str] = {"beta2": "half_life", "weight_decay": "per_token"}
@@ -105,18 +98,6 @@ def check_scaled(name: str, value: object) -> Mapping[str, str]:
     return {str(key): how for key, how in value.items() if how is not None}
 
 
-class _Scheduled(NamedTuple):
-    """The scheduled rate of one parameter group; no factor where it is a rate whatever the base."""
-
-    base: float
-    factor: float | None
-    rate: float
-
-    def of(self, base: float) -> float:
-        """Return the rate of a group of another optimizer, with another base."""
-        return self.rate if self.factor is None or base == self.base else base * self.factor
-
-
 class _Scaled(NamedTuple):
     """A value of parameter group `number` that was scaled: as it was before, and as it was applied."""
 
@@ -141,28 +122,25 @@ class LearningRate:
     change between two steps. The groups hold it again as soon as ``optimizer.step()`` returns, and so does what
     ``optimizer.state_dict()`` returns before that: whatever reads or multiplies a rate between two steps reads its own.
 
-    A ``LambdaLR``, as every schedule of torchtune is, and a ``SequentialLR`` of nothing else are functions of the step:
-    they are evaluated at the clock, which may be fractional. Any other scheduler keeps its own count and is stepped once
-    each time the clock has moved, and nothing else may step it. ``get_last_lr()`` reports what was applied.
+    A ``LambdaLR``, as every schedule of torchtune is, and a ``SequentialLR`` of nothing else are functions of the step.
+    They are evaluated at the clock, which may be fractional; their ``get_last_lr()`` returns the applied rates. Any other
+    scheduler keeps its own count and is refused: leave it out and step it after each step, and its rates are scaled.
 
     Args:
         optimizers: one, or several; the first is the one that `scheduler` was built around. With a scheduler each group
-            keeps its base rate in its ``initial_lr``. Schedulers that bring rates of their own (``OneCycleLR``,
-            ``CyclicLR``) give those of the first optimizer to all.
+            keeps its base rate in its ``initial_lr``.
         scheduler: None for a rate that only the batch changes. Of either, what accelerate or Lightning wraps is taken.
         rule: ``none``, ``linear`` or ``sqrt``, see :func:`scale_learning_rate`.
         reference: the global batch that the base rates were chosen for; rows where it is a number.
         scale_with_batch: what else follows the batch: ``beta2``, ``weight_decay``; see :func:`scale_beta2`,
             :func:`scale_weight_decay`.
-        batch_can_change: warn where the scheduler cannot follow.
 
     Attributes:
-        follows_clock: the scheduler is a function of the clock, and keeps no count.
         rule, reference: as given.
         scaled: what else was applied last, by name, of the first group where it is not 0; before the first step, what it is scaled from.
 
     Raises:
-        SettingError: a scheduler that waits for a metric, or an optimizer without what is to follow the batch.
+        SettingError: a scheduler that keeps its own count, or an optimizer without what is to follow the batch.
         ValueError: an unknown rule, a rule without a reference, or a scheduler built around another optimizer.
     """
 
@@ -174,7 +152,6 @@ class LearningRate:
         rule: str = "none",
         reference: Reference | int | None = None,
         scale_with_batch: Mapping[str, str] | None = None,
-        batch_can_change: bool = False,
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"rule={rule!r}: give one of {', '.join(RULES)}")
@@ -184,31 +161,22 @@ class LearningRate:
             raise ValueError(f"{what}: give the reference too, the global batch that the rate was chosen for")
         several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self._optimizers: list[Optimizer] = [_unwrapped(each, "optimizer") for each in several]
-        scheduler = _unwrapped(scheduler, "scheduler")
-        self._first, self._scheduler, self.rule = self._optimizers[0], scheduler, rule
+        self._first = self._optimizers[0]
+        self._scheduler = _unwrapped(scheduler, "scheduler")
+        self.rule = rule
         self.reference = reference if isinstance(reference, Reference | None) else parse_reference(reference)
-        self.follows_clock = scheduler is None or _is_function_of_clock(scheduler)
-        # a scheduler that is built to resume meets followers whose lr is what the schedule had made of their base
-        self._resumes = getattr(scheduler, "last_epoch", 0) > 0
-        self._num_groups = len(self._first.param_groups)
-        self._last_clock: float | None = None
-        self._rates: list[float] | None = None  # of a scheduler that is stepped: its last ones
-        self._counts: list[int] = []  # and how often it and its parts were stepped
         self._scaled: dict[Optimizer, list[_Scaled]] = {}  # for a step that is still to be taken
         self._overwritten: list[_Scaled] = []  # before the step
-        self._named_left_out = False
-        name = type(scheduler).__name__
-        if isinstance(scheduler, ReduceLROnPlateau):
-            remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, can follow"
-            raise SettingError("lr_scheduler", name, remedy)
-        if _unwrapped(getattr(scheduler, "optimizer", self._first), "optimizer") is not self._first:
-            raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
-        if batch_can_change and not self.follows_clock:
-            log.warning(
-                "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late when the batch grows; "
-                "a LambdaLR, such as torchtune's cosine schedule, can",
-                name,
+        if not follows_clock(self._scheduler):
+            remedy = (
+                "it keeps its own count; leave it out here and step it in your own loop after optimizer.step(): "
+                "the rate that it sets is scaled"
             )
+            raise SettingError("lr_scheduler", type(self._scheduler).__name__, remedy)
+        built_around = _unwrapped(getattr(self._scheduler, "optimizer", self._first), "optimizer")
+        if built_around is not self._first:
+            name = type(self._scheduler).__name__
+            raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
         self._remember_bases()
         for optimizer in self._optimizers:
             _check_has(optimizer, self._follow)
@@ -231,8 +199,8 @@ class LearningRate:
             The rate of the first group, as applied.
 
         Raises:
-            SettingError: somebody else has stepped a scheduler that keeps its own count, overwritten the last step's rate, or added a
-                parameter group that the scheduler does not know.
+            SettingError: somebody else has overwritten the last step's rate, or added a parameter group that the
+                scheduler does not know.
             ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has moved then.
         """
         factor = ratio = 1.0
@@ -263,7 +231,9 @@ class LearningRate:
             self._scaled[optimizer] = [_Scaled(*one, applied=_read(one[1], one[2])) for one in before]
         self.scaled = self._read_scaled()
         if self._scheduler is not None:
-            self._scheduler._last_lr = [*_read_rates(self._first)]  # for its get_last_lr()
+            self._scheduler._last_lr = [
+                float(group["lr"]) for group in self._first.param_groups
+            ]  # for its get_last_lr()
         return float(self._first.param_groups[0]["lr"])
 
     def restore(self, optimizer: Optimizer | None = None) -> None:
@@ -277,55 +247,9 @@ class LearningRate:
         groups = self._first.param_groups
         return {name: next(filter(None, (_number(g[_IN_GROUP[name]]) for g in groups)), 0.0) for name in self._follow}
 
-    def schedule(self) -> Callable[[float], float]:
-        """Return the schedule as a function of the clock: what it multiplies the first group's base rate by.
-
-        Raises:
-            SettingError: there is none, or it keeps its own count.
-        """
-        scheduler = self._scheduler
-        if scheduler is None or not self.follows_clock:
-            remedy = "a batch that follows the decay of the rate needs a LambdaLR, such as torchtune's cosine schedule"
-            raise SettingError("lr_scheduler", None if scheduler is None else type(scheduler).__name__, remedy)
-        return lambda clock: _evaluate(scheduler, int(clock) if clock == int(clock) else clock)[0].factor or 0.0
-
     def _after_step(self, optimizer: Optimizer) -> None:
         self._overwritten += [one for one in self._scaled.get(optimizer, ()) if not one.is_there]
         self.restore(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold besides the optimizers' own state, as numbers, strings, lists and dicts.
-
-        Nothing where the rate is a function of the clock; else the scheduler's count and its last rate before the rule.
-        """
-        if self.follows_clock or self._scheduler is None:
-            return {}
-        left_out: list[str] = []
-        name = type(self._scheduler).__name__
-        state = {
-            "scheduler": name,
-            "scheduler_state": _plain(self._scheduler.state_dict(), left_out),
-            "rates": self._rates or _read_rates(self._first),
-            "clock": self._last_clock,
-        }
-        if left_out and not self._named_left_out:
-            self._named_left_out = True
-            log.warning(
-                "%s keeps %s, which a checkpoint cannot hold: resuming takes what the scheduler is built with then",
-                name,
-                ", ".join(left_out),
-            )
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state, with a scheduler that was built as the saved one was; before or after the optimizers'."""
-        if self.follows_clock or self._scheduler is None or not state:
-            return
-        if state["scheduler"] != (name := type(self._scheduler).__name__):
-            log.warning("the checkpoint's schedule is a %s: %s begins where it was built", state["scheduler"], name)
-            return
-        self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), state["scheduler_state"]))
-        self._rates, self._last_clock, self._counts = list(state["rates"]), state["clock"], _counts(self._scheduler)
 
     def _save_unscaled(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         for one in self._scaled.get(optimizer, ()):
@@ -339,53 +263,28 @@ class LearningRate:
         if self._scheduler is None:
             return
         for optimizer in self._optimizers:
-            groups = optimizer.param_groups
-            for group, leader in zip(groups, _one_each(self._first.param_groups, groups), strict=True):
-                if "initial_lr" not in group:
-                    group["initial_lr"] = float(leader.get("initial_lr", group["lr"]) if self._resumes else group["lr"])
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", float(group["lr"]))
 
     def _schedule(self, scheduler: LRScheduler, clock: float) -> None:
         """Write the scheduled rates."""
-        if (now := len(self._first.param_groups)) != self._num_groups:
-            remedy = f"it was built for {self._num_groups} parameter groups, and the optimizer has {now}; add groups before it is built"
+        part, factors = _evaluate(scheduler, clock)
+        num_groups = len(self._first.param_groups)
+        if num_groups != len(factors):
+            remedy = (
+                f"it was built for {len(factors)} parameter groups, and the optimizer has "
+                f"{num_groups}; add groups before it is built"
+            )
             raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
         self._remember_bases()
-        scheduled = self._scheduled(scheduler, clock)
-        self._last_clock = clock
-        for optimizer in self._optimizers:
+        for group, base, factor in zip(self._first.param_groups, part.base_lrs, factors, strict=True):
+            write_rate(group, float(base) * factor)
+        for optimizer in self._optimizers[1:]:
             groups = optimizer.param_groups
-            for group, of_group in zip(groups, _one_each(scheduled, groups), strict=True):
-                _write_rate(
-                    group, of_group.rate if optimizer is self._first else of_group.of(float(group["initial_lr"]))
-                )
-
-    def _scheduled(self, scheduler: LRScheduler, clock: float) -> list[_Scheduled]:
-        """Return the rate of each group of the first optimizer; a scheduler that keeps its own count is stepped if the clock has moved."""
-        groups = self._first.param_groups
-        bases = [float(group["initial_lr"]) for group in groups]
-        if self.follows_clock:
-            return _evaluate(scheduler, int(clock) if clock == int(clock) else clock)
-        if self._rates is None:
-            self._rates = _read_rates(self._first)
-        elif self._counts != _counts(scheduler):
-            name = type(scheduler).__name__
-            remedy = "let one alone step it (one that is left out here may be stepped by others: the rate is scaled as it is found)"
-            raise SettingError(
-                "lr_scheduler", name, f"somebody else steps it too, so it counts each step twice; {remedy}"
-            )
-        elif self._last_clock is not None and clock != self._last_clock:
-            for group, rate in zip(groups, self._rates, strict=True):
-                _write_rate(group, rate)
-            with warnings.catch_warnings():  # in a resumed run the scheduler steps before the optimizer's first step
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-                scheduler.step()
-            self._rates = _read_rates(self._first)
-        self._counts = _counts(scheduler)
-        has_base = not _brings_rates(scheduler)
-        return [
-            _Scheduled(base, rate / base if has_base and base else None, rate)
-            for base, rate in zip(bases, self._rates, strict=True)
-        ]
+            # an optimizer with other groups follows the first group's schedule
+            shared = factors if len(factors) == len(groups) else factors[:1] * len(groups)
+            for group, factor in zip(groups, shared, strict=True):
+                write_rate(group, float(group["initial_lr"]) * factor)
 
 
 def _unwrapped(one: Any, name: str) -> Any:
@@ -395,22 +294,7 @@ def _unwrapped(one: Any, name: str) -> Any:
     return one
 
 
-def _counts(scheduler: LRScheduler) -> list[int]:
-    """Return how often a scheduler and its parts were stepped."""
-    parts = [count for part in getattr(scheduler, "_schedulers", ()) for count in _counts(part)]
-    return [getattr(scheduler, "last_epoch", 0), *parts]
-
-
-def _one_each(items: list[Any], groups: list[Any]) -> list[Any]:
-    """Return one item for each group, in order; the first for all where their numbers differ."""
-    return items if len(items) == len(groups) else items[:1] * len(groups)
-
-
-def _read_rates(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _write_rate(group: dict[str, Any], rate: float) -> None:
+def write_rate(group: dict[str, Any], rate: float) -> None:
     """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it."""
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
@@ -424,7 +308,7 @@ def _read(group: dict[str, Any], key: str) -> Any:
 
 def _write(group: dict[str, Any], key: str, value: Any) -> None:
     if key == "lr":
-        _write_rate(group, value)
+        write_rate(group, value)
     else:
         group[key] = value
 
@@ -467,61 +351,36 @@ def _check_has(optimizer: Optimizer, names: Mapping[str, str]) -> None:
             raise SettingError(f"scale_with_batch.{name}", how, f"{name} of {kind} is 0; set it, or remove this")
 
 
-def _is_function_of_clock(scheduler: LRScheduler) -> bool:
+def follows_clock(scheduler: Any) -> bool:
+    """Whether a scheduler is a function of the step alone, and keeps no count; so is None."""
     if type(scheduler) is SequentialLR:
-        parts_follow = all(isinstance(part, LambdaLR) and _is_function_of_clock(part) for part in scheduler._schedulers)
-        return parts_follow and scheduler._milestones == sorted(scheduler._milestones)
-    return isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
+        are_lambdas = all(isinstance(part, LambdaLR) and follows_clock(part) for part in scheduler._schedulers)
+        return are_lambdas and scheduler._milestones == sorted(scheduler._milestones)
+    is_lambda = isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
+    return scheduler is None or is_lambda
 
 
-def _evaluate(scheduler: LRScheduler, clock: float) -> list[_Scheduled]:
-    """Evaluate a function of the clock; a part of a sequence counts from the milestone where it begins."""
+def schedule_of(scheduler: LRScheduler | None) -> Callable[[float], float]:
+    """Return a schedule as a function of the clock: what it multiplies the first group's base rate by.
+
+    Raises:
+        SettingError: there is none, or it keeps its own count.
+    """
+    unwrapped = _unwrapped(scheduler, "scheduler")
+    if unwrapped is None or not follows_clock(unwrapped):
+        remedy = "a batch that follows the decay of the rate needs a LambdaLR, such as torchtune's cosine schedule"
+        raise SettingError("lr_scheduler", unwrapped and type(unwrapped).__name__, remedy)
+    return lambda clock: _evaluate(unwrapped, clock)[1][0]
+
+
+def _evaluate(scheduler: LRScheduler, clock: float) -> tuple[LambdaLR, list[float]]:
+    """Return the part of a schedule that is in force, and what it multiplies the base rate of each group by."""
+    # torch calls the functions with whole numbers
+    time = int(clock) if clock == int(clock) else clock
     if isinstance(scheduler, SequentialLR):
-        index = bisect_right(scheduler._milestones, clock)
-        clock -= scheduler._milestones[index - 1] if index else 0
+        index = bisect_right(scheduler._milestones, time)
+        if index:
+            time -= scheduler._milestones[index - 1]
         scheduler = scheduler._schedulers[index]
     assert isinstance(scheduler, LambdaLR)
-    bases = [float(base) for base in scheduler.base_lrs]
-    factors = [rule(clock) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]  # torch's are called at whole steps
-    return [_Scheduled(base, factor, base * factor) for base, factor in zip(bases, factors, strict=True)]
-
-
-def _brings_rates(scheduler: LRScheduler) -> bool:
-    parts = getattr(scheduler, "_schedulers", ())
-    return isinstance(scheduler, OneCycleLR | CyclicLR) or any(_brings_rates(part) for part in parts)
-
-
-def _plain(value: Any, left_out: list[str]) -> Any:
-    """Return a value as numbers, strings, lists and dicts; what a dict holds that cannot be written so is named in `left_out`."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(item, left_out) for item in value]
-    if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} is not plain")
-    plain = {}
-    for key, item in value.items():
-        try:
-            plain[_plain(key, left_out)] = _plain(item, left_out)
-        except TypeError:
-            left_out.append(str(key))
-    return plain
-
-
-def _like(own: Any, saved: Any) -> Any:
-    """Return what was saved as plain values in the types of a scheduler's own state; what was left out keeps the scheduler's value."""
-    if isinstance(own, torch.Tensor):
-        return torch.tensor(saved, dtype=own.dtype, device=own.device)
-    if isinstance(own, Counter):
-        return Counter(saved)
-    if isinstance(own, dict) and isinstance(saved, dict):
-        return {**own, **{key: _like(own.get(key), item) for key, item in saved.items()}}
-    if isinstance(saved, list):
-        pairs = zip_longest(own if isinstance(own, list | tuple) else (), saved)
-        items = [_like(*pair) for pair in islice(pairs, len(saved))]
-        return tuple(items) if isinstance(own, tuple) else items
-    return saved
+    return scheduler, [rule(time) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]

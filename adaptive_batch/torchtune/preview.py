@@ -123,7 +123,6 @@ class TrainingPreview:
             self._job,
             batches,
             [stand_in(self._job, base_rate)],
-            progress=progress,
             total_steps=self.schedule_steps,
             saved=saved.get("learning_rate", {}),
         )

@@ -2,22 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Clock, LearningRate, Progress, Seesaw, TrainingClock
+from adaptive_batch.schedules import (
+    Clock,
+    LearningRate,
+    Progress,
+    Seesaw,
+    follows_clock,
+    schedule_of,
+    write_rate,
+)
 from adaptive_batch.training import StepRate
 
 from .config_errors import as_dict, instantiate
 from .job import Job
 from .keys import load_function
+
+log = logging.getLogger("adaptive_batch")
+
+_CHANGE_THE_BATCH = ("batch_increase_function", "batch_size_schedule", "batch_tokens")
+
+
+class SteppedRate(StepRate):
+    """Steps a scheduler that keeps its own count once for each step of training, and scales the rate that it sets.
+
+    Nothing of it is saved: a resumed run steps it again, from the first step to where training is.
+
+    Args:
+        scheduler: a torch scheduler, built around the first of `optimizers` for the first step.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        optimizers: Sequence[Optimizer],
+        scheduler: Any,
+        clock: Clock,
+        **settings: Any,
+    ) -> None:
+        super().__init__(planner, optimizers, None, clock, **settings)
+        self._stepped_scheduler = scheduler
+        self._steps_taken = 0
+
+    def set(self, progress: Progress, **step: Any) -> dict[str, float]:
+        """Step the scheduler to where training is, and apply its rate as :meth:`StepRate.set` does."""
+        self.restore()
+        with warnings.catch_warnings():
+            # a resumed run and a preview step it before their optimizer
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            while self._steps_taken < progress.steps:
+                self._stepped_scheduler.step()
+                self._steps_taken += 1
+        first, *followers = self._optimizers
+        for optimizer in followers:
+            for group in optimizer.param_groups:
+                write_rate(group, float(first.param_groups[0]["lr"]))
+        return super().set(progress, **step)
 
 
 def build_rate(
@@ -25,7 +77,6 @@ def build_rate(
     planner: StepPlanner,
     optimizers: list[Optimizer],
     *,
-    progress: Progress,
     total_steps: int,
     saved: Mapping[str, Any],
 ) -> StepRate:
@@ -35,20 +86,18 @@ def build_rate(
         job: of the run.
         planner: of the run, begun.
         optimizers: that follow; the first is the one that the scheduler is built around.
-        progress: where training resumes.
         total_steps: where the scheduler ends, in steps of the constant batch or, where its clock counts steps, in steps.
         saved: its state when the checkpoint was saved; empty without one.
     """
-    settings, block = job.settings, job.cfg.get("lr_scheduler", None)
-    # the part of training that is done; a warm-up in another unit is counted by the state that is loaded
-    last_epoch = int(TrainingClock(settings.lr_clock, reference=planner.reference).decay(progress, planner.plan)) - 1
-    if last_epoch >= 0:  # torch asks for it in a scheduler that begins later
-        for group in optimizers[0].param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))
-    scheduler = block and instantiate(
-        "lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=last_epoch
-    )
-    rate = StepRate(
+    settings = job.settings
+    block = job.cfg.get("lr_scheduler", None)
+    scheduler = None
+    if block:
+        # a resumed run builds it for the first step too: it is evaluated at the clock, or stepped to where training is
+        rewind_rates(optimizers)
+        scheduler = instantiate("lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1)
+    rate_of_step = StepRate if follows_clock(scheduler) else SteppedRate
+    rate = rate_of_step(
         planner,
         optimizers,
         scheduler,
@@ -64,6 +113,16 @@ def build_rate(
     return rate
 
 
+def rewind_rates(optimizers: Sequence[Optimizer]) -> None:
+    """Set the rates of loaded optimizers back to the base rates of their schedule."""
+    leader = optimizers[0].param_groups[0]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            # of optimizers in backward, torchtune saves the base rate of the first alone
+            base_rate = leader.get("initial_lr", group["lr"])
+            write_rate(group, float(group.get("initial_lr", base_rate)))
+
+
 def couple_batch(job: Job, planner: StepPlanner) -> None:
     """Couple a batch schedule that follows the rate to the configured scheduler.
 
@@ -74,7 +133,7 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
     if isinstance(job.settings.batch_size_schedule, Seesaw):
         steps = job.settings.epochs * planner.reference.steps
         scheduler = block and instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
-        planner.couple(LearningRate(optimizer, scheduler).schedule(), job.settings.lr_clock)
+        planner.couple(schedule_of(scheduler), job.settings.lr_clock)
 
 
 def check_scheduler(cfg: DictConfig) -> None:
@@ -101,14 +160,24 @@ def check_scheduler(cfg: DictConfig) -> None:
     optimizer = optimizer_of_nothing(1.0)
     steps = 10**6  # more than any warm-up
     built = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
-    rate = LearningRate(optimizer, built)
+    if isinstance(built, ReduceLROnPlateau):
+        remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, can follow"
+        raise SettingError("lr_scheduler", type(built).__name__, remedy)
+    if follows_clock(built):
+        return
     asked = Clock.from_config(as_dict(cfg).get("lr_clock"))
-    if cfg.get("lr_clock", None) is not None and asked != Clock("steps", "steps") and not rate.follows_clock:
+    if cfg.get("lr_clock", None) is not None and asked != Clock("steps", "steps"):
         raise SettingError(
             "lr_clock",
             cfg.lr_clock,
             f"{block._component_} counts steps and can follow nothing else; give steps, or a LambdaLR such as "
             "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        )
+    if any(cfg.get(key, None) is not None for key in _CHANGE_THE_BATCH):
+        log.warning(
+            "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late when the batch grows; "
+            "a LambdaLR, such as torchtune's cosine schedule, can",
+            type(built).__name__,
         )
 
 

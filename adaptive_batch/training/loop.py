@@ -51,7 +51,6 @@ from adaptive_batch.schedules import (
     RULES,
     UNITS,
     Clock,
-    LearningRate,
     Progress,
     Schedule,
     Seesaw,
@@ -59,6 +58,7 @@ from adaptive_batch.schedules import (
     needs_noise_scale,
     parse_reference,
     rate_rule,
+    schedule_of,
 )
 
 from .agreement import Question
@@ -193,9 +193,10 @@ class AdaptiveLoop:
         grow_beyond_maximum: let these pass the bound, in several micro-batches.
         micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows of a step.
         micro_batch_tokens: padded tokens at once, ``auto`` for those of the bound; not together with `micro_batch_size`.
-        lr_scheduler: built around `optimizer` for steps of `batch_size` rows; its clock is the part of training that is done,
-            so that growing the batch does not stretch it. Nobody else must step it, unless it is a function of the number of
-            steps alone, as ``LambdaLR`` is. None for the rate that the optimizer holds before :meth:`run`, whoever sets it.
+        lr_scheduler: a ``LambdaLR`` (or a ``SequentialLR`` of such), built around `optimizer` for steps of
+            `batch_size` rows; its clock is the part of training that is done, so that growing the batch does not
+            stretch it. None for the rate that the optimizer holds before :meth:`run`, whoever sets it: any other
+            scheduler is stepped by the script.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
         reference_batch_size: the global batch that the optimizer's rates belong to: rows, or ``"8192tok"``; None for
             `batch_size` on all ranks.
@@ -298,7 +299,7 @@ class AdaptiveLoop:
             event=self._log_event,
         )
         if isinstance(batch_size_schedule, Seesaw):
-            self._steps.couple(LearningRate(optimizer, lr_scheduler).schedule(), clock)
+            self._steps.couple(schedule_of(lr_scheduler), clock)
         self._handed_out = _HandedOut()
         shrinks = options.on_out_of_memory == "shrink"
         self._runner = MicroBatchRunner(

@@ -50,17 +50,9 @@ class StepRate:
     ) -> None:
         self._planner, self._optimizers, self._unit = planner, optimizers, clock
         self._warmup_steps, self._total_steps, self._given = warmup_steps, total_steps, reference
-        batching = planner.batching
-        changes = (batching.batch_increase_function, batching.batch_size_schedule, batching.batch_tokens)
-        can_change = any(each is not None for each in changes)
-        self._follows_rate = isinstance(batching.batch_size_schedule, Seesaw)
+        self._follows_rate = isinstance(planner.batching.batch_size_schedule, Seesaw)
         self._rate = LearningRate(
-            optimizers,
-            scheduler,
-            rule=rule,
-            reference=self.reference,
-            scale_with_batch=scale_with_batch,
-            batch_can_change=can_change,
+            optimizers, scheduler, rule=rule, reference=self.reference, scale_with_batch=scale_with_batch
         )
         self._begin()
 
@@ -133,7 +125,6 @@ class StepRate:
         """Return the state as plain values, for a checkpoint."""
         return {
             "rule": self._rate.rule,
-            "scheduler": self._rate.state_dict(),
             "clock": self._clock.state_dict(),
             "total_steps": self._total_steps,
         }
@@ -141,5 +132,4 @@ class StepRate:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; the ranks that training began with are known by now."""
         self._begin()
-        self._rate.load_state_dict(state["scheduler"])
         self._clock.load_state_dict(state["clock"])

@@ -41,6 +41,11 @@ SCHEDULERS = {
     "linear": (("lr_scheduler._component_=support.batch_rules.linear",), batch_rules.linear),
     "SequentialLR": (("lr_scheduler._component_=support.batch_rules.sequence",), batch_rules.sequence),
     "LinearLR": (("lr_scheduler._component_=support.batch_rules.linear_that_counts",), batch_rules.linear_that_counts),
+    "OneCycleLR": (("lr_scheduler._component_=support.batch_rules.one_cycle",), batch_rules.one_cycle),
+    "SequentialLR that counts": (
+        ("lr_scheduler._component_=support.batch_rules.sequence_that_counts",),
+        batch_rules.sequence_that_counts,
+    ),
 }
 EVERY = ("lr_clock=samples", "lr_clock=tokens", "lr_clock=steps")
 CASES = {
@@ -48,6 +53,8 @@ CASES = {
     "linear": EVERY,
     "SequentialLR": EVERY,
     "LinearLR": ("lr_clock=steps",),
+    "OneCycleLR": ("lr_clock=steps",),
+    "SequentialLR that counts": ("lr_clock=steps",),
 }
 TRACES = [(name, clock, ()) for name, clocks in CASES.items() for clock in clocks]
 TRACES += [("cosine", clock, CONSTANT) for clock in CASES["cosine"]] + [("SequentialLR", "lr_clock=samples", CONSTANT)]
@@ -181,14 +188,24 @@ def test_a_sequence_is_read_between_its_milestones(small):
     assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in expected])
 
 
-def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_steps(small):
+@pytest.mark.parametrize(
+    ("scheduler", "factor"),
+    [
+        ((), lambda step: 1.0),
+        (("lr_scheduler._component_=support.schedulers.step_lr",), lambda step: 0.1 ** (step // 2)),
+    ],
+    ids=["no scheduler", "StepLR"],
+)
+def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_steps(small, scheduler, factor):
     settings = (
-        *BASE, EQUAL, "epochs=2", "lr_scaling=linear", "reference_batch_size=2", "probe.device_memory=1GiB",
+        *BASE, *scheduler, EQUAL, "epochs=2", "lr_scaling=linear", "reference_batch_size=2", "probe.device_memory=1GiB",
         "batch_increase_function=support.components.four_more", "save_every_n_steps=7",
     )  # fmt: skip
     one = small.run_in_process(OURS, *settings)
     each = small.run_in_process(OURS, *settings, "optimizer_in_bwd=True")
-    assert list(rates(one).values()) == [RATE * batch / 2 for batch in figures(one, "batch_size")]
+    sizes = figures(one, "batch_size")
+    expected = [RATE * factor(step) * batch / 2 for step, batch in enumerate(sizes)]
+    assert list(rates(one).values()) == pytest.approx(expected, rel=1e-12)
     assert rates(each) == rates(one)
     assert [float(loss) for loss in each.losses] == pytest.approx([float(loss) for loss in one.losses], rel=1e-5)
     assert go_on(small, each, 7, *settings, "optimizer_in_bwd=True") == {

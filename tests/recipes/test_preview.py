@@ -202,6 +202,20 @@ def test_a_step_of_more_rows_than_an_epoch_is_refused_where_it_would_be_dropped(
         plan(*rule, "drop_last=True", "grow_beyond_maximum=True", "micro_batch_size=4")
 
 
+def test_a_scheduler_that_counts_is_stepped_along_and_its_rates_are_scaled(plan):
+    """Eight steps of 4 rows, four of 8 and two of 16 in an epoch each; the rate is divided by ten every second step."""
+    settings = (*RAMP[:2], f"{KEY}.thresholds=[1ep,2ep]", "lr_scheduler._component_=support.schedulers.step_lr")
+    rows = cells(
+        plan(*EQUAL, *settings, "lr_scaling=linear", "epochs=3", "grow_beyond_maximum=True", "micro_batch_size=4")
+    )
+    assert [row[-1] for row in rows] == ["8", "4", "2"]
+    stages = ((0, 7, 1), (8, 11, 2), (12, 13, 4))
+    expected = [[0.01 * 0.1 ** (step // 2) * batch for step in (first, last)] for first, last, batch in stages]
+    assert [[float(rate) for rate in row[-3:-1]] for row in rows] == [
+        pytest.approx(pair, rel=1e-3) for pair in expected
+    ]
+
+
 def test_a_scheduler_that_refuses_a_warm_up_above_its_total_is_asked_with_no_total_that_is_too_small(plan):
     settings = (
         "lr_scheduler._component_=support.batch_rules.refuses_a_long_warm_up",

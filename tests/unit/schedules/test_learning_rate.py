@@ -4,8 +4,6 @@ import copy
 import io
 import math
 import pickle
-import warnings
-from collections import deque
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import LearningRate, Reference, parse_reference, scale_learning_rate
+from adaptive_batch.schedules import LearningRate, Reference, parse_reference, scale_learning_rate, schedule_of
 
 
 def optimizer(*rates):
@@ -54,10 +52,23 @@ def chained(one):
     return torchs.ChainedScheduler([torchs.ConstantLR(one, 0.1, total_iters=3), torchs.ExponentialLR(one, 0.9)])
 
 
-SCHEDULERS = {
+class Floor(LambdaLR):
+    """A LambdaLR that computes otherwise."""
+
+    def get_lr(self):
+        return [max(rate, 0.06) for rate in super().get_lr()]
+
+
+FUNCTIONS_OF_THE_STEP = {
     "none": lambda one: None,
     "LambdaLR": lambda one: LambdaLR(one, cosine),
     "LambdaLR of objects": lambda one: LambdaLR(one, Callable()),
+    "SequentialLR of LambdaLRs": lambda one: SequentialLR(
+        one, [LambdaLR(one, warm_up), LambdaLR(one, cosine), LambdaLR(one, halves)], milestones=[3, 7]
+    ),
+}
+COUNTING = {
+    "Floor": lambda one: Floor(one, cosine),
     "MultiplicativeLR": lambda one: torchs.MultiplicativeLR(one, lambda step: 0.95),
     "StepLR": lambda one: StepLR(one, step_size=2, gamma=0.5),
     "MultiStepLR": lambda one: torchs.MultiStepLR(one, milestones=[2, 5, 5], gamma=0.3),
@@ -70,9 +81,6 @@ SCHEDULERS = {
     "CyclicLR": lambda one: torchs.CyclicLR(one, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="exp_range", gamma=0.9),
     "OneCycleLR": lambda one: OneCycleLR(one, max_lr=0.1, total_steps=20),
     "ChainedScheduler": chained,
-    "SequentialLR of LambdaLRs": lambda one: SequentialLR(
-        one, [LambdaLR(one, warm_up), LambdaLR(one, cosine), LambdaLR(one, halves)], milestones=[3, 7]
-    ),
     "SequentialLR": lambda one: SequentialLR(
         one, [LambdaLR(one, warm_up), torchs.CosineAnnealingLR(one, T_max=6)], milestones=[3]
     ),
@@ -82,7 +90,17 @@ SCHEDULERS = {
         [2, 6],
     ),
 }
-every_scheduler = pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS)
+every_scheduler = pytest.mark.parametrize("build", FUNCTIONS_OF_THE_STEP.values(), ids=FUNCTIONS_OF_THE_STEP)
+every_counting_scheduler = pytest.mark.parametrize("build", COUNTING.values(), ids=COUNTING)
+
+
+class Wrapped:
+    """As accelerate's and Lightning's schedulers hold the one that they step."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+
 batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
 
 
@@ -133,7 +151,7 @@ def test_another_reference_is_refused(value):
 def test_a_constant_rate_stays_and_its_groups_are_not_touched():
     one = optimizer(0.1)
     before = [dict(group) for group in one.param_groups]
-    rate = LearningRate([one], None, batch_can_change=True)
+    rate = LearningRate([one], None)
     assert [rate.set(clock) for clock in (0.0, 1.5, 9.0)] == [0.1, 0.1, 0.1]
     assert [dict(group) for group in one.param_groups] == before
 
@@ -197,7 +215,7 @@ def test_torchtunes_cosine_on_the_clock_is_torchtunes_cosine_stepped():
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=5))
 def test_the_rate_depends_on_the_clock_alone(clocks):
     one = optimizer(0.1, 0.3)
-    rate = LearningRate([one], LambdaLR(one, cosine), batch_can_change=True)
+    rate = LearningRate([one], LambdaLR(one, cosine))
     for clock in clocks:
         rate.set(clock)
     assert rates(one) == pytest.approx([0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])])
@@ -206,18 +224,18 @@ def test_the_rate_depends_on_the_clock_alone(clocks):
 @pytest.mark.parametrize(("clock", "factor"), [(2.5, 0.875), (3.0, 1.0), (6.75, cosine(3.75)), (7.5, 0.5**0.5)])
 def test_a_sequence_of_lambdas_is_evaluated_between_steps(clock, factor):
     one = optimizer(0.1)
-    build = SCHEDULERS["SequentialLR of LambdaLRs"]
-    assert LearningRate(one, build(one), batch_can_change=True).set(clock) == pytest.approx(0.1 * factor)
+    build = FUNCTIONS_OF_THE_STEP["SequentialLR of LambdaLRs"]
+    assert LearningRate(one, build(one)).set(clock) == pytest.approx(0.1 * factor)
 
 
-def test_a_lambda_that_computes_otherwise_is_stepped():
-    class Floor(LambdaLR):
-        def get_lr(self):
-            return [max(rate, 0.06) for rate in super().get_lr()]
-
-    one = optimizer(0.1)
-    rate = LearningRate(one, Floor(one, cosine))
-    assert [rate.set(float(clock)) for clock in range(10)][-1] == 0.06
+def test_a_schedule_without_an_optimizer_is_what_multiplies_the_first_base_rate():
+    one = optimizer(0.1, 0.3)
+    factor = schedule_of(FUNCTIONS_OF_THE_STEP["SequentialLR of LambdaLRs"](one))
+    assert [factor(clock) for clock in (2.5, 3.0, 6.75)] == pytest.approx([0.875, 1.0, cosine(3.75)])
+    assert schedule_of(Wrapped(LambdaLR(one, cosine)))(4) == cosine(4)
+    for scheduler, name in ((None, "None"), (StepLR(one, 2), "'StepLR'"), (Wrapped(StepLR(one, 2)), "'StepLR'")):
+        with pytest.raises(SettingError, match=rf"^lr_scheduler={name}: .*needs a LambdaLR"):
+            schedule_of(scheduler)
 
 
 @every_scheduler
@@ -249,26 +267,12 @@ def test_get_last_lr_is_what_was_applied(build):
         assert scheduler.get_last_lr() == rates(one)
 
 
-def test_another_scheduler_is_stepped_once_a_step_and_warned_about_once(caplog):
-    one = optimizer(1.0)
-    rate = LearningRate([one], StepLR(one, step_size=2, gamma=0.5), batch_can_change=True)
-    assert [rate.set(float(clock)) for clock in range(5)] == [1.0, 1.0, 0.5, 0.5, 0.25]
-    assert caplog.text.count("StepLR counts optimizer steps: it cannot follow a batch that changes") == 1
-
-
-@pytest.mark.parametrize("name", ["none", "LambdaLR", "SequentialLR of LambdaLRs"])
-def test_a_scheduler_that_can_follow_is_not_warned_about(name, caplog):
-    one = optimizer(1.0)
-    LearningRate(one, SCHEDULERS[name](one), batch_can_change=True)
-    assert not caplog.text
-
-
 # --- several groups, several optimizers, tensors ------------------------------------------------------------------------
 
 
 def test_every_optimizer_in_backward_follows_the_first_ones_schedule():
     several = [optimizer(0.1), optimizer(0.1), optimizer(0.1)]
-    LearningRate(several, LambdaLR(several[0], cosine), batch_can_change=False).set(4.0)
+    LearningRate(several, LambdaLR(several[0], cosine)).set(4.0)
     assert {one.param_groups[0]["lr"] for one in several} == {0.1 * cosine(4)}
 
 
@@ -281,32 +285,21 @@ def test_every_optimizer_in_backward_has_the_same_rate(build):
         assert [rates(one) for one in several] == [[now]] * 3
 
 
-@pytest.mark.parametrize("name", ["LambdaLR", "StepLR", "SequentialLR of LambdaLRs", "SequentialLR"])
+@pytest.mark.parametrize("name", ["LambdaLR", "SequentialLR of LambdaLRs"])
 def test_each_optimizer_keeps_its_own_base(name):
     one, other = optimizer(0.1, 0.3), optimizer(0.02)
-    rate = LearningRate([one, other], SCHEDULERS[name](one), rule="linear", reference=4)
+    rate = LearningRate([one, other], FUNCTIONS_OF_THE_STEP[name](one), rule="linear", reference=4)
     for clock, batch in enumerate((4, 16, 8, 8, 8)):
         now = rate.set(clock, batch=batch)
         assert rates(one)[1] == pytest.approx(3 * now)
         assert rates(other) == [pytest.approx(now / 5)]
 
 
-def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_ones():
-    """As torchtune saves them: only the optimizer that its scheduler was built around knows the base."""
-    several = [optimizer(0.1) for _ in range(3)]
-    LambdaLR(several[0], cosine)
-    for one in several:
-        one.param_groups[0]["lr"] = 0.1 * cosine(6)
-    rate = LearningRate(several, LambdaLR(several[0], cosine, last_epoch=6))
-    assert rate.set(7.0) == 0.1 * cosine(7)
-    assert [rates(one) for one in several] == [[0.1 * cosine(7)]] * 3
-
-
 def test_a_rate_that_is_a_tensor_is_filled():
     one = optimizer(0.1)
     one.param_groups[0]["lr"] = kept = torch.tensor(0.1)
     scheduler = LambdaLR(one, cosine)
-    rate = LearningRate([one], scheduler, batch_can_change=False, rule="linear", reference=1)
+    rate = LearningRate([one], scheduler, rule="linear", reference=1)
     assert rate.set(5.0, batch=1) == kept.item() == pytest.approx(0.05)
     assert rate.set(5.0, batch=4) == scheduler.get_last_lr()[0] == pytest.approx(0.2)
     assert one.param_groups[0]["lr"] is kept
@@ -325,6 +318,25 @@ def test_groups_that_share_a_tensor_are_scaled_once():
 
 
 # --- between two steps --------------------------------------------------------------------------------------------------
+
+
+@every_counting_scheduler
+@pytest.mark.parametrize("make", ["numbers", "tensors"])
+def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled(build, make):
+    """It is stepped by the script, after each step of its optimizer, which sees its rate x batch / reference."""
+    ours, theirs = (optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3) for _ in range(2))
+    rate = LearningRate(ours, rule="linear", reference=4)
+    own, torchs_own = build(ours), build(theirs)
+    for clock, batch in enumerate((4, 16, 8, 8, 2, 12, 4)):
+        unscaled = rates(theirs)
+        assert rate.set(clock, batch=batch) == pytest.approx(unscaled[0] * batch / 4, rel=1e-6)
+        assert rates(ours) == pytest.approx([each * batch / 4 for each in unscaled], rel=1e-6)
+        for each in (ours, theirs):
+            each.step()
+        assert rates(ours) == unscaled
+        own.step()
+        torchs_own.step()
+        assert own.get_last_lr() == torchs_own.get_last_lr()
 
 
 @every_scheduler
@@ -423,22 +435,16 @@ def test_a_wrapped_optimizer_is_the_one_inside(wrap):
     assert rates(one) == [0.1 * cosine(4)]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SCHEDULERS if name not in ("none", "LambdaLR", "LambdaLR of objects")]
-)
-def test_a_scheduler_that_somebody_else_steps_is_refused_where_it_counts(name):
-    one = optimizer(0.1)
-    scheduler = SCHEDULERS[name](one)
-    rate = LearningRate(one, scheduler)
-    rate.set(0.0)
-    one.step()
-    scheduler.step()
-    if rate.follows_clock:
-        assert rate.set(1.0) == 0.1 * warm_up(1)
-        return
-    with pytest.raises(SettingError, match="somebody else steps it too") as error:
-        rate.set(1.0)
-    assert error.value.key == "lr_scheduler"
+@pytest.mark.parametrize("name", ["LambdaLR", "LambdaLR of objects", "SequentialLR of LambdaLRs"])
+def test_whether_somebody_else_steps_the_scheduler_too_makes_no_difference(name):
+    one, other = optimizer(0.1), optimizer(0.1)
+    scheduler = FUNCTIONS_OF_THE_STEP[name](one)
+    rate, alone = LearningRate(one, scheduler), LearningRate(other, FUNCTIONS_OF_THE_STEP[name](other))
+    for clock in range(9):
+        assert rate.set(clock) == alone.set(clock)
+        one.step()
+        scheduler.step()
+        scheduler.step()
 
 
 # --- saved and loaded ---------------------------------------------------------------------------------------------------
@@ -449,14 +455,6 @@ def through_a_file(state):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def kinds(state):
-    if isinstance(state, dict):
-        return {type(state)}.union(*(kinds(key) | kinds(value) for key, value in state.items()))
-    if isinstance(state, list):
-        return {list}.union(*map(kinds, state))
-    return {type(state)}
 
 
 def with_tensors(*base):
@@ -473,12 +471,10 @@ def build_run(build, rule, *, make, load=None, optimizers_first):
     """Optimizer, scheduler and rate as a recipe or a library user makes them, resumed where `load` is given."""
     ours = make(0.1, 0.3)
     if load and optimizers_first:
-        ours.load_state_dict(load["optimizer"])
+        ours.load_state_dict(load)
     rate = LearningRate(ours, build(ours), rule=rule, reference=4)
-    if load:
-        if not optimizers_first:
-            ours.load_state_dict(load["optimizer"])
-        rate.load_state_dict(load["rate"])
+    if load and not optimizers_first:
+        ours.load_state_dict(load)
     return ours, rate
 
 
@@ -490,96 +486,49 @@ def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers
     ours, rate = build_run(build, rule, make=make, optimizers_first=False)
     saved, trace = [], []
     for clock, batch in enumerate(CHANGING):
-        saved.append(through_a_file({"optimizer": ours.state_dict(), "rate": rate.state_dict()}))
-        assert kinds(saved[-1]["rate"]) <= {dict, list, int, float, str, bool, type(None)}
+        saved.append(through_a_file(ours.state_dict()))
         rate.set(float(clock), batch=batch)
         trace.append([{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups])
         ours.step()
     for start, state in enumerate(saved):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            ours, rate = build_run(build, rule, make=make, load=state, optimizers_first=optimizers_first)
-            for clock in range(start, len(CHANGING)):
-                rate.set(float(clock), batch=CHANGING[clock])
-                now = [{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups]
-                assert [group["lr"] for group in now] == [group["lr"] for group in trace[clock]]
-                ours.step()
-                assert now == trace[clock]
+        ours, rate = build_run(build, rule, make=make, load=state, optimizers_first=optimizers_first)
+        for clock in range(start, len(CHANGING)):
+            rate.set(float(clock), batch=CHANGING[clock])
+            now = [{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups]
+            assert [group["lr"] for group in now] == [group["lr"] for group in trace[clock]]
+            ours.step()
+            assert now == trace[clock]
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda one, last_epoch: LambdaLR(one, cosine, last_epoch),
-        lambda one, last_epoch: StepLR(one, 2, last_epoch=last_epoch),
-        lambda one, last_epoch: torchs.ExponentialLR(one, 0.9, last_epoch),
-        lambda one, last_epoch: torchs.CosineAnnealingLR(one, 4, last_epoch=last_epoch),
-    ],
-    ids=["LambdaLR", "StepLR", "ExponentialLR", "CosineAnnealingLR"],
-)
-def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too(build):
-    """As a recipe does whose optimizer is loaded before its scheduler is built."""
+def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
+    """As torchtune's recipes do, whose optimizer is loaded before its scheduler is built."""
     ours = optimizer(0.1)
-    rate = LearningRate(ours, build(ours, -1), rule="linear", reference=4)
+    rate = LearningRate(ours, LambdaLR(ours, cosine), rule="linear", reference=4)
     trace, saved = [], []
     for clock, batch in enumerate(CHANGING):
-        saved.append(through_a_file((ours.state_dict(), rate.state_dict())))
+        saved.append(through_a_file(ours.state_dict()))
         trace.append(rate.set(clock, batch=batch))
-    for start, (of_optimizer, of_rate) in enumerate(saved):
+    for start, state in enumerate(saved):
         ours = optimizer(0.1)
-        ours.load_state_dict(of_optimizer)
-        rate = LearningRate(ours, build(ours, start - 1), rule="linear", reference=4)
-        rate.load_state_dict(of_rate)
+        ours.load_state_dict(state)
+        rate = LearningRate(ours, LambdaLR(ours, cosine, start - 1), rule="linear", reference=4)
         assert [rate.set(clock, batch=CHANGING[clock]) for clock in range(start, len(CHANGING))] == trace[start:]
-
-
-def test_what_a_checkpoint_cannot_hold_is_named_once(caplog):
-    class Remembers(StepLR):
-        def __init__(self, *arguments):
-            self.lately = deque(maxlen=3)
-            super().__init__(*arguments)
-
-    def run():
-        one = optimizer(0.1)
-        return LearningRate(one, SequentialLR(one, [LambdaLR(one, warm_up), Remembers(one, 2)], [2]))
-
-    rate = run()
-    rate.set(0)
-    state = through_a_file(rate.state_dict())
-    assert rate.state_dict() == state
-    assert caplog.messages == [
-        "SequentialLR keeps lately, which a checkpoint cannot hold: resuming takes what the scheduler is built with then"
-    ]
-    run().load_state_dict(state)
-
-
-def test_the_state_of_another_scheduler_is_left_alone(caplog):
-    one, other = optimizer(0.1), optimizer(0.1)
-    rate = LearningRate(one, StepLR(one, 2))
-    rate.set(0), rate.set(1)
-    another = LearningRate(other, torchs.ExponentialLR(other, 0.5))
-    another.load_state_dict(rate.state_dict())
-    assert "the checkpoint's schedule is a StepLR: ExponentialLR begins where it was built" in caplog.text
-    assert [another.set(2), another.set(3)] == [0.1, 0.05]
-
-
-def test_a_schedule_on_the_clock_has_nothing_to_save():
-    one = optimizer(0.1)
-    rate = LearningRate(one, LambdaLR(one, cosine), rule="linear", reference=4)
-    rate.set(3.5, batch=7)
-    assert rate.state_dict() == {}
 
 
 # --- refused ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_scheduler_that_waits_for_a_metric_is_refused():
+@pytest.mark.parametrize("build", [*COUNTING.values(), ReduceLROnPlateau], ids=[*COUNTING, "ReduceLROnPlateau"])
+@pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped], ids=["plain", "wrapped"])
+def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
     one = optimizer(0.1)
-    with pytest.raises(
-        SettingError, match=r"lr_scheduler='ReduceLROnPlateau': it waits for a metric .* LambdaLR"
-    ) as error:
-        LearningRate(one, ReduceLROnPlateau(one))
-    assert error.value.key == "lr_scheduler"
+    scheduler = build(one)
+    with pytest.raises(SettingError) as error:
+        LearningRate(one, wrap(scheduler))
+    assert str(error.value) == (
+        f"lr_scheduler='{type(scheduler).__name__}': it keeps its own count; leave it out here and step it in your own "
+        "loop after optimizer.step(): the rate that it sets is scaled"
+    )
 
 
 def test_a_rule_needs_a_reference_and_a_batch():
@@ -594,10 +543,9 @@ def test_a_rule_needs_a_reference_and_a_batch():
         LearningRate(one, LambdaLR(optimizer(0.1), cosine))
 
 
-@pytest.mark.parametrize("build", [lambda one: LambdaLR(one, cosine), lambda one: StepLR(one, 2)])
-def test_a_group_that_the_scheduler_does_not_know_is_refused(build):
+def test_a_group_that_the_scheduler_does_not_know_is_refused():
     one = optimizer(0.1)
-    rate = LearningRate(one, build(one))
+    rate = LearningRate(one, LambdaLR(one, cosine))
     rate.set(0)
     one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the optimizer has 2"):
@@ -607,7 +555,7 @@ def test_a_group_that_the_scheduler_does_not_know_is_refused(build):
 @pytest.mark.parametrize("batch", [None, 0, -1, math.nan])
 def test_a_batch_that_is_refused_moves_nothing(batch):
     one = optimizer(0.1)
-    rate = LearningRate(one, StepLR(one, 1, gamma=0.5), rule="linear", reference=Reference(4, "tokens"))
+    rate = LearningRate(one, LambdaLR(one, halves), rule="linear", reference=Reference(4, "tokens"))
     rate.set(0, batch=8)
     with pytest.raises(ValueError, match=r"needs the tokens of the step|must be above 0"):
         rate.set(1, batch=batch)

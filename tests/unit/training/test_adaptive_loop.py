@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiplicativeLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -517,25 +517,27 @@ def test_a_rate_that_the_script_writes_is_scaled_and_is_there_again_after_the_st
     assert stepped_rates(one, warm_up) == [2 * RATE, *(2 * 0.1 * number for number in range(1, 5))]
 
 
+def accelerated(scheduler: Any, optimizer: Any) -> AcceleratedScheduler:
+    Accelerator(cpu=True)
+    return AcceleratedScheduler(scheduler, AcceleratedOptimizer(optimizer))
+
+
 @pytest.mark.parametrize(
     ("build", "factor"),
     [
         (lambda one: StepLR(one, 2, gamma=0.5), lambda step: 0.5 ** (step // 2)),
         (lambda one: MultiplicativeLR(one, lambda step: 0.5), lambda step: 0.5**step),
+        (lambda one: CosineAnnealingLR(one, 5), lambda step: 0.5 * (1 + math.cos(math.pi * step / 5))),
         (lambda one: LambdaLR(one, lambda step: 1 / (1 + step)), lambda step: 1 / (1 + step)),
     ],
-    ids=["StepLR", "MultiplicativeLR", "LambdaLR"],
+    ids=["StepLR", "MultiplicativeLR", "CosineAnnealingLR", "LambdaLR"],
 )
-def test_a_scheduler_of_the_scripts_own_reads_and_multiplies_rates_that_are_not_scaled(build, factor):
+@pytest.mark.parametrize("wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"])
+def test_a_scheduler_of_the_scripts_own_reads_and_multiplies_rates_that_are_not_scaled(build, factor, wrap):
     one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
-    scheduler = build(one.optimizer)
+    scheduler = wrap(build(one.optimizer), one.optimizer)
     rates = stepped_rates(one, lambda number: scheduler.step())
     assert rates == pytest.approx([2 * RATE * factor(step) for step in range(5)], rel=1e-12)
-
-
-def accelerated(scheduler: Any, optimizer: Any) -> AcceleratedScheduler:
-    Accelerator(cpu=True)
-    return AcceleratedScheduler(scheduler, AcceleratedOptimizer(optimizer))
 
 
 def with_scheduler(build: Any, wrap: Any = lambda scheduler, optimizer: scheduler, **options: Any) -> SimpleNamespace:
@@ -557,15 +559,15 @@ def test_what_accelerate_wraps_is_seen_through():
 
 
 @pytest.mark.parametrize("wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"])
-def test_a_scheduler_that_counts_and_that_the_script_steps_too_is_refused(wrap):
-    one = with_scheduler(lambda optimizer: StepLR(optimizer, 2), wrap)
-    with pytest.raises(SettingError, match=r"^lr_scheduler='StepLR': somebody else steps it too"):
-        stepped_rates(one, lambda number: one.scheduler.step())
-
-
-def test_a_wrapped_scheduler_that_waits_for_a_metric_is_refused():
-    with pytest.raises(SettingError, match=r"^lr_scheduler='ReduceLROnPlateau': it waits for a metric"):
-        with_scheduler(ReduceLROnPlateau, accelerated)
+@pytest.mark.parametrize(
+    "build",
+    [lambda optimizer: StepLR(optimizer, 2), lambda optimizer: CosineAnnealingLR(optimizer, 5), ReduceLROnPlateau],
+    ids=["StepLR", "CosineAnnealingLR", "ReduceLROnPlateau"],
+)
+def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
+    remedy = r"it keeps its own count; leave it out here and step it in your own loop after optimizer\.step\(\)"
+    with pytest.raises(SettingError, match=rf"^lr_scheduler='[A-Z]\w+': {remedy}"):
+        with_scheduler(build, wrap)
 
 
 def test_a_step_that_the_script_leaves_out_leaves_its_rate_too():

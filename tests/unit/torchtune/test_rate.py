@@ -1,0 +1,50 @@
+"""The rates that a schedule begins from, where a run resumes."""
+
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from adaptive_batch.schedules import LearningRate
+from adaptive_batch.torchtune.rate import rewind_rates
+
+
+def optimizer(*rates):
+    return SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+
+
+def rates(one):
+    return [float(group["lr"]) for group in one.param_groups]
+
+
+def third(step):
+    return 1 / (1 + step / 3)
+
+
+def test_each_group_is_set_back_to_its_own_base_rate_in_place_where_it_is_a_tensor():
+    one = optimizer(0.5, 0.25)
+    one.param_groups[1]["lr"] = kept = torch.tensor(0.25)
+    scheduler = StepLR(one, 1)
+    one.step()
+    scheduler.step()
+    assert rates(one) != [0.5, 0.25]
+    rewind_rates([one])
+    assert rates(one) == [0.5, 0.25]
+    assert one.param_groups[1]["lr"] is kept
+
+
+def test_a_rate_that_was_never_scheduled_stays():
+    one = optimizer(0.1, 0.3)
+    rewind_rates([one])
+    assert rates(one) == [0.1, 0.3]
+
+
+def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_ones():
+    """As torchtune saves them: only the optimizer that its scheduler was built around knows the base."""
+    several = [optimizer(0.1) for _ in range(3)]
+    LambdaLR(several[0], third)
+    for one in several:
+        one.param_groups[0]["lr"] = 0.1 * third(6)
+    rewind_rates(several)
+    rate = LearningRate(several, LambdaLR(several[0], third))
+    assert rate.set(7.0) == 0.1 * third(7)
+    assert [rates(one) for one in several] == [[0.1 * third(7)]] * 3
