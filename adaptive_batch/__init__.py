@@ -1,16 +1,23 @@
 """adaptive_batch: the batch size of a fine-tuning run, known instead of guessed.
 
-With torchtune, the recipes `adaptive_full_finetune` and `adaptive_probe` are all one needs. In any other PyTorch loop,
-`AdaptiveLoop` does the same. The packages below this one, lowest first:
+With torchtune, `tune run` finds the recipes `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_probe` and
+`adaptive_estimate`. For any other PyTorch loop there are four objects, each usable alone:
+
+    AdaptiveStep         splits a batch into parts that fit, and runs it again where memory runs out
+    AdaptiveBatches      yields row numbers to a DataLoader, in batches that grow and resume exactly
+    AdaptiveRate         sets the learning rate of each step, scaled with its batch
+    find_max_batch_size  finds the largest batch whose whole training step fits
+
+`AdaptiveLoop` is the four put together. The packages below this one, lowest first:
 
     schedules     what training has consumed, how the batch size and the learning rate follow it
     distributed   ranks: collectives, FSDP2, the watchdog, preemption
-    data          lengths of rows, samplers, micro-batches, balance across ranks
+    data          lengths and order of rows, batches that grow, micro-batches, balance across ranks
     memory        device memory, live bytes, the curve of the peak, snapshots of the training state
     probe         the search for the maximum batch size
     estimate      a training step on fake tensors: what a device that is not here would hold
     checkpoint    resume points that are complete or absent
-    training      the loop: micro-batches, retry after running out of memory, evaluation
+    training      the step, retry after running out of memory, the search, the rate, the loop, evaluation
     report        the run log, the audit, figures and the page
     torchtune     what the recipes are made of
 
@@ -19,65 +26,49 @@ Importing this package imports no torch: a name is imported when it is first use
 
 from typing import TYPE_CHECKING
 
-from ._util import lazy_names
+from adaptive_batch._util import lazy_imports
 
 __version__ = "0.1.0"
 
+# The public names, written once: type checkers follow these imports, and at run time each is made
+# when its name is first used.
 if TYPE_CHECKING:
-    from .data import MicroBatchLimit as MicroBatchLimit
-    from .errors import AdaptiveBatchError as AdaptiveBatchError
-    from .errors import CheckpointError as CheckpointError
-    from .errors import DoesNotFitError as DoesNotFitError
-    from .errors import GrowthFunctionError as GrowthFunctionError
-    from .errors import RankLostError as RankLostError
-    from .errors import SettingError as SettingError
+    from .data import AdaptiveBatches as AdaptiveBatches, Sampling as Sampling
+    from .errors import (
+        AdaptiveBatchError as AdaptiveBatchError,
+        CheckpointError as CheckpointError,
+        DoesNotFitError as DoesNotFitError,
+        GrowthFunctionError as GrowthFunctionError,
+        NonfiniteLossError as NonfiniteLossError,
+        RankLostError as RankLostError,
+        SettingError as SettingError,
+    )
     from .estimate import estimate_memory as estimate_memory
     from .memory import is_out_of_memory as is_out_of_memory
     from .probe import ProbeResult as ProbeResult
-    from .report import audit as audit
-    from .report import write_report as write_report
-    from .schedules import Progress as Progress
-    from .schedules import at_epochs as at_epochs
-    from .schedules import by_critical_batch as by_critical_batch
-    from .schedules import by_noise_scale as by_noise_scale
-    from .schedules import geometric as geometric
-    from .schedules import linear_ramp as linear_ramp
-    from .schedules import ramp_by_doubling as ramp_by_doubling
-    from .schedules import seesaw as seesaw
-    from .schedules import steps as steps
-    from .training import AdaptiveLoop as AdaptiveLoop
-    from .training import OOMPolicy as OOMPolicy
-    from .training import Sampling as Sampling
-    from .training import StepOptions as StepOptions
-    from .training import StepResult as StepResult
-
-_PACKAGE_OF = {
-    "AdaptiveBatchError": ".errors",
-    "CheckpointError": ".errors",
-    "DoesNotFitError": ".errors",
-    "GrowthFunctionError": ".errors",
-    "RankLostError": ".errors",
-    "SettingError": ".errors",
-    "estimate_memory": ".estimate",
-    "is_out_of_memory": ".memory",
-    "ProbeResult": ".probe",
-    "audit": ".report",
-    "write_report": ".report",
-    "Progress": ".schedules",
-    "at_epochs": ".schedules",
-    "by_critical_batch": ".schedules",
-    "by_noise_scale": ".schedules",
-    "geometric": ".schedules",
-    "linear_ramp": ".schedules",
-    "ramp_by_doubling": ".schedules",
-    "seesaw": ".schedules",
-    "steps": ".schedules",
-    "AdaptiveLoop": ".training",
-    "MicroBatchLimit": ".data",
-    "OOMPolicy": ".training",
-    "Sampling": ".training",
-    "StepOptions": ".training",
-    "StepResult": ".training",
-}
-__all__ = [*_PACKAGE_OF]
-__getattr__ = lazy_names(__name__, _PACKAGE_OF)
+    from .report import audit as audit, write_report as write_report
+    from .schedules import (
+        Progress as Progress,
+        at_epochs as at_epochs,
+        by_noise_scale as by_noise_scale,
+        geometric as geometric,
+        linear_ramp as linear_ramp,
+        ramp_by_doubling as ramp_by_doubling,
+        seesaw as seesaw,
+        steps as steps,
+    )
+    from .training import (
+        AdaptiveLoop as AdaptiveLoop,
+        AdaptiveRate as AdaptiveRate,
+        AdaptiveStep as AdaptiveStep,
+        OOMPolicy as OOMPolicy,
+        Part as Part,
+        ProbeOptions as ProbeOptions,
+        SplitBatch as SplitBatch,
+        StepOptions as StepOptions,
+        StepResult as StepResult,
+        find_max_batch_size as find_max_batch_size,
+        pack_rows as pack_rows,
+    )
+else:
+    __all__, __getattr__ = lazy_imports(__name__, __loader__.get_source(__name__))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from adaptive_batch.config_files import copy_config, shipped_configs
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 
@@ -64,24 +65,26 @@ def _run(given: argparse.Namespace) -> int:
 
         print("\n".join(map(str, write_report(given.output_dir, output=given.output))))
         return 0
-    from adaptive_batch import torchtune  # whose names are imported as they are used: check needs none of its libraries
-
     if given.command == "check":
-        return 0 if torchtune.check() else 1
+        from adaptive_batch.doctor import check
+
+        return 0 if check() else 1
     if given.command == "keys":
+        from adaptive_batch.torchtune import reference_tables, write_reference
+
         if given.page is None:
-            print("\n\n".join(torchtune.reference_tables().values()))
+            print("\n\n".join(reference_tables().values()))
         else:
-            torchtune.write_reference(Path(given.page))
+            write_reference(Path(given.page))
     elif given.name is None:
-        listed = torchtune.shipped_configs()
-        width = max((len(name) for name, _ in listed), default=0)
-        for name, description in listed:
+        configs = shipped_configs()
+        width = max((len(name) for name, _ in configs), default=0)
+        for name, description in configs:
             print(f"{name:<{width}}  {description}")
     elif given.destination is None:
         raise SettingError("DEST", None, f"give where to copy it: configs {given.name} DEST")
     else:
-        print(torchtune.copy_config(given.name, given.destination))
+        print(copy_config(given.name, given.destination))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import json
@@ -13,7 +14,7 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path, PurePath
 
@@ -43,6 +44,12 @@ def check_bool(key: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SettingError(key, value, "give True or False")
     return value
+
+
+def check_choice(key: str, value: str, options: Sequence[str]) -> None:
+    """Refuse what is none of the options."""
+    if value not in options:
+        raise SettingError(key, value, f"give one of {', '.join(options)}")
 
 
 def check_share(key: str, value: object) -> None:
@@ -185,6 +192,17 @@ def move_into_place(folder: Path, target: Path, *, then: Callable[[], object] = 
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution; None where it is not installed."""
+    # Slow to import, and not needed by who only imports `adaptive_batch`.
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def cache_directory() -> Path:
     """Return where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache folder."""
     if chosen := os.environ.get("ADAPTIVE_BATCH_CACHE"):
@@ -274,12 +292,23 @@ def _plain(part: object) -> object:
     raise TypeError(f"cannot fingerprint a {type(part).__name__}: {remedy}")
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a package's ``__getattr__`` that imports a public name from its module, relative to the package (PEP 562)."""
+def lazy_imports(package: str, source: str) -> tuple[list[str], Callable[[str], object]]:
+    """Return the ``__all__`` of a package, and the ``__getattr__`` that imports its names on first use (PEP 562).
+
+    Args:
+        package: Name of the package.
+        source: Text of its ``__init__.py``, whose relative imports are the names.
+    """
+    module_of = {
+        alias.name: f".{node.module}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
 
     def __getattr__(name: str) -> object:
-        if name not in modules:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(modules[name], package), name)
+        return getattr(import_module(module_of[name], package), name)
 
-    return __getattr__
+    return [*module_of], __getattr__

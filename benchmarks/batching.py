@@ -30,8 +30,8 @@ import records
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
+from adaptive_batch.config_files import config_path
 from adaptive_batch.data import plan_batches, row_lengths, row_order, split_by_tokens
-from adaptive_batch.torchtune import config_path
 
 MAX_TOKENS = 16_384
 LONGEST_ROWS = 8  # of the longest rows, so many fill the budget: 16,384 / 2048; the demo's budget is made alike
@@ -76,7 +76,7 @@ def demo_lengths() -> torch.Tensor:
 
 def ours(*, order: str = "dataloader", window: int | None = None, **arguments: Any) -> Plan:
     def plan(lengths: torch.Tensor, max_tokens: int) -> Batches:
-        rows = row_order(len(lengths), order=order, lengths=lengths, window=window)
+        rows = row_order(len(lengths), order=order, lengths=lengths, window=window)[:]
         return plan_batches(lengths, max_tokens, order=rows, **arguments).tolist()
 
     return plan
@@ -218,7 +218,7 @@ def measure_planning(case: str, num_rows: int) -> dict[str, Any]:
     ordering, planning = CASES[case]
 
     def planned(lengths: torch.Tensor) -> int:
-        order = row_order(len(lengths), lengths=lengths, **ordering)
+        order = row_order(len(lengths), lengths=lengths, **ordering)[:]
         return len(plan_batches(lengths, MAX_TOKENS, order=order, **planning))
 
     planned(lognormal(1000))

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 from turns import our_recipe, printing_into
 
-from adaptive_batch.torchtune import config_path
+from adaptive_batch.config_files import config_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
@@ -109,7 +109,8 @@ def built(folder: Path, case: Case, *, steps: int, overrides: list[str]) -> Adap
 
 def first_gradient(recipe: AdaptiveFullFinetuneRecipe, case: Case) -> torch.Tensor:
     """Of the first step, which is then forgotten."""
-    rows = [recipe.data.dataset[row] for row in recipe.planner.sampler.order(0)[:STEP_ROWS].tolist()]
+    order = recipe.planner.epochs.order(recipe.queue.progress)
+    rows = [recipe.data.dataset[row] for row in order[:STEP_ROWS].tolist()]
     torch.manual_seed(case.seed)
     recipe.trainer.runner.run(rows[::-1] if case.reversed_rows else rows, recipe.planner.batch_size)
     gradient = joined(parameter.grad for parameter in recipe.trainer.model.parameters())
@@ -122,9 +123,8 @@ def train(folder: Path, case: Case, *, steps: int, overrides: list[str]) -> Resu
     recipe = built(folder, case, steps=steps, overrides=overrides)
     gradient = first_gradient(recipe, case)
     if case.reversed_rows:
-        sampler = recipe.planner.sampler
-        take = sampler.take
-        sampler.take = lambda count, **only: take(count, **only)[::-1]  # type: ignore[method-assign]
+        read = recipe.reader.read
+        recipe.reader.read = lambda numbers, **more: read(numbers, **more)[::-1]  # type: ignore[method-assign]
     start = joined(recipe.trainer.model.parameters())
     torch.manual_seed(case.seed)
     recipe.train()

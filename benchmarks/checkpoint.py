@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torchtune import config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adaptive_batch.torchtune import config_path
+from adaptive_batch.config_files import config_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo

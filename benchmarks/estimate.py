@@ -34,11 +34,12 @@ import torch
 import torchtune
 from omegaconf import OmegaConf
 
+from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.estimate import LengthEstimate, parse_devices
 from adaptive_batch.memory import GIB, device_memory, parse_size
 from adaptive_batch.probe import Trial
-from adaptive_batch.torchtune import config_path, estimate_devices, set_up_terminal, shipped_configs
+from adaptive_batch.torchtune import estimate_devices, set_up_terminal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.model_families import Combination, RealRun, found, peaks_on_ranks, searched, tried

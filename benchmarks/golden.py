@@ -1082,7 +1082,8 @@ class Loop:
         place.numbers["weights"] = digest_tensors(self.model.state_dict())
         progress = self.loop.progress
         place.numbers["stands"] = [progress.epoch, progress.steps, progress.samples, progress.tokens]
-        place.numbers["bound"] = [self.loop.bound, self.loop.batch_size, self.loop.num_out_of_memory]
+        bound = self.loop.max_batch_size if hasattr(self.loop, "max_batch_size") else self.loop.bound
+        place.numbers["bound"] = [bound, self.loop.batch_size, self.loop.num_out_of_memory]
         if found is not None:
             place.numbers["trials"] = [
                 [trial.batch_size, trial.fits, trial.peak_bytes, trial.optimizer_peak_bytes] for trial in found.trials

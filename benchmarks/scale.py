@@ -39,19 +39,20 @@ import torch
 import torch.distributed as dist
 from batching import lognormal
 
+from adaptive_batch.config_files import config_path
 from adaptive_batch.data import (
     MicroBatchLimit,
-    RowSampler,
+    RowReader,
     balance_by_rows,
     balance_by_tokens,
     micro_batches,
     plan_batches,
+    row_order,
 )
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.estimate.tracker import AttributedTracker
 from adaptive_batch.memory import RandomState
 from adaptive_batch.report import RunLog
-from adaptive_batch.torchtune import config_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.ranks import run_on_ranks
@@ -119,32 +120,33 @@ def measure_steps(ranks: int, by: str, *, steps: int, folder: Path) -> dict[str,
     """What one rank does between two steps, and how evenly all would run them."""
     rows = ranks * ROWS
     lengths = lognormal(rows * steps)
-    stream = RowSampler(Rows(len(lengths)), shuffle=True)
+    reader = RowReader(Rows(len(lengths)))
+    reader.begin()
+    order = row_order(len(lengths), shuffle=True)
     capacity = MicroBatchLimit(ROWS) if by == "rows" else CAPACITY
-    stream.start_epoch(0)
     path = folder / "run.jsonl"
     record = RunLog(path)
     dealing, taking, cutting, recording = [], [], [], []
     imbalance, counts = [], []
     padded = waited_for = 0
-    for _ in range(steps):
+    for step in range(steps):
         start = time.process_time()
-        numbers = stream.next_numbers(rows)
+        numbers = order[step * rows : (step + 1) * rows].tolist()
         dealt = deal(lengths, numbers, ranks, by)
         dealing.append(time.process_time() - start)
 
         start = time.process_time()
-        stream.take(rows, only=dealt[ranks // 2])
+        reader.read([numbers[position] for position in dealt[ranks // 2]])
         taking.append(time.process_time() - start)
 
-        of_step = lengths[stream.taken].tolist()
+        of_step = lengths[numbers].tolist()
         mine = [of_step[row] for row in dealt[ranks // 2]]
         start = time.process_time()
         micro_batches(mine, capacity)
         cutting.append(time.process_time() - start)
 
         start = time.process_time()
-        record.step(step=1, rows=stream.taken)
+        record.step(step=1, rows=numbers)
         recording.append(time.process_time() - start)
 
         assert sorted(row for positions in dealt for row in positions) == list(range(rows))
@@ -158,7 +160,7 @@ def measure_steps(ranks: int, by: str, *, steps: int, folder: Path) -> dict[str,
     record.close()
     recorded = path.stat().st_size // steps
     path.unlink()
-    numbers = stream.order(0)[:rows].tolist()
+    numbers = order[:rows].tolist()
     fastest = [1e3 * min(times) for times in (dealing, taking, cutting, recording)]
     return {
         "ranks": ranks,
@@ -211,13 +213,11 @@ def part_steps(*, ranks: Sequence[int], quick: bool, folder: Path) -> list[dict[
 def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
     rows = 50_000 if quick else EPOCH_ROWS
     lengths = lognormal(rows)
-    stream = RowSampler(Rows(rows), shuffle=True)
-    order = stream.order(0)
-    in_order = seconds_of(lambda: stream.order(0), times=2)
-    peak = peak_bytes_of(lambda: stream.order(0)) / MIB
+    order = row_order(rows, shuffle=True)[:]
+    in_order = seconds_of(lambda: row_order(rows, shuffle=True)[:], times=2)
     print(
-        f"\nepochs: {rows:,} rows. Every rank puts all of them in order, {in_order:.2f} s and {peak:.0f} MiB of Python objects for a "
-        f"moment; what it keeps is {8 * rows / MIB:.1f} MiB\nfor the order and as much for lengths. This grows with rows, not with ranks. With batch_tokens "
+        f"\nepochs: {rows:,} rows. Every rank puts all of them in order, {in_order:.2f} s; what it keeps is {8 * rows / MIB:.1f} MiB"
+        f"\nfor the order and as much for lengths. This grows with rows, not with ranks. With batch_tokens "
         "every rank also plans all steps:"
     )
     print(f"{'ranks':>6} {'steps':>9} {'rows of a step':>15} {'seconds':>8}")
@@ -229,7 +229,7 @@ def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
         seconds = time.process_time() - start
         measured.append({"ranks": number, "rows": rows, "steps": len(plan), "plan_seconds": seconds})
         print(f"{number:>6,} {len(plan):>9,} {rows / len(plan):>15,.0f} {seconds:>8.2f}", flush=True)
-    return [{"rows": rows, "order_seconds": in_order, "order_peak_mib": peak}, *measured]
+    return [{"rows": rows, "order_seconds": in_order}, *measured]
 
 
 # --- exchange --------------------------------------------------------------------------------------------------------

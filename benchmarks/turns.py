@@ -22,7 +22,7 @@ from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
 from omegaconf import DictConfig, OmegaConf
 from torchtune.training.metric_logging import DiskLogger
 
-from adaptive_batch.torchtune import config_path
+from adaptive_batch.config_files import config_path
 
 NUM_RESAMPLES = 10_000
 T_OF_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, for the mean of so many differences

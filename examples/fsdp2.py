@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DistributedSampler
 
 # --- adaptive_batch
-from adaptive_batch import AdaptiveLoop, geometric
+from adaptive_batch import AdaptiveLoop, Sampling, geometric
 
 # ---
 
@@ -82,7 +82,7 @@ def main() -> None:
         # --- adaptive_batch
         loop = AdaptiveLoop(
             model, optimizer, ROWS, collate=collate, mean_loss=mean_loss, batch_size=BATCH_SIZE, lr_scaling="sqrt",
-            batch_increase_function=geometric(2.0), grow_beyond_maximum=True,
+            batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True),
         )  # fmt: skip
         found = loop.find_bound(device_memory="12MiB" if DEVICE.type == "cpu" else None)
         sizes, micro_batches = [], []
@@ -107,8 +107,9 @@ def main() -> None:
                 batch = collate([ROWS[number] for number in step_rows[rank::ranks].tolist()])
                 batch = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
                 labels = (batch["labels"][:, 1:] != -100).sum()
-                dist.all_reduce(label_tokens := labels.clone())
-                (mean_loss(batch) * labels * ranks / label_tokens).backward()
+                labels_of_all = labels.clone()
+                dist.all_reduce(labels_of_all)
+                (mean_loss(batch) * labels * ranks / labels_of_all).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     with torch.no_grad():

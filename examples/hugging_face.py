@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_cosine_schedule_with_warmup
 
 # --- adaptive_batch
-from adaptive_batch import AdaptiveLoop, geometric
+from adaptive_batch import AdaptiveLoop, Sampling, geometric
 
 # ---
 
@@ -94,7 +94,8 @@ def main() -> None:
         # --- adaptive_batch
         trainer.loop = loop = AdaptiveLoop(
             model, optimizer, ROWS, collate=collate, mean_loss=lambda batch: model(**batch).loss, batch_size=BATCH_SIZE,
-            batch_increase_function=geometric(2.0), grow_beyond_maximum=True, lr_scaling="sqrt", lr_scheduler=scheduler,
+            batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True), lr_scaling="sqrt",
+            lr_scheduler=scheduler,
         )  # fmt: skip
         found = loop.find_bound(device_memory="20MiB" if arguments.device.type == "cpu" else None)
         arguments.max_steps = loop.num_steps(EPOCHS)

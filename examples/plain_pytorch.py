@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
 # --- adaptive_batch
-from adaptive_batch import AdaptiveLoop, geometric
+from adaptive_batch import AdaptiveLoop, Sampling, geometric
 
 # ---
 
@@ -66,7 +66,7 @@ def main() -> None:
         # --- adaptive_batch
         loop = AdaptiveLoop(
             model, optimizer, ROWS, collate=collate, mean_loss=mean_loss, batch_size=BATCH_SIZE, lr_scaling="sqrt",
-            batch_increase_function=geometric(2.0), grow_beyond_maximum=True,
+            batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True),
         )  # fmt: skip
         found = loop.find_bound(device_memory="24MiB" if DEVICE.type == "cpu" else None)
         sizes, micro_batches = [], []

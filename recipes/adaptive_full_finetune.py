@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,11 +26,11 @@ from torchtune.training import PROFILER_KEY
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
-from adaptive_batch.data import StepPlanner
+from adaptive_batch.data import PlannedRows, RowReader, StepPlanner, StepQueue
 from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog, raising_on_sigterm
 from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.schedules import NoiseScale, Progress
+from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.torchtune import (
     STATE_KEY,
     BoundFinder,
@@ -75,14 +77,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     """
 
     def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
-        self.cfg, self.watch = cfg, watch
+        self.cfg = cfg
+        self.watch = watch
         self.settings = Settings.from_config(cfg)
         self.without_effect = without_effect(self.settings, cfg, ranks=distributed.world_size())
         self.job = Job(cfg, self.settings, builder)
         self.device = self.job.device
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-        self.parts: dict[str, Any] = {}  # by the name that a checkpoint keeps their state under
+        # By the name that a checkpoint keeps their state under.
+        self.parts: dict[str, Any] = {}
         self.asked_to_end = False
+        self.closing = ExitStack()
+        self._what_is_resumed_from: Callable[[], str] = lambda: "nothing is changed yet; start it again"
 
     # --- setup ------------------------------------------------------------------------------------------------------
 
@@ -92,8 +98,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
         self._setup_data()
         if self.settings.preview:
-            saved, keeps_batch = self.resumed.saved, self.resumed.keeps_batch
-            text = self.preview.alone(self.progress, bounds=self.bounds, saved=saved, resumes=keeps_batch)
+            text = self.preview.alone(
+                self.resumed.progress,
+                bounds=self.bounds,
+                saved=self.resumed.saved,
+                resumes=self.resumed.keeps_batch,
+            )
             if distributed.is_rank_zero():
                 print(*self.without_effect, *(said for _, said, _ in self.resumed.changes()), text, sep="\n")
             return
@@ -107,11 +117,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         settings, job = self.settings, self.job
         self.data = data = Data.read(job)
         self.log = TrainingLog(job, data)
+        self.closing.callback(self.log.close)
         self.checkpoints = Checkpoints(
             self.cfg, settings, keeps_base=job.builder.keeps_base, on_failure=self._log_failed_save
         )
+        self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
-        self.progress, self.unlabelled = self.resumed.progress, self.resumed.unlabelled
+        self.unlabelled = self.resumed.unlabelled
         data.check_rows()
         batching = data.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch)
         by_tokens = settings.lr_clock.counts_tokens
@@ -120,6 +132,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             data.dataset, batching, self.sizer, ranks=job.ranks, counts_tokens=by_tokens, event=self.log.event
         )
         self.planner = self._add("steps", planner)
+        self.queue = StepQueue(planner)
+        self.reader = RowReader(data.dataset)
         self.lost = None
         if not settings.preview:
             self.lost = LostRun(
@@ -131,7 +145,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         check_scheduler(self.cfg)
         couple_batch(job, planner)
         self.preview = TrainingPreview(job, data, planner, self.sizer)
-        self.preview.check(self.progress)
+        self.preview.check(self.resumed.progress)
 
     def _setup_log(self) -> None:
         self.log.open()
@@ -141,13 +155,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_model(self) -> None:
         """Load weights and optimizer, and find what fits."""
-        job, data, saved = self.job, self.data, self.resumed.saved
+        job, data = self.job, self.data
+        saved = self.resumed.saved
         if self.watch:
-            self.watch.on_end = self._write_down_end
+            self.watch.call_at_end(self._write_down_end)
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizer)
         nonfinite = NonfiniteSteps(
             self.settings.on_nonfinite_loss,
-            runner=trainer.runner,
+            drop_gradients=trainer.runner.drop_gradients,
             event=self.log.event,
             is_taken=self.settings.optimizer_in_bwd,
             remedy=self.checkpoints.after_end,
@@ -180,16 +195,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 True,
                 f"{remedy}; resume with more memory, or start again with optimizer_in_bwd=False",
             )
-        self.progress = self.planner.begin(self.progress)
+        progress = self.planner.begin(self.resumed.progress)
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
             message = f"the run has {count(settings.epochs * steps, 'step')}, so nothing is validated"
             self.log.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not saved:
-            self.progress = replace(self.progress, steps=self.progress.epoch * steps)
+            progress = replace(progress, steps=progress.epoch * steps)
+        self.queue.resume(progress, is_begun=True)
         changed = bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
-        self.preview.look_ahead(self.progress, saved=saved, changed=changed)
+        self.preview.look_ahead(self.queue.progress, saved=saved, changed=changed)
         self.full_batch_loss = self._add("full_batch_loss", FullBatchLoss(self.preview.full_batch_rows))
         self.noise_scale = self._add("noise_scale", NoiseScale())
 
@@ -197,15 +213,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         trainer, saved = self.trainer, self.resumed.saved
         self.parts["learning_rate"] = self.rate = build_rate(
             self.job,
-            self.planner,
             trainer.optimizers,
             total_steps=self.preview.schedule_steps,
-            saved=saved.get("learning_rate", {}),
+            saved=self.resumed.state_of("learning_rate"),
         )
         if self.checkpoints.found.recipe_state is not None:
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
-        self.log.rate_and_stages(self.rate, self.preview, self.progress, saved)
+        self.log.rate_and_stages(self.rate, self.preview, self.queue.progress, saved)
         trainer.learn_collectives()
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
@@ -225,109 +240,144 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
         self.profiler.start()
-        first_epoch, epochs = self.progress.epoch, self.settings.epochs
+        first_epoch = self.queue.progress.epoch
+        epochs = self.settings.epochs
         if first_epoch >= epochs:
             message = f"nothing to train: {first_epoch} epochs are done and epochs={epochs}"
             self.log.event("nothing_to_train", message)
         with Preemption(same_within=10.0 if self.watch else 0.0) as self.preemption:
             for epoch in range(first_epoch, epochs):
-                if epoch > first_epoch:
-                    self.progress = self.planner.begin_epoch(self.progress)
+                if epoch == first_epoch:
+                    self.resumed.begin_reading(self.reader, self.queue.progress)
+                else:
+                    self.queue.begin_epoch()
                     self._log_epoch()
-                within = self.progress.epoch_steps > 0
-                if epoch == first_epoch and not within:
-                    self.resumed.restore_random_state(self.progress)
-                self.planner.start_epoch(self.progress)
-                if epoch == first_epoch and within:  # beginning to read rows draws, as it had in the saved run
-                    self.resumed.restore_random_state(self.progress)
+                    self.reader.begin()
                 self._train_epoch()
-                self.progress = self.progress.after_epoch()
-                self.unlabelled = 0
+                self._end_epoch()
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
+        progress = self.queue.progress
         if first_epoch < epochs:
-            self.log.event(
-                "end", f"{count(self.progress.steps, 'step')}, {count(self.progress.samples, 'sample')} trained"
-            )
+            trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
+            self.log.event("end", trained)
         self.profiler.stop()
 
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
-        epoch, runner, sizer = self.progress.epoch, self.trainer.runner, self.sizer
-        with self.log.progress_bar(self.planner.plan.steps, done=self.progress.epoch_steps) as bar:
-            while True:
-                self._record_memory_history(self.progress.epoch_steps)
-                start = time.perf_counter()
-                progress, rows = self.planner.next_step(self.progress)
-                if rows and distributed.world_size() == 1:  # ranks try the longest row of all when they begin
-                    self.limit_finder.try_longer(rows, batch_size=self.planner.batch_size)
-                if self.watch:
-                    self.watch.beat(f"step {self.progress.steps + 1}")
-                small_rows = None
-                if self.settings.measures_noise and self.noise_scale.is_due(self.progress.steps):
-                    small_rows = self.planner.small_rows()
-                taken, batch_size = len(self.planner.sampler.taken), self.planner.batch_size
-                question = Question(progress.batch, taken, self.preemption.requested)
-                division, ends = runner.agree(rows, batch_size, question, small_rows=small_rows)
-                self.asked_to_end |= ends
-                if not taken:
-                    break
-                batch = self.planner.size_of_step(rows, in_tokens=self.rate.counts_tokens)
-                rates = self.rate.set(progress, plan=self.planner.plan, batch=batch)
-                result = runner.run(rows, batch_size, small_rows=small_rows, division=division)
-                changes = {"epoch": epoch, "batch_size": progress.batch, "micro-batch": sizer.limit(batch_size)}
-                if not self.nonfinite.drops(result, step=progress.steps + 1, lr=rates["lr"], **changes):
+        done = self.queue.progress.epoch_steps
+        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
+            began = time.perf_counter()
+            for step in self.queue.steps():
+                rows = self.reader.read(step.own, following=step.following)
+                if self.queue.plan_again():
+                    continue
+                self._prepare(step, rows)
+                rates = self._set_rate(step, rows)
+                result = self._forward_backward(step, rows)
+                if not self._drops(step, result, rates):
                     self.trainer.step()
                 self.rate.restore()
-                self.progress = self._after(result, progress)
-                bar.advance(f"{epoch + 1}|{self.progress.steps}|Loss: {result.loss}")
-                self.log.step(
-                    result,
-                    self.progress,
-                    rates=rates,
-                    seconds=time.perf_counter() - start,
-                    sampler=self.planner.sampler,
-                    num_out_of_memory=sizer.num_out_of_memory,
-                    full_batch_loss=self.full_batch_loss,
-                )
+                self._count(step, result)
+                self._log_step(step, result, rates, seconds=time.perf_counter() - began)
+                bar.advance(f"{step.progress.epoch + 1}|{self.queue.progress.steps}|Loss: {result.loss}")
                 self._validate()
                 self.profiler.step()
                 self._save_where_due()
-        if self.progress.epoch_steps and self.unlabelled == self.progress.epoch_steps:
+                began = time.perf_counter()
+
+    def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:
+        """Do what comes before a step: try rows that are longer than any before, tell the watchdog."""
+        self._record_memory_history(step.progress.epoch_steps)
+        # Several ranks try the longest row of all when they begin.
+        if distributed.world_size() == 1:
+            self.limit_finder.try_longer(rows, batch_size=self.planner.batch_size)
+        if self.watch:
+            self.watch.beat(f"step {step.progress.steps + 1}")
+
+    def _set_rate(self, step: PlannedRows, rows: list[Any]) -> dict[str, float]:
+        """Scale the learning rate for a step; return the rates by name."""
+        batch = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
+        return self.rate.apply(step.progress, batch=batch)
+
+    def _forward_backward(self, step: PlannedRows, rows: list[Any]) -> StepResult:
+        """Leave the gradients of a step, once all ranks agree on it."""
+        runner = self.trainer.runner
+        batch_size = self.planner.batch_size
+        small_rows = None
+        if self.settings.measures_noise and self.noise_scale.is_due(step.progress.steps):
+            small_rows = step.small_rows()
+        question = Question(step.progress.batch, len(step.numbers), self.preemption.requested)
+        division, ends = runner.agree(rows, batch_size, question, small_rows=small_rows)
+        self.asked_to_end |= ends
+        return runner.run(rows, batch_size, small_rows=small_rows, division=division)
+
+    def _drops(self, step: PlannedRows, result: StepResult, rates: dict[str, float]) -> bool:
+        """Return whether the gradients of a step are dropped, as they are not finite."""
+        return self.nonfinite.drops(
+            result,
+            step=step.progress.steps + 1,
+            lr=rates["lr"],
+            epoch=step.progress.epoch,
+            batch_size=step.progress.batch,
+            micro_batch=self.sizer.limit(self.planner.batch_size),
+        )
+
+    def _count(self, step: PlannedRows, result: StepResult) -> None:
+        """Count a step as done, with what it has measured."""
+        num_rows = len(step.numbers)
+        assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
+        self.unlabelled += not result.micro_batches
+        if result.noise is not None:
+            self.noise_scale.update(result.noise)
+        measured = {"noise_scale": self.noise_scale.value} if self.settings.measures_noise else {}
+        self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
+
+    def _log_step(self, step: PlannedRows, result: StepResult, rates: dict[str, float], *, seconds: float) -> None:
+        self.log.step(
+            result,
+            self.queue.progress,
+            rates=rates,
+            seconds=seconds,
+            numbers=step.numbers,
+            num_out_of_memory=self.sizer.num_out_of_memory,
+            full_batch_loss=self.full_batch_loss,
+        )
+
+    def _end_epoch(self) -> None:
+        """Log what an epoch came to; refuse one that trained nothing."""
+        progress = self.queue.progress
+        num_steps = progress.epoch_steps
+        if num_steps and self.unlabelled == num_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self.cfg.dataset), remedy)
         nonfinite = self.nonfinite.count()
-        self.log.epoch_ends(self.progress, self.planner, unlabelled=self.unlabelled, nonfinite=nonfinite)
-        if self.settings.on_nonfinite_loss == "skip" and nonfinite == self.progress.epoch_steps > 0:
-            what = f"epoch {epoch}: the loss or the gradients of all {nonfinite} steps are not finite, so nothing was trained"
-            raise NonfiniteLossError(f"{what}; check the weights that it began with, the data and dtype")
-
-    def _after(self, result: StepResult, progress: Progress) -> Progress:
-        """Progress after a step, with what it has measured."""
-        taken = len(self.planner.sampler.taken)
-        assert result.rows == taken, f"a step of {taken} rows trained {result.rows} of them"
-        self.unlabelled += not result.micro_batches
-        progress = progress.after_step(rows=result.rows, tokens=result.tokens)
-        if result.noise is not None:
-            self.noise_scale.update(result.noise)
-        return replace(progress, noise_scale=self.noise_scale.value) if self.settings.measures_noise else progress
+        self.log.epoch_ends(progress, self.planner, unlabelled=self.unlabelled, nonfinite=nonfinite)
+        if self.settings.on_nonfinite_loss == "skip" and nonfinite == num_steps > 0:
+            raise NonfiniteLossError(
+                f"epoch {progress.epoch}: the loss or the gradients of all {nonfinite} steps are not finite, "
+                "so nothing was trained; check the weights that it began with, the data and dtype"
+            )
+        self.queue.end_epoch()
+        self.unlabelled = 0
 
     def _log_epoch(self) -> None:
-        self.log.epoch(self.progress.epoch, self.planner, self.rate)
+        self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)
         self.limit_finder.log_if_one_by_one(self.planner.batch_size)
 
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""
         settings = self.settings.validation
-        if self.validation and settings and self.progress.steps % settings.every_n_steps == 0:
+        num_steps = self.queue.progress.steps
+        if self.validation and settings and num_steps % settings.every_n_steps == 0:
             loss = self.validation.run()
-            self.log.validation(loss, rows=self.validation.num_rows, step=self.progress.steps)
+            self.log.validation(loss, rows=self.validation.num_rows, step=num_steps)
 
     def _record_memory_history(self, step: int) -> None:
         """Record the CUDA allocator's history while the profiler is active in the first epoch, as torchtune does."""
         cfg = self.profiler_cfg
         records = cfg["enabled"] and cfg.get("profile_memory", False) and self.device.type == "cuda"
-        if not records or self.progress.epoch or not distributed.is_rank_zero():
+        if not records or self.queue.progress.epoch or not distributed.is_rank_zero():
             return
         begin = cfg["wait_steps"] + cfg["warmup_steps"]
         if step == begin:
@@ -345,7 +395,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             state[STATE_KEY]["preempted"] = distributed.any_of_ranks(self.preemption.requested)
         self.log.sync()
         self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
-        self.log.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.progress.steps)
+        self.log.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.queue.progress.steps)
         if distributed.any_of_ranks(self.preemption.requested) and not last:
             self.checkpoints.mark_preempted(epoch)
             self.checkpoints.wait()
@@ -353,8 +403,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _save_where_due(self) -> None:
         """Save a resume point every so many steps, and where the process is asked to end."""
-        every, step = self.settings.save_every_n_steps, self.progress.steps
-        # of several ranks, whether all of them know that one was asked
+        every = self.settings.save_every_n_steps
+        step = self.queue.progress.steps
+        # Of several ranks, whether all of them know that one was asked.
         ends = self.preemption.requested if distributed.world_size() == 1 else self.asked_to_end
         if not (ends or (every and step % every == 0)):
             return
@@ -375,11 +426,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _log_failed_save(self, error: CheckpointError) -> None:
         message = f"training goes on without a resume point: {error}"
-        self.log.event("checkpoint_failed", message, step=self.progress.steps)
+        self.log.event("checkpoint_failed", message, step=self.queue.progress.steps)
 
     def _end_early(self) -> None:
-        message = f"asked to end: saved at step {self.progress.steps}; resume_from_checkpoint=True resumes from it"
-        self.log.event("preempted", message, step=self.progress.steps, exit_status=EXIT_STATUS)
+        message = (
+            f"asked to end: saved at step {self.queue.progress.steps}; resume_from_checkpoint=True resumes from it"
+        )
+        self.log.event("preempted", message, step=self.queue.progress.steps, exit_status=EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)
 
     def _add(self, name: str, part: Part) -> Part:
@@ -393,7 +446,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """All that resuming needs besides weights and optimizer, as plain values and tensors."""
         return {
             training.SEED_KEY: self.resumed.seed,
-            training.EPOCHS_KEY: self.progress.epoch,
+            training.EPOCHS_KEY: self.queue.progress.epoch,
             training.TOTAL_EPOCHS_KEY: self.settings.epochs,
             training.MAX_STEPS_KEY: self.resumed.max_steps_per_epoch,
             training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
@@ -403,7 +456,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 "configured_batch_size": self.settings.batch_size,
                 "base_rate": self.rate.base,
                 "unlabelled": self.unlabelled,
-                "progress": self.progress.state_dict(),
+                "progress": self.queue.progress.state_dict(),
                 **{name: part.state_dict() for name, part in self.parts.items()},
                 "random_states": distributed.all_gather(RandomState(self.device).state_dict()),
             },
@@ -418,13 +471,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def after_end(self) -> str:
         """Return what is resumed from if this is ended now, as the end of a sentence."""
-        found = hasattr(self, "checkpoints")
-        return self.checkpoints.after_end() if found else "nothing is changed yet; start it again"
+        return self._what_is_resumed_from()
 
     def cleanup(self) -> None:
         """Close the logs, if they were opened."""
-        if hasattr(self, "log"):
-            self.log.close()
+        self.closing.close()
 
 
 def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:

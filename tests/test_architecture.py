@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 
+import adaptive_batch
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "adaptive_batch"
 LINE = "schedules, distributed < data, memory < probe, estimate, checkpoint < training, report < torchtune < recipes"
-TIER = {name: tier for tier, names in enumerate(LINE.split(" < ")) for name in names.split(", ")}
-BELOW_ALL = {"errors", "_util", "_torch"}
+# Single modules that look at all packages, and that none imports.
+ABOVE_ALL = ("doctor", "__main__")
+TIER = {name: tier for tier, names in enumerate((*LINE.split(" < "), *ABOVE_ALL)) for name in names.split(", ")}
+BELOW_ALL = {"errors", "_util", "_torch", "config_files"}
 OUTSIDE = sys.stdlib_module_names | {"torch"}
-OPTIONAL = {"report": {"matplotlib", "jinja2"}, "_util.py": {"tqdm"}}  # imported where it is used
+# Imported where it is used.
+OPTIONAL = {"report": {"matplotlib", "jinja2"}, "_util": {"tqdm"}, "doctor": {"packaging"}}
 FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
 
 
@@ -33,8 +38,8 @@ def imports(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_imports_go_down_the_line_and_through_faces(path):
     parts = path.relative_to(ROOT).parts
-    own = "recipes" if parts[0] == "recipes" else parts[1]
-    if own in ("__init__.py", "__main__.py"):
+    own = "recipes" if parts[0] == "recipes" else Path(parts[1]).stem
+    if own == "__init__":
         return
     for module, name in imports(path):
         first, *rest = module.split(".")
@@ -44,10 +49,10 @@ def test_imports_go_down_the_line_and_through_faces(path):
         other = rest[0] if rest else name
         if other == own or other in BELOW_ALL or other == "__version__":
             continue
-        assert own not in ("errors.py", "_util.py", "_torch.py"), f"{own} lies below all, and imports {module}"
+        assert own not in BELOW_ALL, f"{own} lies below all, and imports {module}"
         assert TIER[other] < TIER[own], f"{own} imports {module}: against {LINE}"
         assert len(rest) < 2, f"{module}.{name}: past the face of {other}"
-        if rest:
+        if rest and other not in ABOVE_ALL:
             assert f'"{name}"' in (PACKAGE / other / "__init__.py").read_text(), f"{name} is not in {other}.__all__"
 
 
@@ -64,9 +69,41 @@ def test_private_names_of_torch_are_asked_for_in_one_place(path):
 
 def test_the_core_imports_where_torchtune_and_its_needs_are_blocked():
     blocked = ("torchtune", "torchao", "torchdata", "omegaconf", "datasets", "tokenizers", "tqdm", "matplotlib")
-    core = [name for name in TIER if name not in ("torchtune", "recipes")]
+    core = [name for name in TIER if name not in ("torchtune", "recipes", "__main__")]
     program = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); "
     program += "import adaptive_batch; assert 'torch' not in sys.modules; " + "; ".join(
         f"import adaptive_batch.{name}" for name in core
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_training_imports_no_simulation_of_an_allocator():
+    program = "import sys, adaptive_batch.training; print(*(name for name in sys.modules if '.estimate' in name))"
+    finished = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
+    assert [name for name in finished.stdout.split() if name.startswith("adaptive_batch.estimate")] == []
+
+
+def test_each_public_name_is_there_and_no_other():
+    assert {"AdaptiveLoop", "SettingError", "steps"} <= set(adaptive_batch.__all__)
+    assert [getattr(adaptive_batch, name).__name__ for name in adaptive_batch.__all__] == adaptive_batch.__all__
+    with pytest.raises(AttributeError, match="module 'adaptive_batch' has no attribute 'AdaptiveLop'"):
+        _ = adaptive_batch.AdaptiveLop
+
+
+def assigned_attributes(tree):
+    """Attributes that code assigns to, of whatever object."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            each_target = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+            yield from (one for one in each_target if isinstance(one, ast.Attribute))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_what_runs_at_once_is_set_by_its_owner_alone(path):
+    owned = re.compile(r"limit|layout|bound|batch|watch|event|max_batch_size")
+    for attribute in assigned_attributes(ast.parse(path.read_text())):
+        is_own = isinstance(attribute.value, ast.Name) and attribute.value.id == "self"
+        # FSDP's own events are reset where a backward has failed.
+        is_torchs = path.name == "fsdp.py" and attribute.attr.endswith("_event")
+        assert is_own or is_torchs or not owned.search(attribute.attr), ast.unparse(attribute)

@@ -1,5 +1,6 @@
 """Lengths of rows, samplers by rows and by token budget, micro-batches, balance across ranks."""
 
+from .adaptive_batches import AdaptiveBatches, Sampling
 from .balance import balance_by_rows, balance_by_tokens
 from .bin_packing import LONG_ROWS
 from .dataset import (
@@ -26,9 +27,11 @@ from .micro_batches import (
     split_by_rows,
     split_by_tokens,
 )
+from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
-from .sampler import ORDERS, RowSampler, row_order
-from .step_planner import StepPlanner
+from .reader import RowReader
+from .step_planner import PlannedRows, StepPlanner
+from .step_queue import StepQueue
 from .token_sampler import batches_by_tokens, plan_batches
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "NO_LIMIT",
     "ORDERS",
     "UNIFORM",
+    "AdaptiveBatches",
     "Batching",
     "DatasetAdapter",
     "EpochPlanner",
@@ -46,10 +50,14 @@ __all__ = [
     "MicroBatchLayout",
     "MicroBatchLimit",
     "MicroBatchTime",
+    "PlannedRows",
     "ReadAhead",
     "RowLength",
-    "RowSampler",
+    "RowOrder",
+    "RowReader",
+    "Sampling",
     "StepPlanner",
+    "StepQueue",
     "balance_by_rows",
     "balance_by_tokens",
     "batches_by_tokens",

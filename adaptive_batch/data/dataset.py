@@ -84,6 +84,10 @@ class DatasetAdapter(Dataset[Any]):
                 )
         return self._lengths
 
+    def num_tokens(self, numbers: list[int]) -> int:
+        """Return the tokens of some rows."""
+        return int(self.lengths[numbers].sum())
+
     def longest(self, count: int) -> list[Any]:
         """Return the `count` longest rows, each read once."""
         if not self._longest_first:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +23,11 @@ from adaptive_batch.schedules import (
     request_batch,
 )
 
-from .sampler import RowSampler
+from .order import EpochOrder, RowOrder, row_order
 from .token_sampler import TokenBatchPlan, plan_batches, plan_batches_by_rule
+
+# Rows whose tokens are looked up at once: a list of them is small, and few calls are made.
+_BLOCK_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -141,11 +145,13 @@ class EpochPlanner:
         ranks: a step has `batch_size` rows for each of so many.
         divisible: steps by tokens divide into equal micro-batches.
         counts_tokens: the tokens of an epoch must be known.
+        order: orders the rows of an epoch; None for the configured order.
         maximum: returns the batch that a rule may not pass now; None for no limit.
 
     Attributes:
         batching: as configured; a schedule that follows the rate is put in coupled to it.
         depends_on_lengths: which rows a step holds does.
+        num_rows: rows of an epoch.
     """
 
     def __init__(
@@ -156,16 +162,19 @@ class EpochPlanner:
         ranks: int,
         divisible: bool,
         counts_tokens: bool = False,
+        order: EpochOrder | None = None,
         maximum: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._rows, self.batching, self.ranks = rows, batching, ranks
         self._divisible, self._counts_tokens, self._maximum = divisible, counts_tokens, maximum
-        self.sampler = RowSampler(
-            rows,
-            shuffle=batching.shuffle,
-            seed=batching.seed,
+        self.num_rows = len(rows if order is None else order)
+        self._row_order = order or partial(
+            row_order,
+            self.num_rows,
             order=batching.sample_order,
+            shuffle=batching.shuffle,
             window=batching.sample_window,
+            seed=batching.seed,
         )
         schedule = batching.batch_size_schedule
         self.depends_on_lengths = bool(batching.batch_tokens) or batching.sample_order == "seqlen"
@@ -184,8 +193,9 @@ class EpochPlanner:
             return lambda progress: rows
         return lambda progress: request_batch(rule, progress, maximum=self._maximum()).after
 
-    def forget_plans(self) -> None:
-        """Forget planned epochs, which were for other ranks."""
+    def follow(self, schedule: Schedule) -> None:
+        """Follow a schedule from now on that is coupled to the rate's."""
+        self.batching = replace(self.batching, batch_size_schedule=schedule)
         self._planned.cache_clear()
 
     @property
@@ -206,18 +216,20 @@ class EpochPlanner:
         self._epoch = progress.epoch
         self._planned_by = [*(part for part in before if part.begin < rows), now] if differs or not rows else before
         if differs or len(before) > len(self._planned_by):
-            self.forget_plans()
+            self._planned.cache_clear()
         return differs and rows > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lengths that the current epoch is planned by, as plain values."""
-        return {"epoch": self._epoch, "planned_by": [[part.begin, part.packed] for part in self._planned_by]}
+        """Return the ranks that steps are for, and the lengths that the current epoch is planned by, as plain values."""
+        planned_by = [[part.begin, part.packed] for part in self._planned_by]
+        return {"ranks": self.ranks, "epoch": self._epoch, "planned_by": planned_by}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Plan the epoch as it was planned when the state was saved."""
+        self.ranks = state["ranks"]
         self._epoch = state["epoch"]
         self._planned_by = [_PlannedBy.unpacked(begin, packed) for begin, packed in state["planned_by"]]
-        self.forget_plans()
+        self._planned.cache_clear()
 
     def _parts(self, epoch: int) -> list[_PlannedBy]:
         """Return the lengths that an epoch is planned by, each from a row on."""
@@ -241,7 +253,7 @@ class EpochPlanner:
         return self._rows_of_next_step(progress, 1) == 0
 
     def _rows_of_next_step(self, progress: Progress, step_rows: int) -> int:
-        most_steps, left = self.batching.max_steps_per_epoch, len(self.sampler) - progress.epoch_rows
+        most_steps, left = self.batching.max_steps_per_epoch, self.num_rows - progress.epoch_rows
         if most_steps is not None and progress.epoch_steps >= most_steps:
             return 0
         return 0 if self.batching.drop_last and left < step_rows else min(step_rows, left)
@@ -252,68 +264,81 @@ class EpochPlanner:
         if batching.batch_tokens:
             plan = self._planned(progress.at_epoch_start())[2]
         elif batching.batch_size_schedule is None:
-            plan = EpochPlan.of(len(self.sampler), step_rows=rule(progress) * self.ranks, **batching.ends)
+            plan = EpochPlan.of(self.num_rows, step_rows=rule(progress) * self.ranks, **batching.ends)
             if progress.epoch_rows != progress.epoch_steps * plan.step_rows:  # it was another batch before a restart
                 plan = self._mixed(progress, rule)
         else:
-            before = self._tokens_before(progress)
+            order = self.order(progress)
             if self._is_estimate:
-                plan = self._mixed(progress, rule, before)
+                plan = self._mixed(progress, rule, order)
             else:
                 begin = progress.at_epoch_start()
                 # twice, as a rule that is no function of progress answers otherwise the second time
-                sizes, again = ([size for _, size in self._walk(begin, rule, before)] for _ in range(2))
+                sizes, again = ([size for _, size, _ in self._walk(begin, rule, order)] for _ in range(2))
                 plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
                 plan = replace(plan, is_estimate=sizes != again)
-            plan = replace(plan, rows=len(self.sampler), is_estimate=self._is_estimate or plan.is_estimate)
+            plan = replace(plan, rows=self.num_rows, is_estimate=self._is_estimate or plan.is_estimate)
         return replace(plan, tokens=self._tokens(plan, lambda: self.order(progress)))
 
     def constant(self, batch_size: int) -> EpochPlan:
         """Divide the first epoch by a batch that does not change."""
         batching = self.batching
         if batching.batch_tokens:
-            batches = self._plan_constant(self.sampler.order(0, lengths=self._rows.lengths))
+            batches = self._plan_constant(self._row_order(epoch=0, lengths=self._rows.lengths)[:])
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
             return replace(plan, tokens=self._tokens(plan, lambda: batches.rows))
         step_rows = batch_size * batching.gradient_accumulation_steps * self.ranks
-        plan = EpochPlan.of(len(self.sampler), step_rows=step_rows, **batching.ends)
+        plan = EpochPlan.of(self.num_rows, step_rows=step_rows, **batching.ends)
         return replace(plan, tokens=self._tokens(plan, lambda: self.order(Progress())))
 
     def ahead(
-        self, progress: Progress, batch_sizes: Mapping[int, int], *, counts_tokens: bool = True
+        self, progress: Progress, batch_sizes: Mapping[int, int]
     ) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
         """Walk through the rest of training without training.
 
         Args:
             progress: where training is.
             batch_sizes: `batch_size` of each epoch to walk through, as a growth function will make it.
-            counts_tokens: count the tokens of each step in progress.
 
         Returns:
             For each step: progress before it, the numbers of its rows, the plan of its epoch.
         """
-        progress = replace(progress, rows_per_epoch=len(self.sampler))
+        for at, size, order, plan in self._steps_ahead(progress, batch_sizes, counts_tokens=True):
+            yield at, order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
+
+    def num_steps(self, progress: Progress, batch_sizes: Mapping[int, int], *, sees_tokens: bool = True) -> int:
+        """Count the steps of :meth:`ahead`; without reading lengths where a schedule sees no tokens in training."""
+        counts_tokens = self.batching.batch_size_schedule is not None
+        if counts_tokens and not sees_tokens and not self.batching.batch_tokens:
+            num_steps = 0
+            for batch_size in batch_sizes.values():
+                for _, _, step_end in self._walk(progress, self.rule(batch_size), None):
+                    progress = step_end
+                    num_steps += 1
+                progress = progress.after_epoch()
+            return num_steps
+        return sum(1 for _ in self._steps_ahead(progress, batch_sizes, counts_tokens=counts_tokens))
+
+    def _steps_ahead(
+        self, progress: Progress, batch_sizes: Mapping[int, int], *, counts_tokens: bool
+    ) -> Iterator[tuple[Progress, int, RowOrder, EpochPlan]]:
+        """Walk as :meth:`ahead` does, but yield the number of a step's rows and the order of its epoch."""
+        progress = replace(progress, rows_per_epoch=self.num_rows)
         for batch_size in batch_sizes.values():
             rule = self.rule(batch_size)
-            plan, order = self.divide(progress, rule), self.order(progress)
-            before = self._tokens_before(progress) if counts_tokens else [0] * (len(order) + 1)
-            for at, size in self._walk(progress, rule, before):
-                begin = at.epoch_rows
-                yield at, order[begin : begin + size].tolist(), plan
-                progress = at.after_step(rows=size, tokens=before[begin + size] - before[begin])
+            plan = self.divide(progress, rule)
+            order = self.order(progress)
+            for step_begin, size, step_end in self._walk(progress, rule, order if counts_tokens else None):
+                yield step_begin, size, order, plan
+                progress = step_end
             progress = progress.after_epoch()
 
-    def num_steps(self, progress: Progress, batch_sizes: Mapping[int, int]) -> int:
-        """Count the steps of :meth:`ahead`."""
-        counts_tokens = self.batching.batch_size_schedule is not None
-        return sum(1 for _ in self.ahead(progress, batch_sizes, counts_tokens=counts_tokens))
-
-    def order(self, progress: Progress) -> torch.Tensor:
-        """Return the row numbers of the current epoch in the order of their use: int64, `[rows]`."""
+    def order(self, progress: Progress) -> RowOrder:
+        """Return the row numbers of the current epoch in the order of their use."""
         if self.batching.batch_tokens:
             return self.token_batches(progress).rows
         if not self.depends_on_lengths:
-            return self.sampler.order(progress.epoch)
+            return self._row_order(epoch=progress.epoch)
         order = torch.zeros(0, dtype=torch.int64)
         for part in self._parts(progress.epoch):
             order = torch.cat([order[: part.begin], self._left(progress.epoch, part, used=order[: part.begin])])
@@ -321,7 +346,7 @@ class EpochPlanner:
 
     def _left(self, epoch: int, part: _PlannedBy, *, used: torch.Tensor) -> torch.Tensor:
         """Return the rows that are left of an epoch, in their order by these lengths."""
-        order = self.sampler.order(epoch, lengths=part.lengths)
+        order = self._row_order(epoch=epoch, lengths=part.lengths)[:]
         return order[~torch.isin(order, used)] if len(used) else order
 
     def token_batches(self, progress: Progress) -> TokenBatchPlan:
@@ -331,23 +356,21 @@ class EpochPlanner:
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Count the rows of an epoch that is over which no step has used, by reason."""
         long_rows = len(self.token_batches(progress).dropped) if self.batching.batch_tokens else 0
-        rest = len(self.sampler) - progress.epoch_rows - long_rows
+        rest = self.num_rows - progress.epoch_rows - long_rows
         most = self.batching.max_steps_per_epoch
         why = "drop_last" if self.batching.drop_last else "an error"  # which the audit does not let pass
         why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else why
         return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
 
-    def _mixed(
-        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: Sequence[int] | None = None
-    ) -> EpochPlan:
+    def _mixed(self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None = None) -> EpochPlan:
         """Divide an epoch whose steps so far are not the rule's: these count as large as they were on average."""
         rows, steps = progress.epoch_rows, progress.epoch_steps
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
-        left = [size for _, size in self._walk(progress, rule, tokens_before)]
+        left = [size for _, size, _ in self._walk(progress, rule, order)]
         plan = EpochPlan.of_sizes(done + left)
-        return replace(plan, rows=len(self.sampler), most_steps=self.batching.max_steps_per_epoch)
+        return replace(plan, rows=self.num_rows, most_steps=self.batching.max_steps_per_epoch)
 
-    def _tokens(self, plan: EpochPlan, order: Callable[[], torch.Tensor]) -> int:
+    def _tokens(self, plan: EpochPlan, order: Callable[[], RowOrder]) -> int:
         """Return the real tokens of the rows that are stepped, of all in their order; 0 where nothing needs them."""
         if not (self._counts_tokens or self.batching.batch_tokens):
             return 0
@@ -356,22 +379,25 @@ class EpochPlanner:
         alike = len(lengths) > 0 and bool((lengths == lengths[0]).all())
         return plan.slots * int(lengths[0]) if alike else int(lengths.sum())
 
-    def _tokens_before(self, progress: Progress) -> list[int]:
-        """Return, for 0 to all rows of the current epoch, the real tokens of so many first ones."""
-        return [0, *self._rows.real_lengths[self.order(progress)].cumsum(0).tolist()]
-
     def _walk(
-        self, progress: Progress, rule: Callable[[Progress], int], tokens_before: Sequence[int] | None
-    ) -> Iterator[tuple[Progress, int]]:
-        """Walk through the rest of an epoch: for each step, progress before it and its rows over all ranks."""
+        self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None
+    ) -> Iterator[tuple[Progress, int, Progress]]:
+        """Walk through the rest of an epoch: for each step, progress before it, its rows, progress after it.
+
+        Rows are those over all ranks. Tokens are counted only with an `order`.
+        """
+        tokens = iter(()) if order is None else self._tokens_in(order, begin=progress.epoch_rows)
         while True:
-            progress, size = self.next_step(progress, rule)
+            step_begin, size = self.next_step(progress, rule)
             if not size:
                 return
-            yield progress, size
-            begin = progress.epoch_rows
-            tokens = tokens_before[begin + size] - tokens_before[begin] if tokens_before else 0
-            progress = progress.after_step(rows=size, tokens=tokens)
+            progress = step_begin.after_step(rows=size, tokens=sum(islice(tokens, size)))
+            yield step_begin, size, progress
+
+    def _tokens_in(self, order: RowOrder, *, begin: int) -> Iterator[int]:
+        """Yield the real tokens of each row from one place in an order on, read in blocks."""
+        for block in range(begin, len(order), _BLOCK_ROWS):
+            yield from self._rows.real_lengths[order[block : block + _BLOCK_ROWS]].tolist()
 
     def _plan_constant(self, order: torch.Tensor, lengths: torch.Tensor | None = None) -> TokenBatchPlan:
         lengths, divisible = self._rows.lengths if lengths is None else lengths, self._divisible

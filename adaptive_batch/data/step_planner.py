@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,18 +15,20 @@ from adaptive_batch.schedules import (
     ClampedBatch,
     Clock,
     EpochPlan,
+    Pace,
     Progress,
     Seesaw,
-    TrainingClock,
     decay_of,
     next_batch_size,
     request_batch,
     small_batch,
+    time_by,
 )
 
 from .balance import balance_by_rows, balance_by_tokens
 from .epoch_planner import Batching, EpochPlanner, Rows
 from .micro_batches import MicroBatchLayout, MicroBatchLimit
+from .order import EpochOrder, RowOrder
 
 Event = Callable[..., object]  # event(kind, message, **facts)
 
@@ -43,8 +45,40 @@ class Sizer(Protocol):
     def limit(self, batch_size: int) -> MicroBatchLimit: ...
 
 
+@dataclass(frozen=True)
+class PlannedRows:
+    """The rows of one step.
+
+    Attributes:
+        progress: progress before the step, with the batch that is requested for it.
+        numbers: row numbers of all ranks.
+        positions: positions of this rank's rows among them.
+        following: row numbers that this rank is likely to take next.
+    """
+
+    progress: Progress
+    numbers: list[int]
+    positions: Sequence[int]
+    following: list[int]
+
+    @property
+    def own(self) -> list[int]:
+        """Row numbers of this rank."""
+        return [self.numbers[position] for position in self.positions]
+
+    def small_rows(self) -> tuple[int, ...]:
+        """Return which of this rank's rows are in the step's small batch: a quarter over all ranks, drawn at random.
+
+        The first would not do: with `batch_tokens` a step begins with a row that the one before had no room for, a long one.
+        """
+        num_rows = len(self.numbers)
+        generator = torch.Generator().manual_seed(self.progress.epoch_rows + num_rows)
+        drawn = set(torch.randperm(num_rows, generator=generator)[: small_batch(num_rows)].tolist())
+        return tuple(row for row, position in enumerate(self.positions) if position in drawn)
+
+
 class StepPlanner:
-    """Hands out the rows of each step, to each rank its own, while the batch follows the rules.
+    """Plans the rows of each step, to each rank its own, while the batch follows the rules.
 
     Args:
         rows: rows of an epoch.
@@ -52,13 +86,15 @@ class StepPlanner:
         sizer: decides what one micro-batch may hold; rows are balanced across the ranks so that these are even.
         ranks: a step has `batch_size` rows for each of so many; None for those that there are.
         counts_tokens: the tokens of an epoch must be known.
+        divides_ahead: whether an epoch is divided into steps before it is trained, which may read lengths and ask rules, also
+            where no clock counts tokens.
         first_batch_size: batch that training begins with; None for the one of the first step.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which :func:`agree_on_step` compares.
+        order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 
     Attributes:
         epochs: divides epochs into steps, also ahead of training.
-        sampler: the rows of an epoch, in their order.
         batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a step now.
         first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller device.
@@ -72,8 +108,10 @@ class StepPlanner:
         *,
         ranks: int | None = None,
         counts_tokens: bool = False,
+        divides_ahead: bool = True,
         first_batch_size: int | None = None,
         asks_rank_zero: bool = False,
+        order: EpochOrder | None = None,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._rows = rows
@@ -84,14 +122,16 @@ class StepPlanner:
             ranks=ranks or distributed.data_parallel_size(),
             divisible=sizer.layout.uniform in ("rows", "both"),
             counts_tokens=counts_tokens,
+            order=order,
             maximum=lambda: self.maximum,
         )
-        self.sampler = self.epochs.sampler
+        self._divides_ahead = divides_ahead or counts_tokens or bool(batching.batch_tokens)
         self.batch_size = batching.batch_size
         self.first_batch_size = first_batch_size
         self.saved_maximum = 0
-        self._positions: Sequence[int] = ()  # of this rank's rows in the last step that was handed out
-        self.event = event
+        self._event = event
+        # The rows of the current epoch, in their order.
+        self._order: RowOrder = torch.zeros(0, dtype=torch.int64)
         self._on_all_ranks: Callable[[Callable[[], ClampedBatch]], ClampedBatch] = (
             distributed.from_rank_zero if asks_rank_zero else lambda request: request()
         )
@@ -129,6 +169,16 @@ class StepPlanner:
             )
         return self._reference
 
+    def pace(self, plan: EpochPlan | None = None) -> Pace:
+        """Return what the clock of the rate counts by, in an epoch that is divided by a plan; None for the current one.
+
+        A schedule of the batch that follows the rate, and a script that drops no row, count by the constant batch: that is
+        as good, and known without dividing the epoch.
+        """
+        if isinstance(self.batching.batch_size_schedule, Seesaw) or not self._divides_ahead:
+            plan = self.reference
+        return Pace(self.reference, plan or self.plan)
+
     @property
     def maximum(self) -> int | None:
         """What a rule may not pass; None where it may grow freely, or where what fits is not known."""
@@ -162,10 +212,9 @@ class StepPlanner:
         left = decay_of(schedule)
 
         def decay(progress: Progress) -> float:
-            return left(TrainingClock(clock, reference=self.reference).decay(progress, self.reference))
+            return left(time_by(clock.decay, replace(progress, pace=Pace(self.reference, self.reference))))
 
-        coupled = rule.coupled(batching.batch_tokens or batching.batch_size, decay)
-        self.epochs.batching = replace(batching, batch_size_schedule=coupled)
+        self.epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
@@ -183,13 +232,20 @@ class StepPlanner:
         self.first_batch_size = first_batch_size or self.first_batch_size or self.batch_size
         self._reference = None
         if self.reference.steps == 0:
-            remedy = f"an epoch of {len(self.sampler)} rows has no whole step; set drop_last=False"
+            remedy = f"an epoch of {self.epochs.num_rows} rows has no whole step; set drop_last=False"
             raise SettingError("batch_size", self.batch_size, remedy)
         return progress
 
-    def take_batch_size(self, batch_size: int) -> None:
-        """Take the batch that a search has found, or that the user has set."""
+    def take_batch_size(self, batch_size: int, *, is_first: bool = False) -> None:
+        """Take the batch that a search has found, or that the user has set; it may be the one that training begins with."""
         self.batch_size = batch_size
+        if is_first:
+            self.first_batch_size = batch_size
+            self._reference = None
+
+    def forget_saved_maximum(self) -> None:
+        """Let a schedule follow the maximum that is found here, and not the one of the checkpoint."""
+        self.saved_maximum = 0
 
     def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an epoch.
@@ -200,7 +256,7 @@ class StepPlanner:
             self.batch_size = batch_size
         elif progress.epoch_steps == 0:
             self._grow(progress.epoch)
-        progress = replace(progress, rows_per_epoch=len(self.sampler))
+        progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self._at, self._plan = progress, None
         if self.epochs.begin(progress):
             self._log_replanned(progress, "rows are not as long as they were when the checkpoint was saved")
@@ -212,13 +268,12 @@ class StepPlanner:
         return progress
 
     def start_epoch(self, progress: Progress) -> None:
-        """Hand out the rows of the epoch from progress on; log the rows that no step can hold."""
+        """Order the rows of the epoch from progress on; log the rows that no step can hold."""
         batching, epoch = self.batching, progress.epoch
+        self._order = self.epochs.order(progress)
         if not batching.batch_tokens:
-            self.sampler.start_epoch(epoch, position=progress.epoch_rows, rows=self.epochs.order(progress))
             return
         batches = self.epochs.token_batches(progress)
-        self.sampler.start_epoch(epoch, position=progress.epoch_rows, rows=batches.rows)
         left_out = {
             f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
             "of the last step (drop_last)": batches[-1] if batching.drop_last else [],
@@ -226,61 +281,68 @@ class StepPlanner:
         for which, rows in left_out.items():
             if rows and progress.epoch_rows == self.epochs.planned_from:
                 some = ", ".join(map(str, sorted(rows)[:10])) + (", ..." if len(rows) > 10 else "")
-                message = f"epoch {epoch}: {count(len(rows), 'row')} {which} {'is' if len(rows) == 1 else 'are'} dropped: {some}"
-                self.event("dropped", message, epoch=epoch, rows=sorted(rows))
+                verb = "is" if len(rows) == 1 else "are"
+                message = f"epoch {epoch}: {count(len(rows), 'row')} {which} {verb} dropped: {some}"
+                self._event("dropped", message, epoch=epoch, rows=sorted(rows))
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""
         return self.epochs.is_over(progress)
 
-    def num_steps(self, progress: Progress, epochs: int) -> int:
+    def num_steps(self, progress: Progress, epochs: int, *, sees_tokens: bool = True) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
         sizes, batch_size, function = {}, self.batch_size, self.batching.batch_increase_function
         for epoch in range(progress.epoch, epochs):
             if function is not None and (epoch > progress.epoch or self.grows_now(progress)):
                 batch_size = next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self.maximum).after
             sizes[epoch] = batch_size
-        return self.epochs.num_steps(progress, sizes)
+        return self.epochs.num_steps(progress, sizes, sees_tokens=sees_tokens)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def next_step(self, progress: Progress) -> tuple[Progress, list[dict[str, Any]]]:
-        """Return progress with the requested batch, and this rank's rows of the next step.
+    def next_step(self, progress: Progress) -> PlannedRows | None:
+        """Return the rows of the step at a progress; None where the epoch is over."""
+        if self.is_over(progress):
+            return None
+        asked, size = self.epochs.next_step(progress, self._follow)
+        if not size:
+            # With drop_last fewer rows are left than are requested.
+            return None
+        begin = progress.epoch_rows
+        numbers: list[int] = self._order[begin : begin + size].tolist()
+        positions = self.rows_of_rank(numbers, self.limit)
+        # Where ranks take rows in turn, those of the next step lie at the same positions.
+        next_numbers = self._order[begin + size : begin + 2 * size].tolist()
+        following = [next_numbers[position] for position in positions if position < len(next_numbers)]
+        return PlannedRows(replace(asked, pace=self.pace()), numbers, positions, following)
 
-        After the last step of the epoch the sampler has taken none, for any rank.
+    def plan_again(self, progress: Progress) -> bool:
+        """Return whether rows were not as long as cached lengths say, so that the rest of the epoch is planned again.
+
+        A collective, if lengths came from a cache.
         """
-        while not self.is_over(progress):
-            asked, size = self.epochs.next_step(progress, self._follow)
-            rows = self._take(size)
-            changed = self._rows.recount()
-            if changed and self.epochs.depends_on_lengths:
-                self._plan_again(progress, changed)
-                continue
-            if changed:
-                self.event("recounted", f"{changed}: the lengths that were cached are dropped")
-            return asked, rows
-        return progress, self._take(0)
-
-    def _plan_again(self, progress: Progress, changed: str) -> None:
-        """Plan what is left of the epoch by lengths that are counted again, and hand its rows out from there."""
+        changed = self._rows.recount()
+        if changed and not self.epochs.depends_on_lengths:
+            self._event("recounted", f"{changed}: the lengths that were cached are dropped")
+        if not changed or not self.epochs.depends_on_lengths:
+            return False
         self._at, self._plan = progress, None
         self.epochs.begin(progress)
         self._log_replanned(progress, changed)
-        with torch.random.fork_rng(devices=[]):  # a loader draws where it begins
-            self.start_epoch(progress)
+        self.start_epoch(progress)
+        return True
 
     def _log_replanned(self, progress: Progress, why: str) -> None:
         message = f"{why}: all rows are counted again, and what is left of epoch {progress.epoch} is planned by that"
-        self.event("replanned", message, epoch=progress.epoch, position=progress.epoch_rows)
+        self._event("replanned", message, epoch=progress.epoch, position=progress.epoch_rows)
 
-    def size_of_step(self, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool) -> int:
-        """Return the size over all ranks, in rows or real tokens, of the step of which this rank has `rows`."""
-        taken = self.sampler.taken
+    def size_of_step(self, step: PlannedRows, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool) -> int:
+        """Return the size of a step over all ranks, in rows or real tokens; this rank has `rows` of it."""
         if not in_tokens:
-            return len(taken)
+            return len(step.numbers)
         if distributed.data_parallel_size() == 1:
             return sum(map(self._rows.num_real_tokens, rows))
-        return int(self._rows.real_lengths[taken].sum())
+        return int(self._rows.real_lengths[step.numbers].sum())
 
     def rows_of_rank(self, numbers: Sequence[int], limit: MicroBatchLimit) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among `numbers`.
@@ -295,19 +357,6 @@ class StepPlanner:
             lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]
-
-    def _take(self, size: int) -> list[dict[str, Any]]:
-        self._positions = self.rows_of_rank(self.sampler.next_numbers(size), self.limit)
-        return self.sampler.take(size, only=self._positions)
-
-    def small_rows(self) -> tuple[int, ...]:
-        """Return which of this rank's rows of the last step are in its small batch: a quarter over all ranks, drawn at random.
-
-        The first would not do: with `batch_tokens` a step begins with a row that the one before had no room for, a long one.
-        """
-        taken, generator = self.sampler.taken, torch.Generator().manual_seed(self.sampler.position)
-        drawn = set(torch.randperm(len(taken), generator=generator)[: small_batch(len(taken))].tolist())
-        return tuple(row for row, position in enumerate(self._positions) if position in drawn)
 
     # --- rules ------------------------------------------------------------------------------------------------------
 
@@ -342,14 +391,13 @@ class StepPlanner:
     def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
         before, self.batch_size = self.batch_size, batch.after
         facts = {unit: at, "before": before, "requested": batch.requested, "after": batch.after}
-        self.event("batch_size", f"{unit} {at}: {batch.describe(before)}", prints=prints, **facts)
+        self._event("batch_size", f"{unit} {at}: {batch.describe(before)}", prints=prints, **facts)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs besides progress, as plain values."""
         return {
-            "ranks": self.ranks,
             "batch_size": self.batch_size,
             "first_batch_size": self.first_batch_size,
             "grown_in": self._grown_in,
@@ -359,8 +407,10 @@ class StepPlanner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a planner that was built as the saved one was."""
-        self.epochs.ranks, self._plan = state["ranks"], None
         self.epochs.load_state_dict(state)
-        self.batch_size, self._grown_in = state["batch_size"], state["grown_in"]
+        self.batch_size = state["batch_size"]
+        self._grown_in = state["grown_in"]
         self.first_batch_size = state["first_batch_size"]
-        self.saved_maximum, self._reference = state["maximum"] or 0, None
+        self.saved_maximum = state["maximum"] or 0
+        self._plan = None
+        self._reference = None

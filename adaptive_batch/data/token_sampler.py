@@ -14,7 +14,7 @@ from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import KEY, Progress, request_batch
 
 from .bin_packing import Limits, Rows, fill_batches
-from .sampler import row_order
+from .order import row_order
 
 log = logging.getLogger("adaptive_batch")
 
@@ -94,7 +94,7 @@ def batches_by_tokens(
     plan = plan_batches(
         lengths,
         max_tokens,
-        order=row_order(len(lengths), order=order, lengths=lengths, window=window, seed=seed, epoch=epoch),
+        order=row_order(len(lengths), order=order, lengths=lengths, window=window, seed=seed, epoch=epoch)[:],
         min_rows=min_rows,
         max_rows=max_rows,
         count=count,

@@ -155,6 +155,9 @@ def reshard(model: nn.Module) -> None:
 
     Whole ones are no parameters that an optimizer knows, and their memory is freed under whoever holds them.
     """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        # fully_shard has divided nothing, and to look through all modules takes a while.
+        return
     for module in _fsdp_modules(model):
         module.reshard()
 

@@ -72,14 +72,14 @@ class Watchdog:
     Args:
         stall_seconds: so long without a beat is a stall; None for no such limit.
         on_end: called on rank zero alone with the reason, in whichever thread learns of it, while the main thread may be
-            anywhere. The other ranks wait for it no longer than 5 s. It can be set later, too.
+            anywhere. The other ranks wait for it no longer than 5 s. See :meth:`call_at_end`.
 
     Raises:
         torch.distributed.DistNetworkError, RankLostError: as :func:`adaptive_batch.distributed.meet_ranks`.
     """
 
     def __init__(self, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None) -> None:
-        self.on_end = on_end
+        self._on_end = on_end
         store, self._rank, world_size = distributed.meet_ranks()
         # The store outlives this object: what an earlier one has left there is not read again.
         self._store: Store = PrefixStore(f"watch/{store.add(f'watch/started/{self._rank}', 1)}", store)
@@ -96,6 +96,10 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
         self._ending = threading.Lock()
+
+    def call_at_end(self, on_end: Callable[[End], object]) -> None:
+        """Call a function with the reason of an end from now on, in place of the one before."""
+        self._on_end = on_end
 
     def start(self) -> None:
         """Watch over the thread that calls it."""
@@ -246,8 +250,8 @@ class Watchdog:
 
     def _write_down(self, end: End) -> None:
         try:
-            if self.on_end is not None:
-                self.on_end(end)
+            if self._on_end is not None:
+                self._on_end(end)
         except Exception as error:
             _print(f"rank {self._rank}: why the run ended was not written down: {type(error).__name__}: {error}")
 

@@ -1,7 +1,7 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
 from .allocator import AllocatorSettings, CachingAllocator
-from .cuda_workspace import CudaKernels, left_out, varlen_attention
+from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices, this_device
 from .estimator import estimate_length, traces_alike
 from .fake_step import Between, FakeDevice, FakeStep, Run, needs_values
@@ -48,5 +48,4 @@ __all__ = [
     "read_estimate",
     "this_device",
     "traces_alike",
-    "varlen_attention",
 ]

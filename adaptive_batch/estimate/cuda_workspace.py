@@ -17,10 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode
 
 from adaptive_batch._torch import FakeTensor
 from adaptive_batch._util import round_up
+from adaptive_batch.memory import estimated_attention
 
 from .roofline import Cost, attention_flops, num_bytes
 
@@ -57,17 +58,6 @@ def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[st
     return tuple(sentence for sentence, is_so in sentences.items() if is_so)
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor | None:
-    """Return, inside :class:`CudaKernels`, causal attention of each of some rows alone, as one kernel of theirs; None where none does it.
-
-    Tensors are ``[1, heads, tokens, head_dim]``, in which rows of those `lengths` lie one after the other.
-    """
-    if not has_torch_function((query, key, value)):
-        return None
-    result: Tensor | None = handle_torch_function(varlen_attention, (query, key, value), query, key, value, lengths)
-    return result
-
-
 class CudaKernels(TorchFunctionMode):
     """Inside, attention, norms and dropout of fake tensors allocate what they would on CUDA.
 
@@ -88,7 +78,7 @@ class CudaKernels(TorchFunctionMode):
         self._instead: dict[Any, Callable[..., Any]] = {
             functional.scaled_dot_product_attention: self._attention,
             functional.multi_head_attention_forward: self._multi_head_attention,
-            varlen_attention: self._varlen_attention,
+            estimated_attention: self._varlen_attention,
             **dict.fromkeys((functional.rms_norm, torch.rms_norm), self._rms_norm),
             **dict.fromkeys((functional.layer_norm, torch.layer_norm), self._layer_norm),
             **dict.fromkeys((functional.dropout, torch.dropout), _dropout),

@@ -15,6 +15,7 @@ from .device import (
     recover,
     wanted_bytes,
 )
+from .estimated_kernels import estimated_attention
 from .in_backward import OptimizerInBackward
 from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
 from .tracker import MemoryTracker, plain_tensors, storage_bytes
@@ -35,6 +36,7 @@ __all__ = [
     "budget_bytes",
     "check_device_memory",
     "device_memory",
+    "estimated_attention",
     "host_available_bytes",
     "is_out_of_memory",
     "optimizer_state_tensors",

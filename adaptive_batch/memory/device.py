@@ -195,8 +195,9 @@ def recover(memory: DeviceMemory) -> None:
 
     A failed backward may leave tasks in autograd's engine that keep its graph alive: a trivial backward drains them.
     """
-    scalar = torch.zeros((), device=memory.device, requires_grad=True)
-    torch.autograd.grad(scalar * 1, scalar)
+    with torch.enable_grad():
+        scalar = torch.zeros((), device=memory.device, requires_grad=True)
+        torch.autograd.grad(scalar * 1, scalar)
     memory.release()
 
 

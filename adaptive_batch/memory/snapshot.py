@@ -32,6 +32,9 @@ class TensorSnapshot:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [plain.detach() for tensor in tensors for plain in plain_tensors(tensor)]
+        self._copies: list[torch.Tensor] = []
+        if not self._tensors:
+            return
         with disable_current_modes():  # the copies are the host's, not the device's that is being measured
             self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors]
 
@@ -88,15 +91,18 @@ class RandomState:
         if device.type != "cpu":
             self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
         if numpy := _numpy():
-            name, words, *rest = numpy.random.get_state()
-            self._state["numpy"] = (name, words.tolist(), *rest)
+            self._state["numpy"] = numpy.random.get_state()
 
     def restore(self) -> None:
         self.load_state_dict(self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors, which ``torch.load(weights_only=True)`` reads."""
-        return dict(self._state)
+        state = dict(self._state)
+        if "numpy" in state:
+            name, words, *rest = state["numpy"]
+            state["numpy"] = (name, words.tolist(), *rest)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, in another process too; generators that it does not name stay as they are."""

@@ -8,6 +8,7 @@ from .batch_rules import (
     check_schedule,
     needs_noise_scale,
     next_batch_size,
+    reads_tokens,
     request_batch,
 )
 from .batch_schedules import (
@@ -23,8 +24,8 @@ from .batch_schedules import (
     seesaw,
     steps,
 )
-from .clock import UNITS, Clock, TrainingClock, decay_of
-from .epoch_plan import EpochPlan
+from .clock import UNITS, Clock, TrainingClock, decay_of, time_by
+from .epoch_plan import EpochPlan, Pace
 from .learning_rate import (
     RULES,
     SCALED_WITH_BATCH,
@@ -53,6 +54,7 @@ __all__ = [
     "LearningRate",
     "NoiseSample",
     "NoiseScale",
+    "Pace",
     "PlannedStep",
     "Progress",
     "Reference",
@@ -78,6 +80,7 @@ __all__ = [
     "parse_reference",
     "ramp_by_doubling",
     "rate_rule",
+    "reads_tokens",
     "request_batch",
     "scale_learning_rate",
     "schedule_of",
@@ -87,5 +90,6 @@ __all__ = [
     "stages_of",
     "steps",
     "table",
+    "time_by",
     "write_rate",
 ]

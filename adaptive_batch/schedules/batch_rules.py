@@ -124,6 +124,11 @@ def needs_noise_scale(rule: object) -> bool:
     return getattr(rule, "needs_noise_scale", False) is True
 
 
+def reads_tokens(rule: object) -> bool:
+    """Return whether a ready-made rule asks for the tokens that are trained."""
+    return getattr(rule, "reads_tokens", False) is True
+
+
 def whole_number(value: object) -> int | None:
     """Return a whole number of Python, numpy or torch as an int, and None for all else, their bools included."""
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):

@@ -38,6 +38,11 @@ class Stages(_Rule):
         """Return the number of the stage of a step at this progress, from 0."""
         return sum(duration.share(progress) >= part for part, duration in self.ends)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it asks for the tokens that are trained."""
+        return any(duration.unit == "tok" for _, duration in self.ends)
+
     def begins(self, stage: int) -> str:
         """Return where a stage begins, as text."""
         if stage == 0:
@@ -281,6 +286,11 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
 class _ByCriticalBatch(_Rule):
     start: int
     points: tuple[tuple[Duration, int], ...]  # measured; rising, all of one unit
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it asks for the tokens that are trained."""
+        return any(duration.unit == "tok" for duration, _ in self.points)
 
     def __call__(self, progress: Progress) -> int:
         last, _ = self.points[-1]

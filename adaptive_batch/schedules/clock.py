@@ -8,7 +8,6 @@ from typing import Any
 
 from adaptive_batch.errors import SettingError
 
-from .epoch_plan import EpochPlan
 from .progress import Progress
 
 UNITS = ("samples", "tokens", "steps")
@@ -50,50 +49,31 @@ class TrainingClock:
     many) the clock is the number of optimizer steps, exactly. By steps it is that number whatever the batch.
 
     Args:
-        clock: its units.
-        reference: an epoch, divided by the batch that training began with.
-        warmup_steps, total_steps: of the scheduler.
+        clock: units.
+        warmup_steps: steps of the scheduler's warm-up.
+        total_steps: steps of the scheduler in all.
     """
 
-    def __init__(
-        self, clock: Clock | None = None, *, reference: EpochPlan, warmup_steps: int = 0, total_steps: int = 0
-    ) -> None:
+    def __init__(self, clock: Clock | None = None, *, warmup_steps: int = 0, total_steps: int = 0) -> None:
         self._clock = clock or Clock()
-        self._reference = reference
-        self._warmup, self._total = warmup_steps, total_steps
+        self._warmup_steps = warmup_steps
+        self._total_steps = total_steps
         self._warmup_ended_at: float | None = None
 
-    def decay(self, progress: Progress, plan: EpochPlan) -> float:
-        """Return the time by the unit of the decay; `plan` is the current epoch, divided by the current batch."""
-        return self._by(self._clock.decay, progress, plan)
-
-    def at(self, progress: Progress, plan: EpochPlan) -> float:
+    def at(self, progress: Progress) -> float:
         """Return the time before a step: the warm-up's until that is over, then the rest of the decay spread over the rest of training."""
-        decay = self.decay(progress, plan)
+        decay = time_by(self._clock.decay, progress)
         if self._clock.warmup == self._clock.decay:
             return decay
-        warmup = self._by(self._clock.warmup, progress, plan)
-        if warmup < self._warmup:
+        warmup = time_by(self._clock.warmup, progress)
+        if warmup < self._warmup_steps:
             return warmup
         if self._warmup_ended_at is None:
             self._warmup_ended_at = decay
-        ended_at, total = self._warmup_ended_at, self._total
+        ended_at, total = self._warmup_ended_at, self._total_steps
         if ended_at >= total:
             return decay
-        return self._warmup + (decay - ended_at) * (total - self._warmup) / (total - ended_at)
-
-    def _by(self, unit: str, progress: Progress, plan: EpochPlan) -> float:
-        reference = self._reference
-        if unit == "steps":
-            return progress.steps
-        begin = progress.epoch * reference.steps
-        if unit == "tokens":
-            return begin + progress.epoch_tokens * reference.steps / plan.tokens
-        if not plan.is_estimate:
-            slots = reference.slots if plan.stepped_rows == reference.stepped_rows else plan.slots
-            return begin + progress.epoch_rows * reference.steps / slots
-        by_steps = progress.epoch_steps / plan.most_steps if plan.most_steps else 0.0
-        return begin + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
+        return self._warmup_steps + (decay - ended_at) * (total - self._warmup_steps) / (total - ended_at)
 
     def state_dict(self) -> dict[str, float | None]:
         """Return when the warm-up ended, by the unit of the decay."""
@@ -102,6 +82,22 @@ class TrainingClock:
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
         """Resume from a saved state."""
         self._warmup_ended_at = state["warmup_ended_at"]
+
+
+def time_by(unit: str, progress: Progress) -> float:
+    """Return how much of training is done, by a unit, in steps of a constant batch; but for steps it needs a pace."""
+    if unit == "steps":
+        return progress.steps
+    assert progress.pace is not None, f"a clock of {unit} needs the pace of the epoch"
+    reference, plan = progress.pace.reference, progress.pace.plan
+    epochs_done = progress.epoch * reference.steps
+    if unit == "tokens":
+        return epochs_done + progress.epoch_tokens * reference.steps / plan.tokens
+    if not plan.is_estimate:
+        slots = reference.slots if plan.stepped_rows == reference.stepped_rows else plan.slots
+        return epochs_done + progress.epoch_rows * reference.steps / slots
+    by_steps = progress.epoch_steps / plan.most_steps if plan.most_steps else 0.0
+    return epochs_done + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
 
 
 def decay_of(schedule: Callable[[float], float]) -> Callable[[float], float]:

@@ -58,3 +58,16 @@ class EpochPlan:
             return self.steps * self.step_rows
         alike = len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]
         return len(self.sizes) * self.sizes[0] if alike else sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a schedule's clock counts by.
+
+    Attributes:
+        reference: an epoch, divided by the batch that training began with.
+        plan: the current epoch, divided by the current batch.
+    """
+
+    reference: EpochPlan
+    plan: EpochPlan

@@ -243,6 +243,12 @@ class LearningRate:
                 if one.is_there:
                     _write(one.group, one.key, one.unscaled)
 
+    @property
+    def base(self) -> float:
+        """The rate of the first group before it is scheduled and scaled."""
+        group = self._first.param_groups[0]
+        return float(group.get("initial_lr", group["lr"]))
+
     def _read_scaled(self) -> dict[str, float]:
         groups = self._first.param_groups
         return {name: next(filter(None, (_number(g[_IN_GROUP[name]]) for g in groups)), 0.0) for name in self._follow}

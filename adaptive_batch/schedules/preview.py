@@ -146,7 +146,15 @@ def _range(first: int, last: int) -> str:
 
 def as_record(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     """Return the stages as plain values, for JSON."""
-    return [asdict(stage) | {"batch_first": stage.first.batch, "batch_last": stage.last.batch} for stage in stages]
+    records = []
+    for stage in stages:
+        record = asdict(stage)
+        record["first"] = stage.first.state_dict()
+        record["last"] = stage.last.state_dict()
+        record["batch_first"] = stage.first.batch
+        record["batch_last"] = stage.last.batch
+        records.append(record)
+    return records
 
 
 def check_stages(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
 from adaptive_batch.errors import SettingError
+
+from .epoch_plan import Pace
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Progress:
         batch: what was requested for the last step on one device, in rows or, by `batch_tokens`, in tokens; 0 before the first.
         noise_scale: the smoothed gradient noise scale, in rows; None where it is not measured or not known yet.
         batch_before_epoch, noise_scale_before_epoch: the same two where the current epoch began.
+        pace: what clocks count by; None where no clock needs it. It is planned again when training resumes, and not saved.
     """
 
     epoch: int = 0
@@ -44,6 +47,7 @@ class Progress:
     noise_scale: float | None = None
     batch_before_epoch: int = 0
     noise_scale_before_epoch: float | None = None
+    pace: Pace | None = field(default=None, repr=False, compare=False)
 
     @property
     def epochs(self) -> float:
@@ -90,7 +94,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain numbers, which ``torch.load(weights_only=True)`` reads; ``Progress(**state)`` restores it."""
-        return asdict(self)
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "pace"}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count, fingerprint, format_bytes
+from adaptive_batch._util import count, fingerprint, format_bytes, installed_version
 from adaptive_batch.data import EpochPlanner, longest_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
@@ -36,7 +36,6 @@ from adaptive_batch.training import (
 
 from .config_errors import as_dict
 from .data import Data
-from .doctor import installed_version
 from .fake_run import expected_curve
 from .job import Job
 from .lost_run import TRIALS, LostRun
@@ -418,7 +417,9 @@ class BoundFinder:
         batching = replace(data.batching(), batch_size_schedule=None)
         divisible = data.shapes.uniform in ("rows", "both")
         epochs = EpochPlanner(data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible)
-        return [i for i in epochs.order(Progress()).tolist() if int(data.dataset.lengths[i]) <= longest]
+        order = epochs.order(Progress())[:]
+        numbers: list[int] = order[data.dataset.lengths[order] <= longest].tolist()
+        return numbers
 
 
 class _Cache:

@@ -21,7 +21,7 @@ from adaptive_batch.schedules import needs_noise_scale
 
 from .config_errors import as_dict, check_block, missing, plainly
 from .keys import keys_of, load_function
-from .names import describe_unread, unread
+from .names import unread
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -430,7 +430,8 @@ def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks
 
 def _unread(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> list[NoEffect]:
     names = unread(type(settings), cfg)
-    return [NoEffect(", ".join(names), describe_unread(type(settings), names))] if names else []
+    pronoun = "it" if len(names) == 1 else "them"
+    return [NoEffect(", ".join(names), f"nothing reads {pronoun}")] if names else []
 
 
 def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -137,8 +137,10 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     epochs = EpochPlanner(data.dataset, batching, ranks=job.ranks, divisible=False)
     if (state := resumed.state_of("steps")) is not None:
         epochs.load_state_dict(state)
-    order = torch.roll(epochs.order(resumed.progress), -resumed.progress.epoch_rows).tolist()
-    read = [data.read_row(row) for row in order[: rows + (0 if validation else _MOST_HELD_OUT)]]
+    order = epochs.order(resumed.progress)
+    read_rows = min(len(order), rows + (0 if validation else _MOST_HELD_OUT))
+    places = (torch.arange(read_rows) + resumed.progress.epoch_rows) % len(order)
+    read = [data.read_row(row) for row in order[places].tolist()]
     if validation is None:
         return read[:rows], read[rows:]
     validated = validation.rows_of(len(data.dataset_val), ranks=distributed.data_parallel_size())

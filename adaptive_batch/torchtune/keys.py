@@ -31,38 +31,13 @@ _THEIRS: Mapping[Resume, str] = {
     "save_adapter_weights_only seed tensor_parallel_dim tensor_parallel_plan tokenizer",
 }
 TORCHTUNE_KEYS: Mapping[str, Resume] = {name: policy for policy, names in _THEIRS.items() for name in names.split()}
-# What other trainers, our own tables and earlier plans call a key, where neither its letters nor its words tell which one it is.
-_CALLED_ELSEWHERE: Mapping[str, str] = {
-    "batch_size, or probe.maximum for the most that is tried,": "max_batch_size maximum_batch_size",
-    "batch_size x gradient_accumulation_steps": "global_batch_size effective_batch_size",
-    "batch_size_val": "eval_batch_size per_device_eval_batch_size",
-    "use_maximum_batch_size": "auto_batch_size auto_find_batch_size",
-    "batch_increase_function": "growth growth_function",
-    "gradient_accumulation_steps": "accumulate_grad_batches",
-    "epochs": "num_epochs max_epochs num_train_epochs",
-    "max_steps_per_epoch": "num_steps total_steps",
-    "optimizer.lr": "lr learning_rate",
-    "optimizer.weight_decay": "weight_decay",
-    "lr_scheduler.num_warmup_steps": "warmup warmup_steps num_warmup_steps warmup_ratio",
-    "clip_grad_norm": "max_grad_norm gradient_clip_val",
-    "dtype": "bf16 fp16 precision mixed_precision torch_dtype",
-    "enable_activation_checkpointing": "gradient_checkpointing",
-    "resume_from_checkpoint": "resume",
-    "save_every_n_steps": "save_interval",
-    "keep_last_n_checkpoints": "save_total_limit",
-    "run_val_every_n_steps": "eval_steps eval_every eval_interval val_check_interval",
-    "dataset_val": "eval_dataset validation_dataset",
-    "tokenizer.max_seq_len": "max_seq_len max_seq_length max_length sequence_len",
-    "dataset.packed": "packed packing sample_packing",
-    "sample_order=seqlen": "group_by_length",
-    "compile": "torch_compile",
-    "log_every_n_steps": "logging_steps",
-    "preview": "plan_only dry_run",
-    "estimate.devices": "probe.plan_for",
-    "estimate.world_size": "probe.plan_world_size",
-    "estimate.changes": "probe.plan_changes",
+# What earlier versions called a key; refused with the name of now.
+RENAMED = {
+    "plan_only": "preview",
+    "probe.plan_for": "estimate.devices",
+    "probe.plan_world_size": "estimate.world_size",
+    "probe.plan_changes": "estimate.changes",
 }
-RENAMED = {name: meant for meant, names in _CALLED_ELSEWHERE.items() for name in names.split()}
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from omegaconf import DictConfig
 from torchtune import training, utils
 
 from adaptive_batch import distributed
+from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog
 from adaptive_batch.errors import AdaptiveBatchError, RankLostError, SettingError
 from adaptive_batch.training import differences
 
 from .checks import check_parallel
 from .config_errors import as_dict, check_file, plainly
-from .configs import config_path, shipped_configs
 
 log = logging.getLogger("adaptive_batch")
 

@@ -14,10 +14,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import distributed
 from adaptive_batch._util import ProgressBar, count
-from adaptive_batch.data import RowSampler, StepPlanner
+from adaptive_batch.data import StepPlanner
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
-from adaptive_batch.training import FullBatchLoss, LimitChange, StepRate, StepResult
+from adaptive_batch.training import AdaptiveRate, FullBatchLoss, LimitChange, StepResult
 
 from .checkpoints import Checkpoints
 from .checks import NoEffect
@@ -177,7 +177,7 @@ class TrainingLog:
 
     def rate_and_stages(
         self,
-        rate: StepRate,
+        rate: AdaptiveRate,
         plan: TrainingPreview,
         progress: Progress,
         saved: Mapping[str, Any],
@@ -197,13 +197,14 @@ class TrainingLog:
         if settings.batch_size_schedule:
             self._log_unscaled(rate, plan.full_batch_rows)
 
-    def _log_unscaled(self, rate: StepRate, batch: int) -> None:
-        if message := rate.describe_unscaled(batch):
+    def _log_unscaled(self, rate: AdaptiveRate, batch: int) -> None:
+        configured = self._settings.step_rows * self._job.ranks
+        if message := rate.describe_unscaled(batch, configured=configured):
             self.event("lr", message, global_batch=batch)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def epoch(self, epoch: int, batches: StepPlanner, rate: StepRate) -> None:
+    def epoch(self, epoch: int, batches: StepPlanner, rate: AdaptiveRate) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
         plan, settings, holds = batches.plan, self._settings, batches.limit
         if not settings.adaptive:
@@ -264,11 +265,11 @@ class TrainingLog:
         *,
         rates: Mapping[str, float],
         seconds: float,
-        sampler: RowSampler,
+        numbers: Sequence[int],
         num_out_of_memory: int,
         full_batch_loss: FullBatchLoss,
     ) -> None:
-        """Write down a step, after which progress is as given, and log its metrics."""
+        """Write down a step of the rows that have these numbers, after which progress is as given, and log its metrics."""
         label_tokens = float(result.label_tokens)
         tokens, padded, most = self._ran
         ran = result.tokens / (1 - result.padding_fraction) if result.padding_fraction < 1 else 0.0
@@ -296,8 +297,8 @@ class TrainingLog:
         self._record.step(
             step=progress.steps,
             epoch=progress.epoch,
-            position=sampler.position,
-            rows=sampler.taken,
+            position=progress.epoch_rows,
+            rows=numbers,
             asked=progress.batch,
             seconds=round(seconds, 6),
             **metrics,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from adaptive_batch._util import count
@@ -22,7 +23,7 @@ from adaptive_batch.schedules import (
     stages_of,
     table,
 )
-from adaptive_batch.training import MicroBatchSizer, StepRate, same_answers
+from adaptive_batch.training import AdaptiveRate, MicroBatchSizer, same_answers
 
 from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
@@ -107,7 +108,7 @@ class TrainingPreview:
             if settings.batch_size_schedule is not None:  # one that measures has a maximum
                 most = getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
                 most = min(most, batches.maximum or most)
-            self.full_batch_rows = min(most * self._job.ranks, len(batches.sampler))
+            self.full_batch_rows = min(most * self._job.ranks, batches.epochs.num_rows)
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
             is_same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated stays
@@ -121,10 +122,9 @@ class TrainingPreview:
         settings, batches = self._settings, self._batches
         rate = build_rate(
             self._job,
-            batches,
             [stand_in(self._job, base_rate)],
             total_steps=self.schedule_steps,
-            saved=saved.get("learning_rate", {}),
+            saved=saved.get("learning_rate"),
         )
         stages = stages_of(self._planned(progress, rate))
         notes = [*filter(None, [self._unknown]), *self._stage_notes]
@@ -171,7 +171,7 @@ class TrainingPreview:
         stays = dict.fromkeys(unknown, last)  # where it is not known, that nothing changes is the best guess
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
-    def _planned(self, progress: Progress, rate: StepRate) -> Iterator[PlannedStep]:
+    def _planned(self, progress: Progress, rate: AdaptiveRate) -> Iterator[PlannedStep]:
         lengths = self._data.dataset.real_lengths
         key, num_micro_batches = None, 0
         scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
@@ -184,7 +184,9 @@ class TrainingPreview:
                 at,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                rates=rate.set(at, plan=plan, batch=tokens if rate.counts_tokens else len(rows)),
+                rates=rate.apply(
+                    replace(at, pace=self._batches.pace(plan)), batch=tokens if rate.counts_tokens else len(rows)
+                ),
                 tokens=tokens,
             )
 
@@ -215,7 +217,7 @@ class TrainingPreview:
             settings.batch_size_schedule,
             ahead,
             ranks=self._job.ranks,
-            rows_per_epoch=len(batches.sampler),
+            rows_per_epoch=batches.epochs.num_rows,
             drop_last=settings.drop_last,
             maximum=batches.maximum,
             unit="tokens" if settings.batch_tokens else "rows",

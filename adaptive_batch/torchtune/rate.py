@@ -19,12 +19,13 @@ from adaptive_batch.schedules import (
     Clock,
     LearningRate,
     Progress,
+    Reference,
     Seesaw,
     follows_clock,
     schedule_of,
     write_rate,
 )
-from adaptive_batch.training import StepRate
+from adaptive_batch.training import AdaptiveRate
 
 from .config_errors import as_dict, instantiate
 from .job import Job
@@ -35,29 +36,25 @@ log = logging.getLogger("adaptive_batch")
 _CHANGE_THE_BATCH = ("batch_increase_function", "batch_size_schedule", "batch_tokens")
 
 
-class SteppedRate(StepRate):
+class SteppedRate(AdaptiveRate):
     """Steps a scheduler that keeps its own count once for each step of training, and scales the rate that it sets.
 
     Nothing of it is saved: a resumed run steps it again, from the first step to where training is.
 
     Args:
-        scheduler: a torch scheduler, built around the first of `optimizers` for the first step.
+        optimizers: optimizers that follow; `scheduler` was built around the first of them for the first step.
+        scheduler: a torch scheduler.
+        settings: the rest as of :class:`AdaptiveRate`.
     """
 
-    def __init__(
-        self,
-        planner: StepPlanner,
-        optimizers: Sequence[Optimizer],
-        scheduler: Any,
-        clock: Clock,
-        **settings: Any,
-    ) -> None:
-        super().__init__(planner, optimizers, None, clock, **settings)
+    def __init__(self, optimizers: Sequence[Optimizer], scheduler: Any, **settings: Any) -> None:
+        super().__init__(optimizers, None, **settings)
+        self._optimizers = optimizers
         self._stepped_scheduler = scheduler
         self._steps_taken = 0
 
-    def set(self, progress: Progress, **step: Any) -> dict[str, float]:
-        """Step the scheduler to where training is, and apply its rate as :meth:`StepRate.set` does."""
+    def apply(self, progress: Progress, *, batch: int) -> dict[str, float]:
+        """Step the scheduler to where training is, and apply its rate as :meth:`AdaptiveRate.apply` does."""
         self.restore()
         with warnings.catch_warnings():
             # a resumed run and a preview step it before their optimizer
@@ -69,25 +66,19 @@ class SteppedRate(StepRate):
         for optimizer in followers:
             for group in optimizer.param_groups:
                 write_rate(group, float(first.param_groups[0]["lr"]))
-        return super().set(progress, **step)
+        return super().apply(progress, batch=batch)
 
 
 def build_rate(
-    job: Job,
-    planner: StepPlanner,
-    optimizers: list[Optimizer],
-    *,
-    total_steps: int,
-    saved: Mapping[str, Any],
-) -> StepRate:
+    job: Job, optimizers: list[Optimizer], *, total_steps: int, saved: Mapping[str, Any] | None
+) -> AdaptiveRate:
     """Build the configured scheduler, and what sets the rate of each step by it.
 
     Args:
-        job: of the run.
-        planner: of the run, begun.
-        optimizers: that follow; the first is the one that the scheduler is built around.
-        total_steps: where the scheduler ends, in steps of the constant batch or, where its clock counts steps, in steps.
-        saved: its state when the checkpoint was saved; empty without one.
+        job: job of the run.
+        optimizers: optimizers that follow; the first is the one that the scheduler is built around.
+        total_steps: end of the scheduler, in steps of the constant batch or, where its clock counts steps, in steps.
+        saved: state of the rate in the checkpoint; None without one.
     """
     settings = job.settings
     block = job.cfg.get("lr_scheduler", None)
@@ -96,21 +87,28 @@ def build_rate(
         # a resumed run builds it for the first step too: it is evaluated at the clock, or stepped to where training is
         rewind_rates(optimizers)
         scheduler = instantiate("lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1)
-    rate_of_step = StepRate if follows_clock(scheduler) else SteppedRate
-    rate = rate_of_step(
-        planner,
+    kind = AdaptiveRate if follows_clock(scheduler) else SteppedRate
+    rate = kind(
         optimizers,
         scheduler,
-        settings.lr_clock,
-        rule=settings.lr_scaling,
-        reference=settings.reference_batch_size,
+        lr_scaling=settings.lr_scaling,
+        reference_batch_size=settings.reference_batch_size or reference_of_run(job),
+        lr_clock=settings.lr_clock,
         scale_with_batch=settings.scale_with_batch,
         warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
         total_steps=total_steps,
     )
-    if saved:
+    if saved is not None:
         rate.load_state_dict(saved)
     return rate
+
+
+def reference_of_run(job: Job) -> Reference:
+    """Return the global batch that the configured rate belongs to, on the ranks that training began with."""
+    settings = job.settings
+    if isinstance(settings.batch_size_schedule, Seesaw) and settings.batch_tokens:
+        return Reference(settings.batch_tokens * job.ranks, "tokens")
+    return Reference(settings.step_rows * job.ranks, "rows")
 
 
 def rewind_rates(optimizers: Sequence[Optimizer]) -> None:

@@ -13,6 +13,7 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, fingerprint
+from adaptive_batch.data import RowReader
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, Reference
@@ -119,7 +120,18 @@ class ResumedRun:
                 state["batch_size"] = self._settings.batch_size
         return state
 
-    def restore_random_state(self, progress: Progress) -> None:
+    def begin_reading(self, reader: RowReader, progress: Progress) -> None:
+        """Begin to read the rows of this run's first epoch, with the random numbers of the checkpoint.
+
+        Beginning to read draws a number. At the beginning of an epoch the saved run had not drawn it yet; within one it had.
+        """
+        if not progress.epoch_steps:
+            self._restore_random_state(progress)
+        reader.begin()
+        if progress.epoch_steps:
+            self._restore_random_state(progress)
+
+    def _restore_random_state(self, progress: Progress) -> None:
         """Restore the random numbers of the checkpoint, after everything that building and searching drew."""
         restores = self._settings.restores_random_state or self.saved.get("preempted") or progress.epoch_steps
         if not self.saved or not restores:

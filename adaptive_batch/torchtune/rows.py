@@ -15,12 +15,11 @@ from torch.utils.data import Dataset
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
-from adaptive_batch._util import cache_directory, count, described_with_files, fingerprint
+from adaptive_batch._util import cache_directory, count, described_with_files, fingerprint, installed_version
 from adaptive_batch.data import Measured, ReadAhead, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .config_errors import as_dict, one_line
-from .doctor import installed_version
 from .job import Job
 from .sources import sources_of
 

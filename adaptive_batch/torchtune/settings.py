@@ -347,7 +347,8 @@ class Settings:
     )
     sample_order: str = key(
         one_of(*ORDERS),
-        "`dataloader`: torchtune's order; `random`: shuffled again each epoch; `seqlen`: short to long",
+        "`dataloader`: torchtune's order, and beyond 1,048,576 rows another permutation for each epoch; "
+        "`random`: shuffled again each epoch; `seqlen`: short to long",
         default="dataloader",
         resume="epoch",
     )

@@ -5,21 +5,24 @@ from .agreement import Question, differences, same_answers
 from .bound_search import BoundSearch, ProbeOptions, find_in_step, find_max_batch_size
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
-from .loop import AdaptiveLoop, Sampling, StepOptions
-from .micro_batch_runner import MicroBatchRunner, RowLoss, StepResult, TriedRows, count_shifted_labels
+from .loop import AdaptiveLoop
+from .micro_batch_runner import MicroBatchRunner, RowLoss, TriedRows, count_shifted_labels
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
+from .options import StepOptions
 from .packing import pack_rows, rows_apart, why_not_packed
 from .parts import Part, SplitBatch
+from .rate import AdaptiveRate
 from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
-from .step_rate import StepRate
+from .step_result import StepResult
 from .throughput_search import Choices
 from .trials import Evaluation, WorstRows
 
 __all__ = [
     "ON_NONFINITE_LOSS",
     "AdaptiveLoop",
+    "AdaptiveRate",
     "AdaptiveStep",
     "BoundSearch",
     "Choices",
@@ -36,10 +39,8 @@ __all__ = [
     "ProbeOptions",
     "Question",
     "RowLoss",
-    "Sampling",
     "SplitBatch",
     "StepOptions",
-    "StepRate",
     "StepResult",
     "TriedRows",
     "WorstRows",

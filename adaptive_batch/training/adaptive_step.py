@@ -78,7 +78,12 @@ class AdaptiveStep:
         options: how a step runs.
 
     Attributes:
+        model: model that is trained.
+        memory: memory of its device.
+        sharding: FSDP modules of it.
         sizer: decides what a part may hold.
+        pieces: rows of each part of the last batch, on this rank.
+        num_pieces: parts of the last batch, on the rank that has most.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -103,39 +108,41 @@ class AdaptiveStep:
                 raise SettingError(key, function, "give a function")
         if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
             raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
-        self._model = model
+        self.model = model
         self._forward_backward = forward_backward
         self._options = options
         self._is_compiled = is_compiled(model)
         self._split_batch = split or partial(RowsOfBatch, trims=not self._is_compiled)
         self._labels = LabelCounter(num_labels)
         device = next(model.parameters()).device
-        self._memory = options.memory or device_memory(device, shared_by=distributed.local_world_size())
+        self.memory = options.memory or device_memory(device, shared_by=distributed.local_world_size())
         self.sizer = MicroBatchSizer(
             micro_batch_size=micro_batch_size,
             micro_batch_tokens=micro_batch_tokens,
             layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
-            memory=self._memory,
+            memory=self.memory,
             policy=options.oom_policy,
             on_change=_log_change,
         )
-        self._sharding = Sharding(
+        self.sharding = Sharding(
             model, finishes=not is_replicated(model), syncs_every_micro_batch=options.sync_gradients_every_micro_batch
         )
-        check_ranks(model, is_sharded=self._sharding.is_sharded)
+        check_ranks(model, is_sharded=self.sharding.is_sharded)
         self._retries = options.on_out_of_memory == "shrink"
         self._retry = OOMRetry(
-            self.sizer, memory=self._memory, sharding=self._sharding, retries=self._retries, remedies=REMEDIES
+            self.sizer, memory=self.memory, sharding=self.sharding, retries=self._retries, remedies=REMEDIES
         )
-        self._snapshot = StepSnapshot(model, self._memory.device)
+        self._snapshot = StepSnapshot(model, self.memory.device)
         self._check = SplitCheck(
             model,
             self._run_trial_part,
             self._labels,
             name=getattr(forward_backward, "__name__", type(forward_backward).__name__),
-            memory=self._memory,
-            sharding=self._sharding,
+            memory=self.memory,
+            sharding=self.sharding,
         )
+        self.pieces: list[MicroBatch] = []
+        self.num_pieces = 0
         self._is_trial = False
         # A rank can be brought to the end of a micro-batch whose collectives are known.
         self._learns_collectives = distributed.world_size() > 1 and self._retries and not self._is_compiled
@@ -190,15 +197,15 @@ class AdaptiveStep:
             batch_size: rows of the step on the rank that has most, on which the limit may depend.
             question: what this rank says of the step to the others.
         """
-        if self._sharding.is_sharded:
+        if self.sharding.is_sharded:
             # A forward of the script's, as in a validation, leaves parameters gathered.
-            self._sharding.reset()
-        self._learn_collectives(rows)
+            self.sharding.reset()
+        self.learn_collectives(rows)
         divide = partial(self._divide, rows, batch_size)
         division, _ = agree_on_step(self.sizer, divide, question, fullest=self._retry.current, batch_size=batch_size)
         if not self._retries:
             return self._run_parts(rows, division)
-        gradients = GradientsApart(self._model, self._drop_gradients)
+        gradients = GradientsApart(self.model, self.drop_gradients)
         restore = self._snapshot.take()
 
         divisions = [division]
@@ -222,20 +229,18 @@ class AdaptiveStep:
 
     def _divide(self, rows: Splittable, batch_size: int) -> Division:
         limit = self.sizer.limit(batch_size)
-        lengths: Sequence[int] = [1] * rows.num_rows
-        if limit.unit == "tokens" or self.sizer.layout.kind == "grouped":
-            if rows.lengths is None:
-                remedy = (
-                    "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or micro_batch_size"
-                )
-                raise SettingError("micro_batch_tokens", limit.amount, remedy)
-            lengths = rows.lengths
-        return Division((micro_batches(lengths, limit, self.sizer.layout),))
+        layout = self.sizer.layout
+        if rows.knows_lengths or limit.unit == "tokens" or layout.kind == "grouped":
+            return Division((micro_batches(_lengths(rows), limit, layout),))
+        pieces = micro_batches([1] * rows.num_rows, limit, layout)
+        return Division(([MicroBatch(piece.rows, length=0) for piece in pieces],))
 
     def _run_parts(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
         (own_pieces,) = division.parts
         (num_pieces,) = division.counts or (len(own_pieces),)
+        self.pieces = own_pieces
+        self.num_pieces = num_pieces
         if not num_pieces:
             return []
         parts = self._parts(rows, own_pieces, num_pieces)
@@ -248,15 +253,15 @@ class AdaptiveStep:
             parts[number] = None
             if part is None and distributed.world_size() == 1:
                 return
-            with self._sharding.micro_batch(is_last=number == num_pieces - 1):
+            with self.sharding.micro_batch(is_last=number == num_pieces - 1):
                 if part is not None:
                     results.append(self._forward_backward(part))
                 else:
-                    self._forward_backward(Part(rows.dummy(), share=0.0, is_last=number == num_pieces - 1))
+                    self._forward_backward(Part(rows.dummy(), 1, share=0.0, is_last=number == num_pieces - 1))
 
         idle = MicroBatch([0], 1)
         reduced = [False] * (num_pieces - 1) + [True]
-        self._retry.run_in_turn(pieces, run, drop=self._drop_gradients, idle=idle, reduced=reduced)
+        self._retry.run_in_turn(pieces, run, drop=self.drop_gradients, idle=idle, reduced=reduced)
         if distributed.any_of_ranks(self._retry.has_failed):
             raise OutOfMemoryElsewhereError
         return results
@@ -266,10 +271,10 @@ class AdaptiveStep:
         batches = [rows.part(piece.rows) for piece in pieces]
         over_ranks = self._options.count_labels_over == "ranks" and distributed.world_size() > 1
         if num_pieces == 1 and not over_ranks:
-            return [Part(batch) for batch in batches] or [None]
+            return [Part(batch, rows.num_rows) for batch in batches] or [None]
         counts = [self._labels.counts(batch, len(piece.rows)) for batch, piece in zip(batches, pieces, strict=True)]
         if num_pieces > 1 and self._check.is_due(counts):
-            self._check.check(rows, [piece.rows for piece in pieces])
+            self._check.check(rows.to_check(), [piece.rows for piece in pieces])
         labels = [count[self._check.way] for count in counts]
         total: float = sum(labels)
         if over_ranks:
@@ -278,28 +283,30 @@ class AdaptiveStep:
         last = max((number for number, count in enumerate(labels) if count), default=0)
         parts: list[Part | None] = [None] * num_pieces
         for number, (batch, count) in enumerate(zip(batches, labels, strict=True)):
+            num_rows = len(pieces[number].rows)
             if len(pieces) == 1 and not over_ranks:
-                parts[number] = Part(batch)
+                parts[number] = Part(batch, num_rows)
             elif count:
-                parts[number] = Part(batch, share=count / total, is_last=number == last)
+                parts[number] = Part(batch, num_rows, share=count / total, is_last=number == last)
         return parts
 
-    def _drop_gradients(self) -> None:
-        self._sharding.reset()
-        for parameter in self._model.parameters():
+    def drop_gradients(self) -> None:
+        """Leave no gradient, so that a step of the optimizer changes nothing."""
+        self.sharding.reset()
+        for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _learn_collectives(self, rows: Splittable) -> None:
+    def learn_collectives(self, rows: Splittable) -> None:
         """Once, so that even the first micro-batch can fail on one rank and be brought to its end."""
         if not self._learns_collectives:
             return
         self._learns_collectives = False
-        gradients = GradientsApart(self._model, self._drop_gradients)
+        gradients = GradientsApart(self.model, self.drop_gradients)
         restore = self._snapshot.take()
         self._retry.current = MicroBatch([0], 1)
         try:
             for is_last in (False, True):
-                self.try_batch(rows.dummy(), is_last=is_last)
+                self.try_batch(rows.dummy(), 1, is_last=is_last)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -307,10 +314,14 @@ class AdaptiveStep:
         gradients.put_back()
         restore()
 
-    def try_batch(self, batch: Any, *, is_last: bool = True) -> None:
+    def num_labels(self, batch: Any, num_rows: int) -> int:
+        """Return the labels of a batch of so many rows, as a part's share counts them."""
+        return self._labels.counts(batch, num_rows)[self._check.way]
+
+    def try_batch(self, batch: Any, num_rows: int, *, is_last: bool = True) -> None:
         """Run a batch as one part, as a trial, and forget what it returned."""
-        with self._sharding.micro_batch(is_last=is_last):
-            self._run_trial_part(Part(batch, is_last=is_last, is_trial=True))
+        with self.sharding.micro_batch(is_last=is_last):
+            self._run_trial_part(Part(batch, num_rows, is_last=is_last, is_trial=True))
 
     def _run_trial_part(self, part: Part) -> None:
         self._is_trial = True
@@ -350,18 +361,12 @@ class AdaptiveStep:
             SettingError: an argument cannot be used, or a configured size is above what fits.
         """
         options = ProbeOptions(device_memory, headroom, maximum)
-        check_parameters(self._model, optimizer)
-        tried = _TriedBatch(self, optimizer, accumulates=accumulates)
-        self._memory.check_it_can_be_measured()
+        check_parameters(self.model, optimizer)
+        self.memory.check_it_can_be_measured()
+        tried = TriedBatch(self, optimizer, split=self._split_batch, accumulates=accumulates)
         length = 1
         if self.sizer.limit(1).unit == "tokens":
-            lengths = self._split_batch(sample(1)).lengths
-            if lengths is None:
-                remedy = (
-                    "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or micro_batch_size"
-                )
-                raise SettingError("micro_batch_tokens", "auto", remedy)
-            length = max(lengths)
+            length = max(_lengths(self._split_batch(sample(1))))
         worst = WorstRows(sample, length, "one row" if length == 1 else f"one row of {length} tokens")
         results = find_in_step(
             lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
@@ -383,41 +388,76 @@ class AdaptiveStep:
         self.sizer.load_state_dict(state["sizer"])
 
 
-class _TriedBatch:
-    """The step of a script, as a search tries it."""
+class TriedBatch:
+    """The step of a script, as a search tries it.
 
-    keeps_gradients = False
-    remedies = REMEDIES
+    Args:
+        step: runs a batch.
+        optimizer: optimizer of the model's parameters.
+        split: function that makes a batch of what trials are given, ready to be split.
+        clip: function that clips the gradients before the optimizer's step.
+        row_length: function that returns the tokens of a row.
+        accumulates: whether the gradients of earlier batches are there.
+        keeps_gradients: whether unsharded gradients are there between the parts of a batch.
+    """
 
-    def __init__(self, step: AdaptiveStep, optimizer: Optimizer, *, accumulates: bool) -> None:
+    def __init__(
+        self,
+        step: AdaptiveStep,
+        optimizer: Optimizer,
+        *,
+        split: Callable[[Any], Splittable],
+        clip: Callable[[], object] = lambda: None,
+        row_length: Callable[[Any], int] = lambda row: 1,
+        accumulates: bool = False,
+        keeps_gradients: bool = False,
+    ) -> None:
         self._step = step
+        self._split = split
+        self._clip = clip
+        self.row_length = row_length
         self._accumulates = accumulates
+        self.keeps_gradients = keeps_gradients
         self.optimizer: Optimizer | OptimizerInBackward = optimizer
-        self.model = step._model
-        self.memory = step._memory
-        self.sharding = step._sharding
+        self.remedies = REMEDIES
+        self.model = step.model
+        self.memory = step.memory
+        self.sharding = step.sharding
         self.sizer = step.sizer
 
     def try_rows(self, rows: Any, *, is_last: bool = True) -> None:
+        """Run forward and backward of some rows at once."""
         if not self._accumulates:
-            self._step.try_batch(rows, is_last=is_last)
+            self._try(rows, is_last=is_last)
             return
-        gradients = GradientsApart(self.model, self._step._drop_gradients)
+        gradients = GradientsApart(self.model, self._step.drop_gradients)
         if self.sizer.splits:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()
-        self._step.try_batch(rows, is_last=is_last)
+        self._try(rows, is_last=is_last)
         gradients.add_up()
 
+    def _try(self, rows: Any, *, is_last: bool) -> None:
+        batch = self._split(rows)
+        self._step.try_batch(batch.part(range(batch.num_rows)), batch.num_rows, is_last=is_last)
+
     def step(self) -> None:
+        """Clip the gradients, and step the optimizer."""
+        self._clip()
         assert isinstance(self.optimizer, Optimizer)
         self.optimizer.step()
 
     def keep_gradients(self, rows: Any) -> None:
+        """Leave the unsharded gradients that are there in mid-step."""
         self.try_rows(rows, is_last=False)
 
-    def row_length(self, row: Any) -> int:
-        return 1
+
+def _lengths(rows: Splittable) -> Sequence[int]:
+    """Return the tokens of each row; refuse a batch that does not show them."""
+    if rows.lengths is None:
+        remedy = "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or micro_batch_size"
+        raise SettingError("micro_batch_tokens", "of a batch", remedy)
+    return rows.lengths
 
 
 def check_sizes(micro_batch_size: int | str | None, micro_batch_tokens: int | str | None) -> None:

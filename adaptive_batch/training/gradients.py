@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .model_checks import parameters_of
+
 
 class GradientsApart:
     """Sets the gradients of earlier batches aside, which a script accumulates, and adds them again.
@@ -22,9 +24,11 @@ class GradientsApart:
 
     def __init__(self, model: nn.Module, drop: Callable[[], object]) -> None:
         self._drop = drop
-        self._earlier = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        for parameter, _ in self._earlier:
-            parameter.grad = None
+        self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for parameter in parameters_of(model):
+            if parameter.grad is not None:
+                self._earlier.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def fill_new(self) -> None:
         """Give the batch gradients of zeros."""

@@ -6,7 +6,6 @@ weight 0, and one that runs out of memory issues dummy collectives until the ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,10 +24,12 @@ from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, is_out_of_m
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
 from .agreement import Division, Question, agree_on_step
+from .clipping import clip_gradients
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .packing import rows_apart, why_not_packed
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
+from .step_result import StepResult
 
 Row = Any
 Batch = dict[str, Any]
@@ -63,37 +64,6 @@ def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
     """Count the label tokens of a batch that are left after the shift by one."""
     count: torch.Tensor = (batch["labels"][..., 1:] != ignore_index).sum()
     return count
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What the micro-batches of one optimizer step added up to, on all ranks.
-
-    Attributes:
-        loss: mean loss of a label token; 0 where the step had none.
-        label_tokens: tokens that have a label, counted after the shift; a scalar tensor on the device.
-        rows: rows of the step.
-        tokens: real tokens of the step, padding not counted.
-        micro_batches: forward and backward passes that were run, by each rank.
-        padding_fraction: share of the padded tokens that were padding.
-        grad_norm: of all gradients before they were clipped, where that is measured; a scalar tensor.
-        noise: a sample of the gradient's noise, where that is measured; None of a step whose rows were all in the small batch,
-            or none of whose labels were on one side.
-    """
-
-    loss: float
-    label_tokens: torch.Tensor
-    rows: int
-    tokens: int
-    micro_batches: int
-    padding_fraction: float
-    grad_norm: torch.Tensor | None = None
-    noise: NoiseSample | None = None
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the loss and, where it was measured, the norm of the gradients are numbers; waits for the norm."""
-        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(float(self.grad_norm)))
 
 
 class MicroBatchRunner:
@@ -296,21 +266,7 @@ class MicroBatchRunner:
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""
-        if self._max_grad_norm is None:
-            return None
-        alike: dict[Any, list[nn.Parameter]] = {}  # with tensor parallelism some lie on other meshes, or on none
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                alike.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        if len(alike) <= 1:
-            return self.sharding.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm))
-        norms = [
-            torch.nn.utils.get_total_norm([p.grad for p in those if p.grad is not None]) for those in alike.values()
-        ]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([self.sharding.whole(norm) for norm in norms]))
-        for those in alike.values():
-            torch.nn.utils.clip_grads_with_norm_(those, self._max_grad_norm, norm)
-        return norm
+        return clip_gradients(self.model, self.sharding, self._max_grad_norm)
 
     def _attempt(self, rows: Sequence[Row], division: Division) -> StepResult:
         """Run the micro-batches of a step; where a rank fails, all of them come to the end of it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from adaptive_batch.errors import NonfiniteLossError
 
-from .micro_batch_runner import MicroBatchRunner, StepResult
+from .step_result import StepResult
 
 ON_NONFINITE_LOSS = ("warn", "stop", "skip")
 
@@ -24,7 +24,7 @@ class NonfiniteSteps:
     Args:
         policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the norm of the gradients too,
             where the runner measures it, and drop the gradients; ``stop`` raises.
-        runner: of the steps.
+        drop_gradients: function that leaves no gradient.
         event: takes each step that is not finite: a kind, a message and facts by name; of several in a row, the first and each
             hundredth are printed.
         is_taken: the optimizer in backward has taken a step by then.
@@ -35,12 +35,15 @@ class NonfiniteSteps:
         self,
         policy: str,
         *,
-        runner: MicroBatchRunner,
+        drop_gradients: Callable[[], object],
         event: Callable[..., object],
         is_taken: bool = False,
         remedy: Callable[[], str] | None = None,
     ) -> None:
-        self._policy, self._runner, self._event, self._remedy = policy, runner, event, remedy
+        self._policy = policy
+        self._drop_gradients = drop_gradients
+        self._event = event
+        self._remedy = remedy
         self._is_taken = is_taken
         self._num_in_a_row = self._num_since_counted = 0
         self._before = ""
@@ -86,7 +89,7 @@ class NonfiniteSteps:
         )
         if self._policy == "warn":
             return False
-        self._runner.drop_gradients()
+        self._drop_gradients()
         if self._policy == "stop":
             which = "; the weights have been stepped by it" if self._is_taken else " before this step is taken"
             remedy = f"; {self._remedy()}" if self._remedy else ""

@@ -1,14 +1,14 @@
-"""What the four objects are told beside their main arguments, in two groups: the order of rows, and how a step runs."""
+"""How a step runs: what AdaptiveStep and AdaptiveLoop are told beside their main arguments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from adaptive_batch._util import check_bool, check_whole
-from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS
+from adaptive_batch._util import check_choice
+from adaptive_batch.data import KINDS
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.schedules import UNITS, check_scaled
@@ -24,43 +24,6 @@ _OF_LOOP = {
     "scale_with_batch": "give it to AdaptiveRate",
     "lr_clock": "give it to AdaptiveRate",
 }
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """In which order rows come, and steps that hold tokens.
-
-    Attributes:
-        shuffle: whether the order ``dataloader`` takes the rows in a new order in each epoch.
-        seed: seed of the order.
-        sample_order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
-        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
-        batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
-        min_rows_per_batch: the fewest rows of a step by tokens.
-        max_rows_per_batch: the most rows of a step by tokens; None for no limit.
-        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
-        grow_beyond_maximum: whether rules may pass the largest batch that fits, in several micro-batches.
-
-    Raises:
-        SettingError: a value cannot be used.
-    """
-
-    shuffle: bool = True
-    seed: int = 0
-    sample_order: str = "dataloader"
-    sample_window: int | None = None
-    batch_tokens: int | None = None
-    min_rows_per_batch: int = 1
-    max_rows_per_batch: int | None = None
-    long_rows: str = "error"
-    grow_beyond_maximum: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice("sample_order", self.sample_order, ORDERS)
-        check_choice("long_rows", self.long_rows, LONG_ROWS)
-        check_bool("grow_beyond_maximum", self.grow_beyond_maximum)
-        if self.batch_tokens is not None:
-            check_whole("batch_tokens", self.batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -130,9 +93,3 @@ class StepOptions:
         if self.micro_batch_layout == "packed":
             remedy = "a batch that is made cannot be packed; give padded or grouped, or use AdaptiveLoop"
             raise SettingError("micro_batch_layout", "packed", remedy)
-
-
-def check_choice(key: str, value: str, options: Sequence[str]) -> None:
-    """Raise a SettingError naming `key` for what is none of the options."""
-    if value not in options:
-        raise SettingError(key, value, f"give one of {', '.join(options)}")

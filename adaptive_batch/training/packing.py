@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from adaptive_batch.estimate import varlen_attention
-from adaptive_batch.memory import RandomState
+from adaptive_batch.memory import RandomState, estimated_attention
 
 Row = Any
 Batch = dict[str, Any]
@@ -42,8 +41,10 @@ class PackedAttention:
         how.update(zip(("attn_mask", "dropout_p"), given, strict=False))
         how.update(attn_mask=None, is_causal=True)
         is_even = query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0 and not how.get("dropout_p")
-        if is_even and (estimated := varlen_attention(*tensors, self._lengths)) is not None:
-            return estimated
+        if is_even:
+            estimated = estimated_attention(*tensors, self._lengths)
+            if estimated is not None:
+                return estimated
         if query.is_cuda and is_even and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True)):
             self._ends = self._ends.to(query.device)
             where = self._ends, self._ends, self._longest, self._longest
@@ -104,6 +105,14 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     if name == "tokens":
         return batch | {"input_pos": positions[None]}
     return batch | {"position_ids": positions[None], "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+
+
+def packed_lengths(batch: Batch) -> list[int]:
+    """Return the tokens of each row of a batch that :func:`pack_rows` has made."""
+    positions = batch["input_pos" if "input_pos" in batch else "position_ids"]
+    begins = (positions[0] == 0).nonzero()[:, 0].tolist()
+    ends = [*begins[1:], positions.shape[1]]
+    return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
 
 def why_not_packed(

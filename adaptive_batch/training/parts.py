@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ class Part:
 
     Attributes:
         batch: these rows, in the form that the whole batch has.
+        num_rows: how many they are.
         share: weight of the part's mean loss in the loss of the batch; 1.0 where it is the whole.
             Multiply the loss by it before ``backward()``.
         is_last: whether it is the last part of the batch.
@@ -29,6 +31,7 @@ class Part:
     """
 
     batch: Any
+    num_rows: int
     share: float = 1.0
     is_last: bool = True
     is_trial: bool = False
@@ -41,8 +44,11 @@ class Splittable(Protocol):
     def num_rows(self) -> int: ...
     @property
     def lengths(self) -> Sequence[int] | None: ...
+    @property
+    def knows_lengths(self) -> bool: ...
     def part(self, rows: Sequence[int], /) -> Any: ...
     def dummy(self) -> Any: ...
+    def to_check(self) -> Splittable: ...
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,18 @@ class SplitBatch:
     part: Callable[[Sequence[int]], Any]
     lengths: Sequence[int] | None = None
 
+    @property
+    def knows_lengths(self) -> bool:
+        """Whether lengths need not be worked out."""
+        return self.lengths is not None
+
     def dummy(self) -> Any:
         """Return a part that runs with weight 0 where other ranks have more parts."""
         return self.part([0])
+
+    def to_check(self) -> Splittable:
+        """Return the batch as the check of a split divides it."""
+        return self
 
 
 class RowsOfBatch:
@@ -79,6 +94,8 @@ class RowsOfBatch:
     Raises:
         SettingError: no tensor shows the number of rows.
     """
+
+    knows_lengths = False
 
     def __init__(self, batch: Any, *, trims: bool = True) -> None:
         self._batch = batch
@@ -119,10 +136,11 @@ class RowsOfBatch:
         """Whether a value is a tensor of `[rows, columns]`."""
         return isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == self.num_rows
 
-    def part(self, rows: Sequence[int]) -> Any:
-        """Return the batch of some rows; the batch itself of all of them."""
+    def part(self, rows: Sequence[int], /) -> Any:
+        """Return the batch of some rows; the script's own tensors of all of them."""
         if len(rows) == self.num_rows:
-            return self._batch
+            # What a function pops from its batch is there when memory has run out and it is called again.
+            return copy.copy(self._batch) if isinstance(self._batch, Mapping | list) else self._batch
         width, used_width = None, None
         if self._trims and self.lengths is not None:
             used = self._used_columns()
@@ -145,6 +163,10 @@ class RowsOfBatch:
         if not self._is_table(labels):
             return self.part([0])
         return self.part([int((labels[:, 1:] != IGNORE_INDEX).sum(dim=1).argmax())])
+
+    def to_check(self) -> Splittable:
+        """Return the batch as the check of a split divides it."""
+        return self
 
     def _map(self, value: Any, cut: Callable[[torch.Tensor], torch.Tensor], index: Any) -> Any:
         if isinstance(value, torch.Tensor):

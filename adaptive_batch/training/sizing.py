@@ -16,7 +16,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count, rows_fit
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import DeviceMemory, wanted_bytes
+from adaptive_batch.memory import DeviceMemory, Room, wanted_bytes
 from adaptive_batch.probe import ProbeResult, Throughput
 
 # A limit waits so many times longer where no device says what is free.
@@ -56,7 +56,7 @@ class LimitChange:
         before: limit until now.
         after: limit from now on.
         rows: rows of the micro-batch that was too large; 0 where the limit grew back.
-        length: tokens that each of them was padded to.
+        length: tokens that each of them was padded to; 0 where that is not known.
         out_of_memory: whether it ran out of memory; otherwise the allocator had to free its
             cache and ask again.
         error: message of the device; empty where it did not run out of memory.
@@ -89,7 +89,9 @@ class LimitChange:
         if self.ranks:
             event += f" on rank {', '.join(map(str, self.ranks))}"
         error = f" ({self.error.splitlines()[0]})" if self.error else ""
-        size = f"{count(self.rows, 'row')} of {count(self.length, 'token')}"
+        size = count(self.rows, "row")
+        if self.length:
+            size += f" of {count(self.length, 'token')}"
         return f"{event} with {size} at once: {what_next}{now}{error}"
 
 
@@ -252,6 +254,136 @@ class _LoweredLimit:
         self._has_grown = state["has_grown"]
 
 
+@dataclass(frozen=True)
+class _ConfiguredSize:
+    """Size of a micro-batch as configured: a number, ``auto`` or None, in rows or in padded tokens."""
+
+    micro_batch_size: int | str | None
+    micro_batch_tokens: int | str | None
+
+    @property
+    def splits(self) -> bool:
+        return self.micro_batch_size is not None or self.micro_batch_tokens is not None
+
+    @property
+    def is_auto(self) -> bool:
+        return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
+
+    def without_limit(self) -> MicroBatchLimit:
+        """Return what ``auto`` is before a search."""
+        return MicroBatchLimit(NO_LIMIT, "tokens" if self.micro_batch_tokens else "rows")
+
+    def limit(self, batch_size: int, max_batch_size: int | None, tried_tokens: int) -> MicroBatchLimit:
+        """Return the limit, where a search has found so many rows, of so many padded tokens."""
+        if self.micro_batch_tokens == "auto":
+            return MicroBatchLimit(tried_tokens, "tokens")
+        if self.micro_batch_tokens is not None:
+            return MicroBatchLimit(int(self.micro_batch_tokens), "tokens")
+        if self.micro_batch_size == "auto":
+            assert max_batch_size is not None
+            return MicroBatchLimit(max_batch_size)
+        if self.micro_batch_size is not None:
+            return MicroBatchLimit(int(self.micro_batch_size))
+        return MicroBatchLimit(min(batch_size, max_batch_size or batch_size))
+
+    def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
+        """Refuse a size above what fits; it is never cut in silence."""
+        rows = self.micro_batch_size
+        tokens = self.micro_batch_tokens
+        if isinstance(rows, int) and rows > max_batch_size:
+            remedy = f"{rows_fit(max_batch_size)}; give {max_batch_size} or less"
+            raise SettingError("micro_batch_size", rows, remedy)
+        if isinstance(tokens, int) and tokens > fitting_tokens:
+            fit = f"{count(max_batch_size, 'row')} of {length} tokens fit"
+            remedy = f"{fit}; give {fitting_tokens} or less, or auto"
+            raise SettingError("micro_batch_tokens", tokens, remedy)
+
+
+class _Room:
+    """What the device has room for, and what micro-batches need of it, as far as either is known.
+
+    Args:
+        memory: memory of the device; None where nothing runs.
+    """
+
+    def __init__(self, memory: DeviceMemory | None) -> None:
+        self._memory = memory
+        self._cost: LimitCost | None = None
+        self._total_when_lowered = 0
+
+    def learn(self, result: ProbeResult, *, row_amount: int) -> None:
+        """Take from a search what its maximum needed, and what a row more.
+
+        Args:
+            result: result of the search.
+            row_amount: size of one of its rows, in the unit of limits.
+        """
+        rows = result.max_batch_size
+        peak = result.peak_bytes()
+        if peak is None or peak <= result.resident_bytes:
+            return
+        # A part is fixed, such as gradients; how much, sizes that are close together cannot tell.
+        mean_bytes = (peak - result.resident_bytes) / rows
+        measured = (trial for trial in result.trials if trial.fits and trial.peak_bytes)
+        smallest = min(measured, key=lambda trial: trial.batch_size)
+        distance = rows - smallest.batch_size
+        slope = mean_bytes
+        if 2 * distance >= rows:
+            slope = (peak - (smallest.peak_bytes or 0)) / distance
+        row_bytes = max(mean_bytes / 2, min(mean_bytes, slope))
+        self._cost = LimitCost(rows * row_amount, peak, row_bytes / row_amount)
+
+    def fitting_amount(self, error: str, *, amount: int) -> int | None:
+        """Return how much of what is free now a micro-batch may hold; None where that is unknown.
+
+        Args:
+            error: message of the device.
+            amount: size of the micro-batch that ran out of memory.
+        """
+        room = self._now()
+        if room is None:
+            return None
+        if self._cost is None:
+            wanted = wanted_bytes(error)
+            if wanted is None or wanted <= room.held_bytes:
+                return None
+            # At least: the allocator names what was wanted when it failed.
+            self._cost = LimitCost(amount, wanted, (wanted - room.held_bytes) / amount)
+        return self._cost.fits(room.total_bytes)
+
+    def remember(self) -> None:
+        """Remember the room that there is as the limit is lowered."""
+        room = self._now()
+        if room is not None:
+            self._total_when_lowered = room.total_bytes
+
+    def suffices(self, limit: MicroBatchLimit, *, good_steps: int, stretch: int) -> bool:
+        """Return whether there is room for a larger limit, after so many good steps in a row of a stretch of them."""
+        room = self._now()
+        if room is None:
+            return good_steps >= _WAIT_UNSEEN * stretch
+        if self._cost is not None and self._cost.fits(room.total_bytes) < limit.amount:
+            return False
+        is_given_back = room.total_bytes > _ROOM_GIVEN_BACK * self._total_when_lowered
+        return is_given_back or good_steps >= stretch
+
+    def release(self) -> None:
+        """Empty the cache: larger micro-batches need larger blocks, for which a full one has no room."""
+        if self._memory is not None:
+            self._memory.release()
+
+    def _now(self) -> Room | None:
+        return self._memory.room() if self._memory is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cost": self._cost and asdict(self._cost)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # A search that was made now knows it better.
+        if self._cost is None and state["cost"]:
+            self._cost = LimitCost(**state["cost"])
+
+
 class MicroBatchSizer:
     """Decides what one micro-batch may hold, and how its rows lie in it.
 
@@ -285,10 +417,8 @@ class MicroBatchSizer:
         policy: OOMPolicy | None = None,
         on_change: Callable[[LimitChange], object] = lambda change: None,
     ) -> None:
-        self._micro_batch_size = micro_batch_size
-        self._micro_batch_tokens = micro_batch_tokens
+        self._configured = _ConfiguredSize(micro_batch_size, micro_batch_tokens)
         self.layout = layout or MicroBatchLayout()
-        self._memory = memory
         self._policy = policy or OOMPolicy()
         self._on_change = on_change
         self.max_batch_size: int | None = None
@@ -296,8 +426,7 @@ class MicroBatchSizer:
         self.throughput: Throughput | None = None
         self.num_out_of_memory = 0
         self._lowered = _LoweredLimit(self._policy)
-        self._cost: LimitCost | None = None
-        self._room_when_lowered = 0
+        self._room = _Room(memory)
         # Runs in which the allocator retries before the limit is eased; later it has other reasons.
         self._retries_until_eased = 1
         self.must_ease = False
@@ -319,28 +448,18 @@ class MicroBatchSizer:
         if self.throughput is not None:
             return self.throughput.limit
         if self.waits_for_search:
-            return MicroBatchLimit(NO_LIMIT, "tokens" if self._micro_batch_tokens else "rows")
-        if self._micro_batch_tokens == "auto":
-            return MicroBatchLimit(self._tried_tokens, "tokens")
-        if self._micro_batch_tokens is not None:
-            return MicroBatchLimit(int(self._micro_batch_tokens), "tokens")
-        if self._micro_batch_size == "auto":
-            assert self.max_batch_size is not None
-            return MicroBatchLimit(self.max_batch_size)
-        if self._micro_batch_size is not None:
-            return MicroBatchLimit(int(self._micro_batch_size))
-        return MicroBatchLimit(min(batch_size, self.max_batch_size or batch_size))
+            return self._configured.without_limit()
+        return self._configured.limit(batch_size, self.max_batch_size, self._tried_tokens)
 
     @property
     def splits(self) -> bool:
         """Whether steps run as several micro-batches whatever fits."""
-        return self._micro_batch_size is not None or self._micro_batch_tokens is not None
+        return self._configured.splits
 
     @property
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
-        is_auto = "auto" in (self._micro_batch_size, self._micro_batch_tokens)
-        return is_auto and not self.tried_length
+        return self._configured.is_auto and not self.tried_length
 
     @property
     def _tried_tokens(self) -> int:
@@ -349,6 +468,10 @@ class MicroBatchSizer:
 
     def _padded_tokens(self, rows: int, length: int) -> int:
         return self.layout.padded_tokens([length] * rows)
+
+    def use_layout(self, kind: str) -> None:
+        """Take the layout of a name, from the next step on."""
+        self.layout = self.layout.of_kind(kind, time=self.layout.time)
 
     @contextmanager
     def trying(self, layout: MicroBatchLayout) -> Iterator[None]:
@@ -368,17 +491,9 @@ class MicroBatchSizer:
         Raises:
             SettingError: a configured size is above what fits; it is never cut in silence.
         """
-        rows = self._micro_batch_size
-        tokens = self._micro_batch_tokens
-        max_batch_size = result.max_batch_size
-        if isinstance(rows, int) and rows > max_batch_size:
-            remedy = f"{rows_fit(max_batch_size)}; give {max_batch_size} or less"
-            raise SettingError("micro_batch_size", rows, remedy)
-        fitting_tokens = self._padded_tokens(max_batch_size, result.sequence_length)
-        if isinstance(tokens, int) and tokens > fitting_tokens:
-            fit = f"{count(max_batch_size, 'row')} of {result.sequence_length} tokens fit"
-            remedy = f"{fit}; give {fitting_tokens} or less, or auto"
-            raise SettingError("micro_batch_tokens", tokens, remedy)
+        length = result.sequence_length
+        fitting_tokens = self._padded_tokens(result.max_batch_size, length)
+        self._configured.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
         self.assume(result)
         self._learn_cost(result)
 
@@ -417,35 +532,21 @@ class MicroBatchSizer:
             if limit.unit == "tokens":
                 amount = self._padded_tokens(fitting_rows, length)
             self._lowered.hold(MicroBatchLimit(amount, limit.unit))
-        elif self._micro_batch_tokens == "auto":
+        elif self._configured.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
             self._lowered.hold(self._lowered.ceiling or limit)
         self._learn_cost(result)
         self.tried_length = length
 
+    def _learn_cost(self, result: ProbeResult) -> None:
+        row_amount = 1
+        if self.limit(result.max_batch_size).unit == "tokens":
+            row_amount = self._padded_tokens(1, result.sequence_length)
+        self._room.learn(result, row_amount=row_amount)
+
     def _choose(self, fastest: Throughput) -> None:
         self.throughput = fastest
         self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
-
-    def _learn_cost(self, result: ProbeResult) -> None:
-        """Take from a search what its maximum needed, and what a row more."""
-        rows = result.max_batch_size
-        peak = result.peak_bytes()
-        if peak is None or peak <= result.resident_bytes:
-            return
-        # A part is fixed, such as gradients; how much, sizes that are close together cannot tell.
-        mean_bytes = (peak - result.resident_bytes) / rows
-        measured = (trial for trial in result.trials if trial.fits and trial.peak_bytes)
-        smallest = min(measured, key=lambda trial: trial.batch_size)
-        distance = rows - smallest.batch_size
-        slope = mean_bytes
-        if 2 * distance >= rows:
-            slope = (peak - (smallest.peak_bytes or 0)) / distance
-        row_bytes = max(mean_bytes / 2, min(mean_bytes, slope))
-        row_amount = 1
-        if self.limit(rows).unit == "tokens":
-            row_amount = self._padded_tokens(1, result.sequence_length)
-        self._cost = LimitCost(rows * row_amount, peak, row_bytes / row_amount)
 
     # --- out of memory ----------------------------------------------------------------------------
 
@@ -462,24 +563,12 @@ class MicroBatchSizer:
         """
         rows = len(failed.rows)
         limit = self.limit(batch_size)
-        fits = self._fitting_amount(failed, error, limit, failures)
+        fits = None
+        if error and failures <= _BELIEVED_FAILURES:
+            amount = rows if limit.unit == "rows" else rows * failed.length
+            fits = self._room.fitting_amount(error, amount=amount)
         smaller = self._policy.after_out_of_memory(limit, rows=rows, length=failed.length, fits=fits)
         return SmallerLimit(rows, failed.length, smaller, error)
-
-    def _fitting_amount(self, failed: MicroBatch, error: str, limit: MicroBatchLimit, failures: int) -> int | None:
-        """Return how much of what is free now a micro-batch may hold; None where that is unknown."""
-        room = self._memory.room() if self._memory is not None else None
-        if not error or room is None or failures > _BELIEVED_FAILURES:
-            return None
-        if self._cost is None:
-            wanted = wanted_bytes(error)
-            if wanted is None or wanted <= room.held_bytes:
-                return None
-            rows = len(failed.rows)
-            amount = rows if limit.unit == "rows" else rows * failed.length
-            # At least: the allocator names what was wanted when it failed.
-            self._cost = LimitCost(amount, wanted, (wanted - room.held_bytes) / amount)
-        return self._cost.fits(room.total_bytes)
 
     def after_attempt(self, *, allocator_retried: bool) -> None:
         """Count a step that ran to its end, and whether its allocator had to ask twice."""
@@ -529,9 +618,7 @@ class MicroBatchSizer:
         has_failed = bool(request.error)
         change = LimitChange(current, after, request.rows, request.length, has_failed, request.error, ranks)
         self.num_out_of_memory += has_failed
-        room = self._memory.room() if self._memory is not None else None
-        if room is not None:
-            self._room_when_lowered = room.total_bytes
+        self._room.remember()
         self._lowered.lower(change)
         self._on_change(change)
         lowered = self.limit(batch_size)
@@ -553,21 +640,14 @@ class MicroBatchSizer:
 
     def has_room(self, limit: MicroBatchLimit) -> bool:
         """Return whether this rank may grow to a limit now."""
-        room = self._memory.room() if self._memory is not None else None
-        if room is None:
-            return self._lowered.good_steps >= _WAIT_UNSEEN * self._lowered.stretch
-        if self._cost is not None and self._cost.fits(room.total_bytes) < limit.amount:
-            return False
-        is_given_back = room.total_bytes > _ROOM_GIVEN_BACK * self._room_when_lowered
-        return is_given_back or self._lowered.good_steps >= self._lowered.stretch
+        lowered = self._lowered
+        return self._room.suffices(limit, good_steps=lowered.good_steps, stretch=lowered.stretch)
 
     def grow(self, after: MicroBatchLimit) -> None:
         """Let a lowered limit grow, on all ranks."""
         assert self._lowered.current is not None
         self._retries_until_eased = _RETRIES_AFTER_GROWTH
-        if self._memory is not None:
-            # Larger micro-batches need larger blocks, for which a full cache has no room.
-            self._memory.release()
+        self._room.release()
         change = LimitChange(self._lowered.current, after, 0, 0, False, "")
         self._lowered.grow(change)
         self._on_change(change)
@@ -578,8 +658,7 @@ class MicroBatchSizer:
         """Return what a lowered limit depends on; with another of them it is found again."""
         return {
             "bound": self.max_batch_size,
-            "micro_batch_size": self._micro_batch_size,
-            "micro_batch_tokens": self._micro_batch_tokens,
+            **asdict(self._configured),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -589,7 +668,7 @@ class MicroBatchSizer:
             "throughput": self.throughput and asdict(self.throughput),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
-            "cost": self._cost and asdict(self._cost),
+            **self._room.state_dict(),
             **self._lowered.state_dict(),
         }
 
@@ -621,9 +700,7 @@ class MicroBatchSizer:
         if any(state[key] != value for key, value in self.conditions().items()):
             return
         self._lowered.load_state_dict(state)
-        if self._cost is None and state["cost"]:
-            # A search that was made now knows it better.
-            self._cost = LimitCost(**state["cost"])
+        self._room.load_state_dict(state)
 
 
 def _limit(saved: Mapping[str, Any] | None) -> MicroBatchLimit | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ log = logging.getLogger("adaptive_batch")
 # coarsest type that forward computes in, which is less of a mean over more labels.
 _ROUNDING = 1e-4
 _EPSILONS = 8
+# Epsilons of the type of the loss, which is rounded however many labels it is a mean over.
+_LOSS_EPSILONS = 2
 # Batches after which the likelier way to count labels is taken, if all have given the same loss.
 _MOST_CHECKS = 3
 
@@ -39,12 +42,14 @@ class _BackwardCatcher(TorchFunctionMode):
     Attributes:
         loss: sum of the losses; None where no backward was called.
         epsilon: rounding of the coarsest type that a function returned.
+        loss_epsilon: rounding of the coarsest 16-bit type of a single number that one returned; 0 without one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.loss: torch.Tensor | None = None
         self.epsilon = torch.finfo(torch.float32).eps
+        self.loss_epsilon = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
@@ -53,7 +58,10 @@ class _BackwardCatcher(TorchFunctionMode):
             return None
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16):
-            self.epsilon = max(self.epsilon, torch.finfo(result.dtype).eps)
+            epsilon = torch.finfo(result.dtype).eps
+            self.epsilon = max(self.epsilon, epsilon)
+            if result.numel() == 1:
+                self.loss_epsilon = max(self.loss_epsilon, epsilon)
         return result
 
 
@@ -87,9 +95,10 @@ class SplitCheck:
         self._name = name
         self._memory = memory
         self._sharding = sharding
-        self._retry = OOMRetry(MicroBatchSizer(), memory=memory, sharding=sharding)
+        self._retry = OOMRetry(MicroBatchSizer(), memory=memory, sharding=sharding, is_of_training=False)
         self._snapshot = StepSnapshot(model, memory.device)
         self._epsilon = torch.finfo(torch.float32).eps
+        self._loss_epsilon = 0.0
         # By the way of counting labels, summed over the batches that were checked.
         self._differences: list[float] = []
         self._num_checks = 0
@@ -125,6 +134,18 @@ class SplitCheck:
         Raises:
             SettingError: the loss is another one when it is split; with both losses.
         """
+        if not self._sharding.knows(evaluates=True):
+            # Once, so that even the first piece can fail on one rank and be brought to its end.
+            restore = self._snapshot.take()
+            self._retry.current = MicroBatch([0], 1)
+            try:
+                with self._evaluating():
+                    self._loss(rows.dummy(), 1)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise self._retry.lost(error, "in the check of a split") from error
+            restore()
         whole = list(range(rows.num_rows))
         while distributed.any_of_ranks(len(pieces) > 1):
             losses = self._losses(rows, [whole, *pieces] if whole else [])
@@ -142,23 +163,23 @@ class SplitCheck:
 
         def run(number: int) -> None:
             # A rank that has fewer pieces runs one that does not count.
-            batch = rows.part(pieces[number]) if number < len(pieces) else rows.dummy()
-            with self._sharding.micro_batch(evaluates=True), _BackwardCatcher() as catcher:
-                self._run(Part(batch, is_trial=True))
-            losses.append(None if catcher.loss is None else float(catcher.loss))
-            self._epsilon = max(self._epsilon, catcher.epsilon)
+            piece = pieces[number] if number < len(pieces) else None
+            batch = rows.dummy() if piece is None else rows.part(piece)
+            losses.append(self._loss(batch, 1 if piece is None else len(piece)))
 
         num_pieces = distributed.maximum(len(pieces))
         largest = MicroBatch(list(pieces[0]) if pieces else [], 0)
         has_failed = False
         try:
-            with evaluation_mode(self._model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with self._evaluating():
                 self._retry.run_in_turn(
                     [largest] * num_pieces, run, drop=self._sharding.reset, idle=largest, evaluates=True
                 )
         except Exception as error:
-            if distributed.world_size() > 1 or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
+            if distributed.world_size() > 1:
+                raise self._retry.lost(error, "in the check of a split") from error
             has_failed = True
         restore()
         if has_failed:
@@ -168,6 +189,24 @@ class SplitCheck:
             self._retry.forget_failure()
             return None
         return losses[: len(pieces)]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with evaluation_mode(self._model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+
+    def _loss(self, batch: Any, num_rows: int) -> float | None:
+        """Return the loss that `run` calls backward on; None where no backward is seen."""
+        with self._sharding.micro_batch(evaluates=True), _BackwardCatcher() as catcher:
+            try:
+                self._run(Part(batch, num_rows, is_trial=True))
+            except RuntimeError as error:
+                # torch.autograd.backward and .grad are not caught, and have no graph here.
+                if "does not require grad" not in str(error):
+                    raise
+        self._epsilon = max(self._epsilon, catcher.epsilon)
+        self._loss_epsilon = max(self._loss_epsilon, catcher.loss_epsilon)
+        return None if catcher.loss is None else float(catcher.loss)
 
     def _decide(self, rows: Splittable, pieces: Sequence[Sequence[int]], losses: Sequence[float | None]) -> None:
         """Take the way of counting labels that gives the loss of the whole batch, over all ranks."""
@@ -187,11 +226,13 @@ class SplitCheck:
         num_labels = sum(count[0] for count in counts)
         gathered = distributed.all_gather([whole_loss, scale, num_labels, *sums])
         whole_loss, scale, num_labels, *sums = torch.tensor(gathered, dtype=torch.float64).sum(dim=0).tolist()
-        if not all(map(math.isfinite, (whole_loss, *sums))):
+        if not math.isfinite(whole_loss) or any(map(math.isinf, sums)):
             return
         epsilon = max(distributed.all_gather(self._epsilon))
-        rounding = _ROUNDING + _EPSILONS * epsilon / max(1.0, num_labels) ** 0.5
-        differences = [abs(total - whole_loss) for total in sums]
+        loss_epsilon = max(distributed.all_gather(self._loss_epsilon))
+        rounding = _ROUNDING + _EPSILONS * epsilon / max(1.0, num_labels) ** 0.5 + _LOSS_EPSILONS * loss_epsilon
+        # Where a part has a share and its loss is no number, its labels are counted wrong.
+        differences = [math.inf if math.isnan(total) else abs(total - whole_loss) for total in sums]
         fitting = [difference for difference in differences if difference <= rounding * scale]
         if not fitting:
             raise self._refusal(whole_loss, sums)

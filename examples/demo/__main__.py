@@ -114,7 +114,7 @@ def _resolved(settings: list[str]) -> DictConfig:
     """Return demo_cpu.yaml with the command's settings."""
     from omegaconf import OmegaConf
 
-    from adaptive_batch.torchtune import config_path
+    from adaptive_batch.config_files import config_path
 
     path = config_path("demo_cpu")
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"

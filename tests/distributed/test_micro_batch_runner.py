@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_on_ranks
+from support.runners import HeldSizer
 from support.sharded_model import (
     Decoder,
     by_hand,
@@ -186,7 +187,8 @@ def fillers_that_do_not_fit() -> list[str]:
     dealt, _ = _dealt("the last rank has no rows", world_size)
     model = divided(Decoder())
     run = runner_of(model, limit=MicroBatchLimit(2))
-    evaluator = Evaluator(run, replace(run.loss, dummy_row=lambda: make_rows([5])[0]), limit=MicroBatchLimit(2))
+    loss = replace(run.loss, dummy_row=lambda: make_rows([5])[0])
+    evaluator = Evaluator(run, loss, HeldSizer(MicroBatchLimit(2)))
     run.run(dealt[rank])
     evaluator.run(dealt[rank])
     model.burden = {"forward": out_of_memory} if rank == world_size - 1 else {}

@@ -355,8 +355,8 @@ def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
 @pytest.mark.slow
 def test_the_summary_of_torchrun_names_the_rank_that_failed_and_why(tmp_path):
     program = """
-        write = watch.on_end
-        watch.on_end = lambda end: (time.sleep(0.6), write(end))  # longer than torchrun takes to end rank zero
+        write = watch._on_end
+        watch.call_at_end(lambda end: (time.sleep(0.6), write(end)))  # longer than torchrun takes to end rank zero
         if rank == 1:
             note_failure(folder)
             watch.fail("no such device")

@@ -18,7 +18,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.pages import PAGES, ROOT, Block, blocks, is_read_only
 
-from adaptive_batch.torchtune import config_path
+from adaptive_batch.config_files import config_path
 
 BLOCKS = blocks()
 BY_CI = ("make ", "pip ")

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from adaptive_batch.torchtune import config_path
+from adaptive_batch.config_files import config_path
 
 DEMO = Path(demo.__file__).parent
 NUM_ROWS = 400  # of about 4,300: what is made is the same, sooner

@@ -26,7 +26,8 @@ from support.pages import PAGES, ROOT, Block, blocks, blocks_of, is_read_only
 from torchtune import config
 from torchtune._cli.tune import TuneCLIParser
 
-from adaptive_batch.torchtune import Settings, config_path
+from adaptive_batch.config_files import config_path
+from adaptive_batch.torchtune import Settings
 from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
 from adaptive_batch.torchtune.settings import OURS
 

@@ -13,9 +13,9 @@ import torch
 from omegaconf import OmegaConf
 from support.pages import ROOT, blocks, is_read_only
 
+from adaptive_batch.config_files import config_path
 from adaptive_batch.estimate.devices import DEVICES
 from adaptive_batch.memory import GIB
-from adaptive_batch.torchtune import config_path
 from adaptive_batch.torchtune.estimate_changes import candidates
 from adaptive_batch.torchtune.model import FullModel
 

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune._cli.tune import TuneCLIParser
 
-from adaptive_batch.torchtune import config_path
+from adaptive_batch.config_files import config_path
 from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
 from adaptive_batch.torchtune.settings import OURS
 

@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torchtune import config
 from torchtune.data import padded_collate_packed
 
+from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FakeDevice, FakeStep, read_estimate
-from adaptive_batch.torchtune import Settings, config_path, estimate_devices, shipped_configs
+from adaptive_batch.torchtune import Settings, estimate_devices
 from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
 
 SMALL = Combination("qwen2", 32)

@@ -88,8 +88,8 @@ def test_labels_of_more_dimensions_are_refused_by_their_shape() -> None:
         label_tokens({"label": torch.zeros(2, dtype=torch.int64)})
 
 
-def test_the_labels_of_an_encoder_decoder_are_counted_by_a_function_of_the_batch() -> None:
-    """They are not shifted: with the count of a causal model, the parts of a split step have other weights than their labels."""
+def test_the_labels_of_an_encoder_decoder_are_counted_as_they_are_not_shifted() -> None:
+    """With the count of a causal model, the parts of a split step would have other weights than their labels."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(53, 8), nn.Linear(8, 53)).double()
     rows = make_rows([2 + 3 * (number % 4) for number in range(12)])
@@ -117,7 +117,10 @@ def test_the_labels_of_an_encoder_decoder_are_counted_by_a_function_of_the_batch
     whole = gradient(12)
     split = gradient(2, num_labels=lambda batch: (batch["labels"] != -100).sum())
     assert torch.allclose(split, whole, rtol=1e-6, atol=1e-9)
-    assert not torch.allclose(gradient(2), whole, rtol=1e-2)
+    # The check of the first split shows it too.
+    assert torch.allclose(gradient(2), whole, rtol=1e-6, atol=1e-9)
+    with pytest.raises(SettingError, match=r"as a whole and .* as the sum of its parts' shares"):
+        gradient(2, num_labels=lambda batch: (batch["labels"][:, 1:] != -100).sum())
 
 
 def test_a_row_is_named_with_its_length_unless_all_are_alike() -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batch.data import ReadAhead, RowSampler
+from adaptive_batch.data import ReadAhead, RowReader, row_order
 
 WATCHED = 32
 
@@ -41,13 +41,43 @@ class Squares:
         return number * number
 
 
+class Epoch:
+    """Takes the rows of an epoch step by step, and says which come next, as a planner does.
+
+    Args:
+        dataset: rows.
+        order: row numbers; None for the dataset's own order.
+        position: rows that were taken before.
+        begins: whether torch's loader is begun, as a recipe does.
+    """
+
+    def __init__(self, dataset, *, order=None, position=0, begins=True):
+        self.order = list(range(len(dataset))) if order is None else order
+        self.position = position
+        self.reader = RowReader(dataset)
+        if begins:
+            self.reader.begin()
+
+    def begin(self, *, position):
+        self.position = position
+        self.reader.begin()
+
+    def take(self, count, *, only=None):
+        numbers = self.order[self.position : self.position + count]
+        self.position += len(numbers)
+        following = self.order[self.position : self.position + count]
+        if only is not None:
+            numbers = [numbers[position] for position in only]
+            following = [following[position] for position in only if position < len(following)]
+        return self.reader.read(numbers, following=following)
+
+
 def started(dataset):
-    """A sampler in the dataset's own order, whose first rows have been taken and watched; one more has been read ahead."""
-    sampler = RowSampler(ReadAhead(dataset), shuffle=False)
-    sampler.start_epoch(0)
-    assert sampler.take(WATCHED - 1) + sampler.take(1) == [number * number for number in range(WATCHED)]
+    """An epoch in the dataset's own order, whose first rows have been taken and watched; one more has been read ahead."""
+    epoch = Epoch(ReadAhead(dataset))
+    assert epoch.take(WATCHED - 1) + epoch.take(1) == [number * number for number in range(WATCHED)]
     wait_until(lambda: not threads())
-    return sampler
+    return epoch
 
 
 def wait_until(condition):
@@ -65,17 +95,19 @@ def threads():
     takes=st.lists(st.tuples(st.integers(1, 30), st.booleans(), st.booleans()), max_size=25),
     position=st.integers(0, 50),
     seed=st.integers(0, 3),
+    begins=st.booleans(),
 )
 @settings(max_examples=30)
-def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed):
+def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed, begins):
     dataset = Squares(seconds=1e-5)
-    plain, ahead = (RowSampler(rows, shuffle=True, seed=seed) for rows in (Squares(), ReadAhead(dataset)))
-    for sampler in (plain, ahead):
-        sampler.start_epoch(1, position=position)
+    order = row_order(200, shuffle=True, seed=seed, epoch=1).tolist()
+    ahead = Epoch(ReadAhead(dataset), order=order, position=position, begins=begins)
     for count, takes_half, waits in takes:
-        only = range(0, len(plain.next_numbers(count)), 2) if takes_half else None
-        assert ahead.take(count, only=only) == plain.take(count, only=only)
-        assert (ahead.position, ahead.taken) == (plain.position, plain.taken)
+        begin = ahead.position
+        numbers = order[begin : begin + count]
+        only = range(0, len(numbers), 2) if takes_half else None
+        expected = numbers[::2] if takes_half else numbers
+        assert ahead.take(count, only=only) == [number * number for number in expected]
         if waits:
             wait_until(lambda: not threads())
     wait_until(lambda: not threads())
@@ -84,20 +116,20 @@ def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed):
 
 def test_the_rows_of_a_step_like_the_last_are_read_once_and_no_more():
     dataset = Squares()
-    sampler = started(dataset)
-    sampler.take(8, only=[1, 5])
+    epoch = started(dataset)
+    epoch.take(8, only=[1, 5])
     wait_until(lambda: not threads())
     assert dataset.by_thread == [32, 41, 45]
     read = len(dataset.by_main)
-    assert sampler.take(8, only=[1, 5]) == [41**2, 45**2]
+    assert epoch.take(8, only=[1, 5]) == [41**2, 45**2]
     assert len(dataset.by_main) == read
     assert dataset.by_main.count(41) + dataset.by_thread.count(41) == 1
 
 
 def test_no_row_of_like_steps_is_read_twice_whoever_is_first():
     dataset = Squares(seconds=1e-3)
-    sampler = started(dataset)
-    while sampler.take(8):
+    epoch = started(dataset)
+    while epoch.take(8):
         pass
     wait_until(lambda: not threads())
     assert sorted(dataset.by_main + dataset.by_thread) == list(range(200))
@@ -106,9 +138,9 @@ def test_no_row_of_like_steps_is_read_twice_whoever_is_first():
 
 def test_the_end_of_an_epoch_leaves_no_row_and_no_thread():
     dataset = Squares(num_rows=40)
-    sampler = started(dataset)
-    assert sampler.take(32) == [number * number for number in range(32, 40)]
-    assert sampler.take(32) == []
+    epoch = started(dataset)
+    assert epoch.take(32) == [number * number for number in range(32, 40)]
+    assert epoch.take(32) == []
     wait_until(lambda: not threads())
     assert max(map((dataset.by_main + dataset.by_thread).count, range(40))) == 1
 
@@ -118,9 +150,9 @@ def test_the_end_of_an_epoch_leaves_no_row_and_no_thread():
 )
 def test_a_dataset_that_draws_is_read_when_it_is_asked_for(draw):
     dataset = Squares(draw=draw)
-    sampler = started(dataset)
-    sampler.take(8)
-    sampler.take(8)
+    epoch = started(dataset)
+    epoch.take(8)
+    epoch.take(8)
     assert not threads()
     assert dataset.by_thread == []
 
@@ -130,9 +162,8 @@ def test_the_draws_of_training_stay_as_they_are():
     for dataset in (Squares(), ReadAhead(Squares())):
         torch.manual_seed(1)
         random.seed(1)
-        sampler = RowSampler(dataset, shuffle=True)
-        sampler.start_epoch(0)
-        sampler.take(40)
+        epoch = Epoch(dataset, order=row_order(200, shuffle=True).tolist())
+        epoch.take(40)
         states.append((torch.get_rng_state().tolist(), random.getstate()))
     assert states[0] == states[1]
 
@@ -146,14 +177,14 @@ def test_an_error_is_raised_where_its_row_is_used():
             return super().__getitem__(number)
 
     dataset = Broken()
-    sampler = started(dataset)
-    sampler.take(16, only=[0, 2])  # 48 and 50 are next
+    epoch = started(dataset)
+    epoch.take(16, only=[0, 2])  # 48 and 50 are next
     wait_until(lambda: not threads())
     assert dataset.by_thread == [32, 48, 50]
-    assert sampler.take(16, only=[0, 1]) == [48**2, 49**2]
-    sampler.start_epoch(0, position=48)
+    assert epoch.take(16, only=[0, 1]) == [48**2, 49**2]
+    epoch.begin(position=48)
     with pytest.raises(ValueError, match="row 50"):
-        sampler.take(16)
+        epoch.take(16)
 
 
 def test_a_dataset_that_only_its_own_thread_may_read_is_read_by_that():
@@ -165,10 +196,10 @@ def test_a_dataset_that_only_its_own_thread_may_read_is_read_by_that():
             return super().__getitem__(number)
 
     dataset = Owned()
-    sampler = started(dataset)
+    epoch = started(dataset)
     for _ in range(5):
-        first = sampler.position
-        assert sampler.take(8) == [number * number for number in range(first, first + 8)]
+        first = epoch.position
+        assert epoch.take(8) == [number * number for number in range(first, first + 8)]
     wait_until(lambda: not threads())
     assert len(dataset.by_thread) == 1
 
@@ -189,18 +220,18 @@ def test_rows_that_are_not_expected_do_not_wait_for_those_that_are():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_in_the_middle_of_a_row_can_read():
     dataset = Squares(seconds=0.02)
-    sampler = started(dataset)
-    sampler.take(8)
+    epoch = started(dataset)
+    epoch.take(8)
     wait_until(lambda: dataset.is_read)
     child = os.fork()
     if not child:
         signal.alarm(20)  # rather than wait forever for a thread that only the parent has
         try:
-            os._exit(len(sampler.take(WATCHED)) - WATCHED or dataset.overlapped)
+            os._exit(len(epoch.take(WATCHED)) - WATCHED or dataset.overlapped)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(sampler.take(WATCHED)) == WATCHED
+    assert len(epoch.take(WATCHED)) == WATCHED
     assert not dataset.overlapped
     wait_until(lambda: not threads())
 

@@ -14,12 +14,12 @@ def steps_of(lengths, **batching):
     planner = StepPlanner(rows, Batching(**batching), MicroBatchSizer())
     progress = planner.begin(Progress())
     planner.start_epoch(progress)
-    while True:
-        progress, taken = planner.next_step(progress)
-        if not taken:
-            return
-        yield [len(row["tokens"]) for row in taken], planner.small_rows()
-        progress = progress.after_step(rows=len(taken), tokens=sum(len(row["tokens"]) for row in taken))
+    step = planner.next_step(progress)
+    while step is not None:
+        taken = [lengths[number] for number in step.own]
+        yield taken, step.small_rows()
+        progress = step.progress.after_step(rows=len(taken), tokens=sum(taken))
+        step = planner.next_step(progress)
 
 
 LENGTHS = random.Random(0).choices(range(2, 60), k=4000)

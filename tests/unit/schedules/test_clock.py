@@ -1,15 +1,18 @@
 """The clock of a constant batch is torchtune's step count to the last bit, in samples, tokens or steps."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Clock, EpochPlan, Progress, TrainingClock
+from adaptive_batch.schedules import Clock, EpochPlan, Pace, Progress, TrainingClock
 
 
 def schedule_clock(progress, *, plan, reference, unit="samples"):
-    return TrainingClock(Clock(unit, unit), reference=reference).at(progress, plan)
+    pace = Pace(reference, plan)
+    return TrainingClock(Clock(unit, unit)).at(replace(progress, pace=pace))
 
 
 @given(rows=st.integers(1, 100_000), step_rows=st.integers(1, 300), drop_last=st.booleans(), epochs=st.integers(1, 5))
@@ -74,9 +77,9 @@ def test_a_plan_that_is_open_counts_what_ends_the_epoch_first():
 def after_warmup(clock, *, ended_at, warmup, total):
     """The clock of a warm-up in steps that was over when the decay, in samples, was at `ended_at`."""
     plan = EpochPlan.of(2 * 10**6, step_rows=1, drop_last=False)
-    training = TrainingClock(Clock("steps", "samples"), reference=plan, warmup_steps=warmup, total_steps=total)
+    training = TrainingClock(Clock("steps", "samples"), warmup_steps=warmup, total_steps=total)
     training.load_state_dict({"warmup_ended_at": ended_at})
-    return training.at(Progress(epoch_rows=clock, steps=warmup), plan)
+    return training.at(Progress(epoch_rows=clock, steps=warmup, pace=Pace(plan, plan)))
 
 
 @given(warmup=st.integers(0, 500), more=st.integers(1, 10**6), step=st.integers(0, 10**6))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from adaptive_batch import AdaptiveLoop, Sampling
+from adaptive_batch import AdaptiveLoop, Sampling, StepOptions
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress, decay_of, seesaw
 
@@ -166,9 +166,10 @@ def test_from_the_cap_on_the_rate_decays_as_the_schedule_does_from_where_it_was(
 
 def test_a_bound_caps_as_a_maximum_does_and_beyond_it_a_step_runs_as_micro_batches():
     capped, optimizer = loop_of(half_cosine(), micro_batch_size=8)
-    capped.bound = 32
-    free, free_optimizer = loop_of(half_cosine(), micro_batch_size=8, grow_beyond_maximum=True)
-    free.bound = 32
+    capped._sizer.max_batch_size = 32
+    beyond = Sampling(grow_beyond_maximum=True)
+    free, free_optimizer = loop_of(half_cosine(), micro_batch_size=8, sampling=beyond)
+    free._sizer.max_batch_size = 32
     assert steps_of(capped, optimizer) == trained(half_cosine(), maximum=32)
     assert steps_of(free, free_optimizer) == trained(half_cosine())
 
@@ -195,7 +196,7 @@ def test_by_tokens_the_clock_is_the_part_of_the_tokens():
     rows = Rows(512, tokens=lambda row: 1 + row % 7)
     total, steps, done = sum(1 + row % 7 for row in range(512)), 512 // BATCH, 0
     schedule = lambda step: 1 - step / steps  # noqa: E731
-    loop, optimizer = loop_of(schedule, rows=rows, lr_clock="tokens")
+    loop, optimizer = loop_of(schedule, rows=rows, options=StepOptions(lr_clock="tokens"))
     for some in loop:
         result = loop.run(some)
         clock = done / total * steps
@@ -263,7 +264,7 @@ def test_what_cannot_be_used_is_refused_with_key_value_and_fix():
         (r"lr_scaling='linear': seesaw\(.*leave lr_scaling out", {"lr_scaling": "linear"}),
         (
             r"lr_clock='steps': seesaw\(.*takes fewer steps for the same data; give samples or tokens",
-            {"lr_clock": "steps"},
+            {"options": StepOptions(lr_clock="steps")},
         ),
         (r"lr_scheduler=None: .*needs a LambdaLR", {"lr_scheduler": None}),
         (r"lr_scheduler='StepLR': .*needs a LambdaLR", {"lr_scheduler": step_lr, "model": model}),

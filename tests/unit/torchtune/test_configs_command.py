@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from adaptive_batch.__main__ import main
+from adaptive_batch.config_files import config_path, copy_config, shipped_configs
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune import config_path, copy_config, shipped_configs
 
 NAMES = {
     "demo_cpu",

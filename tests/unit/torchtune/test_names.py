@@ -1,4 +1,4 @@
-"""A key that nothing reads is named, and refused where it is nearly one that is read."""
+"""A key that nothing reads is named, and refused where it is close to one that is read."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -19,9 +19,10 @@ PLAIN = {
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        # by its letters
         ("use_max_batch_size", "use_maximum_batch_size"),
         ("use_maximum_batchsize", "use_maximum_batch_size"),
+        ("maximum_batch_size", "use_maximum_batch_size"),
+        ("max_batch_size", "batch_size"),
         ("batch_increase_fn", "batch_increase_function"),
         ("droplast", "drop_last"),
         ("probes", "probe"),
@@ -31,23 +32,14 @@ PLAIN = {
         ("lr_scale", "lr_scaling"),
         ("shufle", "shuffle"),
         ("gradient_accumulation_step", "gradient_accumulation_steps"),
-        ("Epochs", "epochs"),
-        # by its words
-        ("use_max_batch", "use_maximum_batch_size"),
-        ("save_every", "save_every_n_steps"),
-        ("oom", "on_out_of_memory"),
-        ("grad_accum", "gradient_accumulation_steps"),
         ("accumulation_steps", "gradient_accumulation_steps"),
-        ("train_batch_size", "batch_size"),
-        ("per_device_train_batch_size", "batch_size"),
-        ("max_steps", "max_steps_per_epoch"),
+        ("Epochs", "epochs"),
         ("out_dir", "output_dir"),
-        # as a key of a block
-        ("maximum", "probe.maximum"),
-        ("probe_headroom", "probe.headroom"),
-        ("world_size", "estimate.world_size"),
-        ("path", "tokenizer.path"),
-        ("optimizer_lr", "optimizer.lr"),
+        ("optimizer_lr", "optimizer"),
+        # the signs of other command lines
+        ("+batch_size", "batch_size"),
+        ("++batch_size", "batch_size"),
+        ("-batch_size", "batch_size"),
     ],
 )
 def test_a_key_that_is_nearly_one_that_is_read_is_refused_with_that_one(key, meant):
@@ -56,38 +48,13 @@ def test_a_key_that_is_nearly_one_that_is_read_is_refused_with_that_one(key, mea
     assert str(refused.value) == f"{key}=1: there is no such key; {meant} is probably meant"
 
 
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("resume", "resume_from_checkpoint"),
-        ("growth_function", "batch_increase_function"),
-        ("max_batch_size", "batch_size, or probe.maximum for the most that is tried,"),
-        ("learning_rate", "optimizer.lr"),
-        ("num_train_epochs", "epochs"),
-        ("bf16", "dtype"),
-        ("plan_only", "preview"),
-    ],
-)
-def test_what_another_trainer_calls_a_key_is_refused_with_what_it_is_here(key, meant):
-    with pytest.raises(SettingError) as refused:
-        Settings.from_config(PLAIN | {key: 1})
-    assert str(refused.value) == f"{key}=1: there is no such key; {meant} is meant"
-
-
-@pytest.mark.parametrize("sign", ["+", "++", "-"])
-def test_a_sign_of_another_command_line_is_refused(sign):
-    with pytest.raises(
-        SettingError, match=f"batch_size=4: write batch_size, without [{sign}]+; a new key is set so, too"
-    ):
-        Settings.from_config(PLAIN | {f"{sign}batch_size": 4})
-
-
 OWN = [
     "my_note",
     "data_dir",
     "demo_dir",
     "compile_mode",
     "wandb_project",
+    "learning_rate",  # of other trainers
     "num_workers",
     "dataset_train",
     "my notes",
@@ -106,7 +73,7 @@ def test_a_users_own_key_is_named_as_without_effect(key):
 def test_all_that_nothing_reads_is_one_line_in_every_recipe():
     cfg = OmegaConf.create(PLAIN | {"my_note": 1, "dataset_train": 2})
     settings = Settings.from_config(cfg)
-    line = "my_note, dataset_train have no effect: nothing reads them (dataset_val is near dataset_train)"
+    line = "my_note, dataset_train have no effect: nothing reads them"
     assert [str(each) for each in without_effect(settings, cfg)] == [line]
     for recipe in ("adaptive_probe", "adaptive_estimate"):
         assert [str(each) for each in without_effect_on(recipe, settings, cfg)] == [line]
@@ -129,8 +96,7 @@ def test_the_name_of_a_key_that_another_refers_to_may_have_dashes(reference):
 
 def test_the_inner_name_of_a_reference_is_not_read():
     cfg = OmegaConf.create(PLAIN | {"model": {"max_seq_len": 4}, "my_rows": "${model.max_seq_len}", "max_seq_len": 8})
-    with pytest.raises(SettingError, match=r"max_seq_len=8: there is no such key; tokenizer\.max_seq_len is meant"):
-        Settings.from_config(cfg)
+    assert unread(Settings, cfg) == ["my_rows", "max_seq_len"]
 
 
 @pytest.mark.parametrize("argument", ["--batch_size=4", "--preview", "batch_size", "=", "a=b=c", "-batch_size=4"])

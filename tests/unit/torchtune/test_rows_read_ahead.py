@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batch.data import RowSampler
+from adaptive_batch.data import RowReader
 from adaptive_batch.torchtune.rows import Rows
 
 
@@ -33,13 +33,14 @@ def test_rows_are_read_ahead_on_an_accelerator_alone(device: str) -> None:
         device=torch.device(device), max_seq_len=None, vocab_size=None, cfg={}, loss_fn=loss, settings=None
     )
     watched = Watched()
-    sampler = RowSampler(Rows(job, "dataset", watched, name="rows"), shuffle=False)
-    sampler.start_epoch(0)
-    first = sampler.take(40)  # watched for random numbers that they draw
+    reader = RowReader(Rows(job, "dataset", watched, name="rows"))
+    reader.begin()
+    # The first are watched for random numbers that they draw.
+    first = reader.read(range(40), following=range(40, 60))
     deadline = time.monotonic() + 10
     while device != "cpu" and len(watched.readers) < 60 and time.monotonic() < deadline:
         time.sleep(0.01)
-    rest = sampler.take(20)
+    rest = reader.read(range(40, 60))
     assert [row["tokens"][0] for row in first + rest] == list(range(60))
     main = threading.current_thread().name
     assert {watched.readers[number] == main for number in range(40)} == {True}

@@ -6,7 +6,8 @@ import torchtune
 from omegaconf import OmegaConf
 from torchtune import config
 
-from adaptive_batch.torchtune import Settings, config_path, shipped_configs
+from adaptive_batch.config_files import config_path, shipped_configs
+from adaptive_batch.torchtune import Settings
 from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block
 from adaptive_batch.torchtune.settings import OURS, ProbeSettings
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import random
 import re
 from collections import namedtuple
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,12 +43,12 @@ from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive_batch import distributed
-from adaptive_batch.data import move_to_device
+from adaptive_batch.data import Sampling, move_to_device
 from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, NonfiniteLossError, SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
-from adaptive_batch.training import AdaptiveLoop, Sampling, StepOptions
-from adaptive_batch.training.loop import label_tokens
+from adaptive_batch.training import AdaptiveLoop, StepOptions
+from adaptive_batch.training.parts import LabelCounter
 
 ROWS = make_rows([3 + (5 * number) % 13 for number in range(40)])
 RATE = 0.05
@@ -95,6 +96,13 @@ def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[
             if one.loop.progress.steps >= until:
                 return seen
     return seen
+
+
+def of_ranks(state: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The state of a loop as if it had been saved on so many ranks."""
+    changed = copy.deepcopy(state)
+    changed["batches"]["steps"]["ranks"] = ranks
+    return changed
 
 
 def sizes(seen: list[SimpleNamespace], epoch: int | None = None) -> list[int]:
@@ -145,7 +153,7 @@ def test_the_bound_is_what_trying_every_size_finds(beyond):
         budget = (peaks[expected - 1] + peaks[expected]) // 2
         one = training(grow_beyond_maximum=beyond)
         found = one.loop.find_bound(device_memory=budget, headroom=0.0)
-        assert found.max_batch_size == one.loop.bound == expected
+        assert found.max_batch_size == one.loop.max_batch_size == expected
         assert found.sequence_length == max(len(row["tokens"]) for row in ROWS)
         assert found.budget_bytes == budget
     assert training().loop.find_bound(device_memory="1GiB").max_batch_size == 40  # an epoch has no more
@@ -222,7 +230,7 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches()
         one, other = training(), searched(training())
         other.loop.batch_size = 24
         one.loop.load_state_dict(other.loop.state_dict())
-        assert one.loop.bound == 10
+        assert one.loop.max_batch_size == 10
         return one
 
     def grows_beyond() -> SimpleNamespace:
@@ -232,7 +240,7 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches()
 
     def begun_on_six_ranks() -> SimpleNamespace:
         one, state = searched(training()), training().loop.state_dict()
-        one.loop.load_state_dict(state | {"steps": state["steps"] | {"ranks": 6}})
+        one.loop.load_state_dict(of_ranks(state, 6))
         return one
 
     for begin in (is_set, is_loaded, bound_is_loaded, grows_beyond, begun_on_six_ranks):
@@ -277,7 +285,13 @@ def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
             torch.rand(1), random.random(), np.random.rand()
             return super().__getitem__(number)
 
-    for options in ({}, {"micro_batch_tokens": "auto"}):
+    for options in (
+        {},
+        {"micro_batch_tokens": "auto"},
+        {"batch_tokens": 60},
+        {"sample_order": "seqlen"},
+        {"micro_batch_layout": "grouped"},
+    ):
         one = training(rows=Draws(ROWS), **options)
         before = training_state(one.model, one.optimizer)
         one.loop.find_bound(device_memory="1GiB", maximum=8)
@@ -419,7 +433,8 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
 
     def mean_loss(batch: Any) -> torch.Tensor:
         loss = token_losses(net, batch, "mean")
-        seen.append((float(loss), int((batch["tokens"] != 0).sum())))
+        if not one.loop.is_trial:
+            seen.append(float(loss))
         return loss
 
     one = training(
@@ -432,7 +447,8 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
     )
     result = one.loop.run(next(iter(one.loop)))
     assert result.micro_batches == 256 // (micro_batch_size or 256)
-    assert result.loss == pytest.approx(sum(loss for loss, _ in seen) / len(seen), rel=1e-6)
+    assert len(seen) == result.micro_batches
+    assert result.loss == pytest.approx(sum(seen) / len(seen), rel=1e-6)
     assert {parameter.grad.dtype for parameter in net.parameters()} == {dtype}
 
 
@@ -447,7 +463,7 @@ def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_li
     other = training(model=Decoder(draws=True), **options)
     train(other, until=goes_well)
     state = other.loop.state_dict()
-    state["limits"]["lowered"] = {"amount": most, "unit": "rows"}
+    state["step"]["sizer"]["lowered"] = {"amount": most, "unit": "rows"}
     other.loop.load_state_dict(state)
     train(other, epochs=2)
     assert one.loop.num_out_of_memory == {4: 1, 2: 2}[most]
@@ -767,9 +783,13 @@ def test_a_classifier_trains_as_it_does_by_hand(kind):
 
 
 def test_labels_of_sequences_are_counted_after_the_shift():
+    """Or before it, if the check of the first split shows that; what has none counts its rows."""
     labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
-    assert int(label_tokens({"labels": labels})) == 2
-    assert int(label_tokens({"labels": labels[:, 2]})) == 1
+    counter = LabelCounter(None)
+    assert counter.counts({"labels": labels}, 2) == (2, 4)
+    assert counter.counts({"labels": labels[:, 2]}, 2) == (1,)
+    for batch in ({"labels": torch.rand(4, 3)}, {"points": labels}, (labels, labels)):
+        assert counter.counts(batch, 4) == (4,)
 
 
 def test_batches_go_to_the_device_as_they_are_nested():
@@ -814,9 +834,26 @@ def test_what_rows_and_batches_do_not_say_is_asked_for():
         SettingError, match=r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension; give"
     ):
         training(rows=tuples, **pairs).loop.find_bound()
-    one = training(rows=tuples, row_length=lambda row: len(row[0]), **pairs)
-    with pytest.raises(SettingError, match=r"num_labels=None: `labels` of a batch are NoneType, .*; give"):
+    model = Decoder()
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        tokens, labels = batch
+        return token_losses(model, {"tokens": tokens, "labels": labels}, "mean")
+
+    given = {
+        "model": model,
+        "rows": tuples,
+        "row_length": lambda row: len(row[0]),
+        "mean_loss": mean_loss,
+        "micro_batch_size": 2,
+        **pairs,
+    }
+    # Rows are counted, and this is no mean over them.
+    one = training(**given)
+    with pytest.raises(SettingError, match=r"as a whole and .* as the sum of its parts' shares.*; give num_labels=,"):
         one.loop.run(next(iter(one.loop)))
+    one = training(**given, num_labels=lambda batch: (batch[1][:, 1:] != -100).sum())
+    assert one.loop.run(next(iter(one.loop))).micro_batches == 2
 
 
 def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nonsense():
@@ -842,7 +879,7 @@ def masked_mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
     """A mean whose gradient is not a number where there is no label; that of torch's cross-entropy is zero."""
     labels = batch["labels"][:, 1:]
     picked = model(batch["tokens"])[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return -(picked * (labels >= 0)).sum() / label_tokens(batch)
+    return -(picked * (labels >= 0)).sum() / (labels != -100).sum()
 
 
 def on_ranks(**options: Any) -> SimpleNamespace:
@@ -893,7 +930,7 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
     found["whole"] = facts(one, train(one, epochs=2))
 
     def fails_on_rank_one(model: nn.Module) -> Any:
-        return RunsOut(model, most=2 if distributed.rank() == 1 else 99, after=6)
+        return RunsOut(model, most=2 if distributed.rank() == 1 else 99, after=5)
 
     for syncs in (True, False):
         one = on_ranks(loss=fails_on_rank_one, grow_beyond_maximum=True, sync_gradients_every_micro_batch=syncs)
@@ -1058,7 +1095,9 @@ def on_one_rank() -> dict[str, Any]:
             one = training(model=model, micro_batch_size=2)
             calls: list[int] = []
 
-            def runs_out(calls: list[int] = calls, at: int = 3 if fails else -1) -> None:
+            def runs_out(loop: AdaptiveLoop = one.loop, calls: list[int] = calls, at: int = 3 if fails else -1) -> None:
+                if loop.is_trial:
+                    return
                 calls.append(1)
                 if len(calls) == at:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -1236,8 +1275,6 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(option: str, value: ob
 
 
 def test_labels_that_cannot_be_counted_are_refused() -> None:
-    with pytest.raises(SettingError, match="num_labels"):
-        label_tokens({"labels": torch.rand(4, 3)})
     one = training(num_labels=lambda batch: 0.8)
     with pytest.raises(SettingError, match=r"num_labels=0\.8: give a function that returns a whole number"):
         one.loop.run(next(iter(one.loop)))
@@ -1335,7 +1372,12 @@ def test_a_trial_can_be_told_from_training() -> None:
     assert calls
     assert all(calls)
     calls.clear()
-    train(one, until=2)
+    (first,) = train(one, until=1)
+    # The whole batch and its parts are tried before the first split.
+    parts = first.result.micro_batches
+    assert calls == [True] * (1 + parts) + [False] * parts
+    calls.clear()
+    train(one, until=3)
     assert calls
     assert not any(calls)
 
@@ -1352,7 +1394,7 @@ def test_a_schedule_that_resumes_where_less_fits_follows_the_new_bound() -> None
 
 def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned_again() -> None:
     saved = training(batch_tokens=60, micro_batch_tokens=60).loop.state_dict()
-    saved["steps"]["ranks"] = 2
+    saved = of_ranks(saved, 2)
     one, fresh = (training(batch_tokens=60, micro_batch_tokens=60) for _ in range(2))
     assert one.loop.num_steps(1) > 0
     for loop in (one.loop, fresh.loop):
@@ -1398,14 +1440,12 @@ def test_a_model_of_transformers_trains_alike_in_each_layout(layout: str, limit:
 
 def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
     one = llama(micro_batch_layout="packed", micro_batch_tokens=100)
-    loss = one.loop._runner.loss.mean_loss
 
-    def runs_out(batch: dict[str, Any]) -> torch.Tensor:
-        if batch["batch"]["input_ids"].numel() > 30:
+    def runs_out(module: nn.Module, positional: Any, named: dict[str, Any]) -> None:
+        if named["input_ids"].numel() > 30:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return loss(batch)
 
-    one.loop._runner.loss = replace(one.loop._runner.loss, mean_loss=runs_out)
+    one.model.register_forward_pre_hook(runs_out, with_kwargs=True)
     seen, padded = train(one), train(llama(micro_batch_size=8))
     assert [step.rows for step in seen] == [step.rows for step in padded]
     assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)

@@ -12,21 +12,21 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Dropping:
-    """A runner that counts how often gradients are dropped."""
+    """Counts how often gradients are dropped."""
 
-    dropped = 0
+    count = 0
 
-    def drop_gradients(self):
-        self.dropped += 1
+    def __call__(self):
+        self.count += 1
 
 
 def steps_of(policy, **options):
-    events, runner = [], Dropping()
+    events, dropped = [], Dropping()
 
     def event(kind, message, *, prints=True, **facts):
         events.append(SimpleNamespace(kind=kind, message=message, prints=prints, **facts))
 
-    return NonfiniteSteps(policy, runner=runner, event=event, **options), events, runner
+    return NonfiniteSteps(policy, drop_gradients=dropped, event=event, **options), events, dropped
 
 
 def result(loss, norm=None):
@@ -35,7 +35,7 @@ def result(loss, norm=None):
 
 
 def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
-    steps, events, runner = steps_of("warn")
+    steps, events, dropped = steps_of("warn")
     losses = [2.0, NAN, INF, -INF, -3.0, NAN]
     assert [steps.drops(result(loss), step=number, lr=0.1) for number, loss in enumerate(losses, 1)] == [False] * 6
     assert [(event.kind, event.step, event.prints, event.skipped) for event in events] == [
@@ -44,7 +44,7 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
         ("nonfinite_loss", 4, False, False),
         ("nonfinite_loss", 6, True, False),
     ]
-    assert (steps.count(), steps.count(), runner.dropped) == (4, 0, 0)
+    assert (steps.count(), steps.count(), dropped.count) == (4, 0, 0)
 
 
 def test_many_in_a_row_are_printed_now_and_then():
@@ -67,23 +67,23 @@ def test_the_line_names_what_changed_before():
 
 
 def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
-    steps, events, runner = steps_of("skip")
+    steps, events, dropped = steps_of("skip")
     assert [steps.drops(result(1.0, norm), step=1, lr=0.1) for norm in (None, 3.0, NAN, INF)] == [
         False,
         False,
         True,
         True,
     ]
-    assert (runner.dropped, [event.skipped for event in events]) == (2, [True, True])
+    assert (dropped.count, [event.skipped for event in events]) == (2, [True, True])
     steps, events, _ = steps_of("warn")
     assert not steps.drops(result(1.0, NAN), step=1, lr=0.1)  # nothing is waited for
     assert not events
 
 
 def test_to_stop_is_an_error_with_what_to_do():
-    steps, events, runner = steps_of("stop", remedy=lambda: "resume from step_2")
+    steps, events, dropped = steps_of("stop", remedy=lambda: "resume from step_2")
     message = "step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop ends training before this step is taken; resume from step_2"
     with pytest.raises(NonfiniteLossError) as error:
         steps.drops(result(INF), step=3, lr=0.1)
     assert str(error.value) == message
-    assert ([event.prints for event in events], runner.dropped) == ([False], 1)
+    assert ([event.prints for event in events], dropped.count) == ([False], 1)

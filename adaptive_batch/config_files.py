@@ -12,7 +12,7 @@ from pathlib import Path
 from adaptive_batch._util import nearest
 from adaptive_batch.errors import SettingError
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parent
 
 
 def _folder() -> Path:

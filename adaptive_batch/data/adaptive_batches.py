@@ -1,0 +1,288 @@
+"""A batch sampler whose batches grow: row numbers for a script's own DataLoader, with workers, resumable at any step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import BatchSampler, Sampler
+
+from adaptive_batch import distributed
+from adaptive_batch._util import check_bool, check_choice, check_whole
+from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import (
+    Clock,
+    Progress,
+    Schedule,
+    Seesaw,
+    needs_noise_scale,
+    reads_tokens,
+    schedule_of,
+)
+
+from .bin_packing import LONG_ROWS
+from .dataset import DatasetAdapter, RowLength
+from .epoch_planner import Batching
+from .micro_batches import MicroBatchLayout, MicroBatchLimit
+from .order import ORDERS, SamplerOrder
+from .step_planner import Sizer, StepPlanner
+from .step_queue import StepQueue
+
+log = logging.getLogger("adaptive_batch")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """In which order rows come, and steps that hold tokens.
+
+    Attributes:
+        shuffle: whether the order ``dataloader`` takes the rows in a new order in each epoch.
+        seed: seed of the order.
+        sample_order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
+        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
+        batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
+        min_rows_per_batch: the fewest rows of a step by tokens.
+        max_rows_per_batch: the most rows of a step by tokens; None for no limit.
+        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
+        grow_beyond_maximum: whether rules may pass the largest batch that fits, in several micro-batches.
+
+    Raises:
+        SettingError: a value cannot be used.
+    """
+
+    shuffle: bool = True
+    seed: int = 0
+    sample_order: str = "dataloader"
+    sample_window: int | None = None
+    batch_tokens: int | None = None
+    min_rows_per_batch: int = 1
+    max_rows_per_batch: int | None = None
+    long_rows: str = "error"
+    grow_beyond_maximum: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("sample_order", self.sample_order, ORDERS)
+        check_choice("long_rows", self.long_rows, LONG_ROWS)
+        check_bool("grow_beyond_maximum", self.grow_beyond_maximum)
+        if self.batch_tokens is not None:
+            check_whole("batch_tokens", self.batch_tokens)
+
+
+class _NoSizer:
+    """What fits where no step says so: a number of rows that rules may not pass, or anything."""
+
+    def __init__(self, maximum: int | None, batch_tokens: int | None) -> None:
+        self.max_batch_size = maximum
+        self.layout = MicroBatchLayout()
+        self._batch_tokens = batch_tokens
+
+    def limit(self, batch_size: int) -> MicroBatchLimit:
+        if self._batch_tokens is not None:
+            # Rows are dealt to ranks by their tokens.
+            return MicroBatchLimit(self._batch_tokens, "tokens")
+        return MicroBatchLimit(batch_size)
+
+
+class AdaptiveBatches(Sampler[list[int]]):
+    """Yields the row numbers of each step that is left of the current epoch: this rank's rows, each row once an epoch.
+
+    For ``DataLoader(dataset, batch_sampler=batches, num_workers=8)``. Batches are handed out as far ahead as the loader reads,
+    and count when they are used: call :meth:`step` after each, so that what is read ahead is neither lost nor repeated when
+    training resumes. Under gradient accumulation too each batch is one; save a state only after ``optimizer.step()``.
+
+    On several ranks each yields its rows of the global step, which has `batch_size` rows for each; nothing may shard them a
+    second time.
+
+    Args:
+        dataset: map-style; rows are read only where lengths are needed.
+        batch_size: rows of a step on one device, before a rule changes it.
+        row_length: function that returns the tokens of a row, or a number where all rows are alike; None for its ``tokens``
+            or ``input_ids``. Lengths are measured, by reading the dataset once, for steps by tokens, the order ``seqlen``,
+            schedules over tokens, and where this is given: ``progress.tokens`` is then counted, for a schedule of your own or
+            a rate whose clock counts tokens.
+        maximum: rows on one device that no rule passes: a number, or the sizer of an :class:`AdaptiveStep`, whose
+            `max_batch_size` counts once it is found. None for no limit.
+        sampler: sampler of row numbers whose order is taken in place of one drawn here, on one rank. Its ``set_epoch`` is
+            called; what it draws is drawn again when training resumes.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch begins, 0 included.
+        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each step.
+        sampling: order of rows, and steps that hold tokens.
+
+    Raises:
+        SettingError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        row_length: RowLength = None,
+        maximum: int | Sizer | None = None,
+        sampler: Any = None,
+        batch_increase_function: Callable[[int, int], int] | None = None,
+        batch_size_schedule: Schedule | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        sampling = sampling or Sampling()
+        check_whole("batch_size", batch_size)
+        batching = Batching(
+            batch_size,
+            batch_increase_function=batch_increase_function,
+            batch_size_schedule=batch_size_schedule,
+            **asdict(sampling),
+        )
+        batching.check_rules()
+        if needs_noise_scale(batch_size_schedule):
+            remedy = "nothing is measured here that it could follow; give steps, linear_ramp or ramp_by_doubling"
+            raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
+        if isinstance(maximum, int):
+            check_whole("maximum", maximum)
+        if maximum is None or isinstance(maximum, int):
+            maximum = _NoSizer(maximum, sampling.batch_tokens)
+        self._order = None
+        if sampler is not None:
+            _check_sampler(sampler, sampling)
+            self._order = SamplerOrder(sampler)
+        rows = dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
+        self._counts_tokens = row_length is not None or reads_tokens(batch_size_schedule)
+        self._planner = StepPlanner(
+            rows,
+            batching,
+            maximum,
+            counts_tokens=self._counts_tokens,
+            divides_ahead=False,
+            first_batch_size=batch_size,
+            asks_rank_zero=True,
+            event=_log_event,
+            order=self._order,
+        )
+        self._queue = StepQueue(self._planner, lengths=rows if self._counts_tokens else None)
+        order = asdict(sampling)
+        # It changes no row's place, as another maximum does not.
+        del order["grow_beyond_maximum"]
+        self._built_with = {
+            "batch_size": batch_size,
+            **order,
+            "dataset": f"{len(rows)} rows",
+            "sampler": None if sampler is None else type(sampler).__name__,
+        }
+
+    @property
+    def planner(self) -> StepPlanner:
+        """What a step holds, and where an epoch ends."""
+        return self._planner
+
+    @property
+    def queue(self) -> StepQueue:
+        """The steps that were handed out, and those that are done."""
+        return self._queue
+
+    @property
+    def progress(self) -> Progress:
+        """What training has consumed: the batches that were used."""
+        return self._queue.progress
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step on one device now."""
+        return self._planner.batch_size
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Take another batch size, between two epochs.
+
+        Raises:
+            SettingError: a schedule decides it.
+        """
+        if self._planner.batching.batch_size_schedule is not None:
+            remedy = "batch_size_schedule decides what a step holds; set one of them"
+            raise SettingError("batch_size", batch_size, remedy)
+        self._planner.take_batch_size(check_whole("batch_size", batch_size))
+
+    def couple(self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples") -> None:
+        """Couple a schedule that follows the learning rate, such as `seesaw`, to the rate's own.
+
+        Args:
+            lr_scheduler: scheduler of the rate, a function of the number of steps.
+            lr_clock: what it counts: ``samples`` or ``tokens``.
+
+        Raises:
+            SettingError: a scheduler or a clock that it cannot follow.
+        """
+        self._planner.couple(schedule_of(lr_scheduler), Clock.from_config(lr_clock))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rule = self._planner.batching.batch_size_schedule
+        if isinstance(rule, Seesaw) and rule.decay is None:
+            remedy = "it follows the schedule of the rate; call batches.couple(lr_scheduler) first"
+            raise SettingError("batch_size_schedule", rule, remedy)
+        for step in self._queue.steps():
+            yield step.own
+
+    def __len__(self) -> int:
+        """Return the steps that are left of this epoch, as the rules answer now."""
+        return self.num_steps(self.progress.epoch + 1)
+
+    def num_steps(self, epochs: int) -> int:
+        """Return the steps that are left of so many epochs, as the rules answer now."""
+        return self._planner.num_steps(self.progress, epochs, sees_tokens=self._counts_tokens)
+
+    def step(self) -> None:
+        """Count the oldest batch that was handed out as used, after ``optimizer.step()``.
+
+        Raises:
+            ValueError: none is waiting.
+        """
+        self._queue.done()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where training is, as plain values, the same on all ranks; to be saved after ``optimizer.step()``."""
+        return {
+            "progress": self.progress.state_dict(),
+            "steps": self._planner.state_dict(),
+            "order": self._order and self._order.state_dict(),
+            "built_with": self._built_with,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state, in batches that were built as the saved ones were.
+
+        Raises:
+            SettingError: rows would come in another order.
+        """
+        for key, value in self._built_with.items():
+            saved = state["built_with"][key]
+            if saved != value:
+                raise SettingError(key, value, f"the saved state was built with {saved}; resume with that")
+        self._planner.load_state_dict(state["steps"])
+        # A schedule follows the maximum that is found here.
+        self._planner.forget_saved_maximum()
+        if self._order is not None:
+            self._order.load_state_dict(state["order"])
+        self._queue.resume(Progress(**state["progress"]))
+
+
+def _check_sampler(sampler: Any, sampling: Sampling) -> None:
+    """Refuse a sampler whose order cannot be taken."""
+    name = type(sampler).__name__
+    if distributed.data_parallel_size() > 1:
+        remedy = (
+            "on several ranks leave it out: rows are dealt to them here, in the order of torch's DistributedSampler"
+        )
+        raise SettingError("sampler", name, remedy)
+    if sampling.batch_tokens is not None or sampling.sample_order != "dataloader":
+        raise SettingError(
+            "sampler", name, "batch_tokens and sample_order have an order of their own; give one of them"
+        )
+    if isinstance(sampler, BatchSampler):
+        raise SettingError("sampler", name, "it yields batches, which are made here; give its sampler")
+    if not hasattr(sampler, "__len__"):
+        raise SettingError("sampler", name, "it has no length, so an epoch has no end; give one with __len__")
+
+
+def _log_event(kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+    if prints and distributed.is_rank_zero():
+        log.info("%s", message)

@@ -1,0 +1,134 @@
+"""Where training is: the steps that were handed out, and those that are done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from adaptive_batch.schedules import Progress
+
+from .step_planner import PlannedRows, StepPlanner
+
+
+class _Lengths(Protocol):
+    def num_tokens(self, numbers: list[int]) -> int: ...
+
+
+@dataclass
+class _HandedOut:
+    """A step that is not done, and the real tokens of its rows over all ranks, as far as they are counted."""
+
+    step: PlannedRows
+    tokens: int = 0
+
+    @property
+    def after(self) -> Progress:
+        """Progress when it is done."""
+        return self.step.progress.after_step(rows=len(self.step.numbers), tokens=self.tokens)
+
+
+class StepQueue:
+    """Hands out the steps of an epoch, as far ahead as they are asked for; progress moves as they are done.
+
+    Args:
+        planner: plans the steps.
+        lengths: counts the tokens of rows, which a rule may read ahead of training; None where its user counts them.
+
+    Attributes:
+        progress: what training has consumed: the steps that are done.
+    """
+
+    def __init__(self, planner: StepPlanner, *, lengths: _Lengths | None = None) -> None:
+        self._planner = planner
+        self._lengths = lengths
+        self._progress = Progress(rows_per_epoch=planner.epochs.num_rows)
+        self._is_begun = False
+        self._ahead: deque[_HandedOut] = deque()
+
+    @property
+    def progress(self) -> Progress:
+        """What training has consumed, with the pace of the epoch."""
+        return replace(self._progress, pace=self._planner.pace())
+
+    def resume(self, progress: Progress, *, is_begun: bool = False) -> None:
+        """Go to another place in training.
+
+        Args:
+            progress: that place.
+            is_begun: whether its epoch has been begun by the planner.
+        """
+        self._progress = progress
+        self._is_begun = is_begun
+        self._ahead.clear()
+
+    def begin_epoch(self) -> None:
+        """Grow the batch by the growth function, and plan the epoch."""
+        self._progress = self._planner.begin_epoch(self._progress)
+        self._is_begun = True
+
+    def steps(self) -> Iterator[PlannedRows]:
+        """Yield the steps that are left of the current epoch; what was handed out before and is not done comes again."""
+        self._ahead.clear()
+        if not self._is_begun:
+            self.begin_epoch()
+        epoch = self._progress.epoch
+        progress = self._progress
+        self._planner.start_epoch(progress)
+        step = self._planner.next_step(progress)
+        while step is not None:
+            handed_out = _HandedOut(step)
+            if self._lengths is not None:
+                handed_out.tokens = self._lengths.num_tokens(step.numbers)
+            self._ahead.append(handed_out)
+            yield step
+            if self._progress.epoch > epoch:
+                return
+            # What is done is known exactly; what is ahead, as far as its tokens are counted.
+            progress = self._ahead[-1].after if self._ahead else self._progress
+            step = self._planner.next_step(progress)
+
+    def count_tokens(self, tokens: int) -> None:
+        """Take the real tokens, over all ranks, of the step that was handed out last."""
+        self._ahead[-1].tokens = tokens
+
+    def plan_again(self) -> bool:
+        """Return whether the step that was handed out last is taken back, as rows are not as long as was planned."""
+        if not self._planner.plan_again(self._progress):
+            return False
+        self._ahead.pop()
+        return True
+
+    @property
+    def waiting(self) -> list[PlannedRows]:
+        """The steps that were handed out and are not done, the oldest first."""
+        return [each.step for each in self._ahead]
+
+    def done(self, *, tokens: int | None = None, ends_epoch: bool = True, **measured: Any) -> Progress:
+        """Count the oldest step that was handed out as done; return the progress after it.
+
+        Args:
+            tokens: its real tokens over all ranks; None for those that were counted as it was handed out.
+            ends_epoch: whether the next epoch begins with the last step of this one; else :meth:`end_epoch` begins it.
+            measured: what else of progress the step has measured, such as its `noise_scale`.
+
+        Raises:
+            ValueError: no step is waiting.
+        """
+        if not self._ahead:
+            raise ValueError("no batch is waiting: call step() once for each batch that was handed out")
+        handed_out = self._ahead.popleft()
+        before = replace(self._progress, batch=handed_out.step.progress.batch)
+        after = before.after_step(
+            rows=len(handed_out.step.numbers), tokens=handed_out.tokens if tokens is None else tokens
+        )
+        self._progress = replace(after, **measured)
+        if ends_epoch and self._planner.is_over(self._progress):
+            self.end_epoch()
+        return self._progress
+
+    def end_epoch(self) -> None:
+        """Go to the beginning of the next epoch."""
+        self._progress = self._progress.after_epoch()
+        self._is_begun = False

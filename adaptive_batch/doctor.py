@@ -1,0 +1,115 @@
+"""What is installed here, what is wrong with it, and the command that fixes it: ``python -m adaptive_batch check``.
+
+``tune`` ends with "torchao not installed" also where a torchao is there that cannot be imported, before any recipe is loaded.
+So this works where neither torch nor torchtune can be imported.
+"""
+
+from __future__ import annotations
+
+import io
+import platform
+import shutil
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from importlib import import_module, metadata
+
+from adaptive_batch._util import installed_version
+
+_PACKAGE = "adaptive-batch"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one thing, and the command that puts it right; none where nothing is wrong."""
+
+    subject: str
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"WRONG  {self.text}; fix it with: {self.fix}" if self.fix else f"ok     {self.text}"
+
+
+def check(write: Callable[[str], None] = print) -> bool:
+    """Write a line for each thing that matters, and return whether nothing is wrong."""
+    findings: list[Finding] = []
+    for part in (check_versions, check_devices, check_torchtune):
+        findings += part()
+        # What fails with a wrong version of torch says nothing of the devices.
+        if any(finding.fix for finding in findings):
+            break
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        write(f"{finding.subject:<{width}}  {finding}")
+    return not any(finding.fix for finding in findings)
+
+
+def check_versions(
+    version: Callable[[str], str | None] = installed_version,
+) -> Iterator[Finding]:
+    """Yield the version of Python, and of each distribution that the recipes need."""
+    yield Finding("python", platform.python_version())
+    try:
+        # The core does without it; torchtune's requirements bring it.
+        from packaging.requirements import Requirement
+
+        requirements = [Requirement(text) for text in metadata.requires(_PACKAGE) or ()]
+    except ImportError as error:
+        fix = "pip install --editable '.[recipes]', in the checkout"
+        yield Finding("torchtune", f"not looked for, as it is not installed: {error}", fix)
+        return
+    for requirement in requirements:
+        name = requirement.name
+        if requirement.marker and not requirement.marker.evaluate({"extra": "recipes"}):
+            continue
+        installed = version(name)
+        if installed and requirement.specifier.contains(installed, prereleases=True):
+            yield Finding(name, installed)
+        else:
+            text = f"{installed or 'not installed'}, but {requirement.specifier} is needed"
+            yield Finding(name, text, f"pip install '{name}{requirement.specifier}'")
+
+
+def check_devices() -> Iterator[Finding]:
+    """Yield the memory of the CPU and of each accelerator that torch sees."""
+    try:
+        import torch
+
+        from adaptive_batch.memory import GIB, device_memory
+
+        accelerator = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        build = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}"
+        yield Finding("accelerators", f"{count} seen by {build}")
+        for name in ("cpu", *(f"{accelerator}:{index}" for index in range(count))):
+            memory = device_memory(torch.device(name))
+            available = memory.available_bytes([]) / GIB
+            yield Finding(name, f"{memory.describe()}, {available:.1f} GiB of it available")
+    except Exception as error:
+        fix = f"{_reinstall('torch')}, if nvidia-smi shows no fault"
+        yield Finding("torch", f"cannot be used: {error}".partition("\n")[0], fix)
+
+
+def check_torchtune() -> Iterator[Finding]:
+    """Yield which ``tune`` there is, and whether torchtune can be imported."""
+    tune = shutil.which("tune", path=sysconfig.get_path("scripts"))
+    yield Finding("tune", f"{tune}; PATH has {shutil.which('tune')}")
+    try:
+        # torchao warns of extensions that it does not load, which nothing here needs.
+        with redirect_stderr(io.StringIO()):
+            import_module("torchtune")
+        yield Finding("import torchtune", "works")
+    except Exception as error:
+        # torchtune raises "torchao not installed" from any ImportError inside of torchao.
+        cause = error.__cause__ or error
+        is_torchao = "torchao" in "".join(traceback.format_exception(error))
+        fix = _reinstall("torchao" if is_torchao else "torchtune")
+        yield Finding("import torchtune", f"fails: {type(cause).__name__}: {cause}", fix)
+
+
+def _reinstall(name: str) -> str:
+    """Return the command that installs again what is there and cannot be imported."""
+    return f"pip install --force-reinstall --no-deps '{name}=={installed_version(name)}'"

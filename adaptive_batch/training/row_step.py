@@ -1,0 +1,391 @@
+"""Rows of a dataset as a step: collated or packed, trained by AdaptiveStep, counted over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._util import check_whole
+from adaptive_batch.data import IGNORE_INDEX, DatasetAdapter, RowOrder, check_loss, move_to_device
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import RandomState
+from adaptive_batch.probe import ProbeResult
+
+from .adaptive_step import AdaptiveStep, TriedBatch
+from .agreement import Question
+from .bound_search import BoundSearch, ProbeOptions, find_in_step
+from .clipping import clip_gradients
+from .model_checks import is_compiled
+from .nonfinite import norm_to_clip
+from .options import StepOptions
+from .packing import pack_rows, packed_lengths, rows_apart, why_not_packed
+from .parts import Part, RowsOfBatch, Splittable
+from .step_result import StepResult
+from .throughput_search import Choices
+from .trials import WorstRows
+
+if TYPE_CHECKING:
+    from adaptive_batch.estimate import MemoryEstimate
+
+Row = Any
+Batch = Any
+
+
+class _RowsOfStep:
+    """This rank's rows of a step, of which each part becomes a batch when it is asked for."""
+
+    knows_lengths = True
+
+    def __init__(self, step: RowStep, rows: Sequence[Row]) -> None:
+        self._step = step
+        self._rows = rows
+        self.num_rows = len(rows)
+        self.lengths = [step.dataset.length(row) for row in rows]
+
+    def part(self, rows: Sequence[int], /) -> Batch:
+        return self._step.make_batch([self._rows[row] for row in rows])
+
+    def dummy(self) -> Batch:
+        return self._step.make_batch([self._step.labelled_row])
+
+    def to_check(self) -> Splittable:
+        """Return the collated batch, as collating its parts apart may draw other random numbers, of masks for instance."""
+        if self._step.is_packed or not self._rows:
+            return self
+        try:
+            collated = RowsOfBatch(self.part(range(self.num_rows)), trims=False)
+        except SettingError:
+            return self
+        return collated if collated.num_rows == self.num_rows else self
+
+
+class RowStep:
+    """Forward and backward of the rows of one step, through :class:`AdaptiveStep`.
+
+    Args:
+        model: model on its device.
+        dataset: rows, and their lengths.
+        collate: function that makes one padded batch of a list of rows, on the host.
+        mean_loss: function that returns the mean loss of a batch over its labels.
+        num_labels: function that returns how many these are; see :class:`AdaptiveStep`.
+        micro_batch_size: rows at once; see :class:`AdaptiveStep`.
+        micro_batch_tokens: padded tokens at once.
+        options: how a step runs.
+
+    Raises:
+        SettingError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: DatasetAdapter,
+        *,
+        collate: Callable[[list[Row]], Batch],
+        mean_loss: Callable[[Batch], torch.Tensor],
+        num_labels: Callable[[Batch], Any] | None,
+        micro_batch_size: int | str | None,
+        micro_batch_tokens: int | str | None,
+        options: StepOptions,
+    ) -> None:
+        self.dataset = dataset
+        self._model = model
+        self._collate = collate
+        self._mean_loss = mean_loss
+        self._to_device = options.to_device or self._move
+        self._written_layout = options.micro_batch_layout
+        self._max_grad_norm = norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss)
+        self._chooses = micro_batch_tokens == "auto"
+        self._keeps_gradients = distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
+        self.step = AdaptiveStep(
+            model,
+            self._forward_backward,
+            micro_batch_size=micro_batch_size,
+            micro_batch_tokens=micro_batch_tokens,
+            num_labels=num_labels,
+            options=StepOptions(
+                on_out_of_memory=options.on_out_of_memory,
+                oom_policy=options.oom_policy,
+                sync_gradients_every_micro_batch=options.sync_gradients_every_micro_batch,
+                count_labels_over="ranks",
+                memory=options.memory,
+            ),
+        )
+        self.sizer = self.step.sizer
+        if self._written_layout is not None:
+            self.sizer.use_layout(self._written_layout)
+        # Whether what fits was tried with the gradients of earlier micro-batches there.
+        self.bound_accumulates = False
+        if self._written_layout == "packed":
+            reason = self._why_not_packed()
+            if reason:
+                raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows of a micro-batch lie one after the other."""
+        return self.sizer.layout.kind == "packed"
+
+    def _move(self, batch: Batch) -> Batch:
+        return move_to_device(batch, self.step.memory.device)
+
+    # --- a step -----------------------------------------------------------------------------------------------------------
+
+    def make_batch(self, rows: Sequence[Row]) -> Batch:
+        """Return one batch of rows, on the host. A step may be run again, so rows that collating changes are copies."""
+        if self.is_packed:
+            return pack_rows(rows, ignore_index=IGNORE_INDEX)
+        return self._collate([dict(row) if type(row) is dict else row for row in rows])
+
+    def _forward_backward(self, part: Part) -> tuple[torch.Tensor, int] | None:
+        num_labels = self.step.num_labels(part.batch, part.num_rows)
+        if not num_labels and distributed.world_size() == 1 and not part.is_trial:
+            # The mean over no label is no number.
+            return None
+        with self._rows_apart(part.batch):
+            loss = check_loss(self._mean_loss(self._to_device(part.batch)))
+            weighted = loss * part.share if part.share != 1.0 else loss
+            weighted.backward()  # type: ignore[no-untyped-call]
+        return weighted.detach(), num_labels
+
+    def _rows_apart(self, batch: Batch) -> AbstractContextManager[object]:
+        """Keep packed rows from seeing each other, in backward too."""
+        return rows_apart(packed_lengths(batch)) if self.is_packed else nullcontext()
+
+    def run(self, rows: Sequence[Row], *, batch_size: int, question: Question) -> StepResult:
+        """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
+
+        Args:
+            rows: rows of this rank; none where other ranks have some.
+            batch_size: rows of the step on the rank that has most.
+            question: what this rank says of the step to the others.
+        """
+        step_rows = _RowsOfStep(self, rows)
+        results = self.step.run(step_rows, batch_size=batch_size, question=question)
+        trained = [result for result in results if result is not None]
+        losses = [loss for loss, _ in trained]
+        loss = float(torch.stack(losses).sum()) if losses else 0.0
+        num_labels = sum(labels for _, labels in trained)
+        num_tokens = sum(step_rows.lengths)
+        padded_tokens = sum(piece.padded_tokens for piece in self.step.pieces)
+        num_parts = len(trained)
+        ranks = distributed.world_size()
+        if ranks > 1:
+            own = [loss / ranks, float(num_labels), float(num_tokens), float(padded_tokens)]
+            loss, *counts = (sum(values) for values in zip(*distributed.all_gather(own), strict=True))
+            num_labels, num_tokens, padded_tokens = map(int, counts)
+            num_parts = self.step.num_pieces if num_labels else 0
+            if not num_labels:
+                self.step.drop_gradients()
+        return StepResult(
+            loss=loss,
+            label_tokens=torch.tensor(num_labels),
+            rows=question.num_rows,
+            tokens=num_tokens,
+            micro_batches=num_parts,
+            padding_fraction=max(0.0, 1 - num_tokens / max(1, padded_tokens)),
+            grad_norm=self.clip(),
+        )
+
+    def clip(self) -> torch.Tensor | None:
+        """Clip the gradients as configured; return the norm that they had."""
+        return clip_gradients(self._model, self.step.sharding, self._max_grad_norm)
+
+    @cached_property
+    def labelled_row(self) -> Row:
+        """The first row that has a label, for a rank that has no row of a step."""
+        for number in range(len(self.dataset)):
+            row = self.dataset[number]
+            if self.step.num_labels(self.make_batch([row]), 1):
+                return row
+        raise SettingError("dataset", type(self.dataset).__name__, "no row has a label")
+
+    # --- what fits --------------------------------------------------------------------------------------------------------
+
+    def find_bound(
+        self,
+        optimizer: Optimizer,
+        options: ProbeOptions,
+        *,
+        step_rows: int,
+        splits: bool,
+        order: Callable[[], RowOrder],
+        batch_tokens: int | None,
+        seeks_fastest: bool,
+    ) -> ProbeResult:
+        """Find the most of the longest rows whose whole training step fits, and run no more at once.
+
+        Args:
+            optimizer: optimizer of the model's parameters.
+            options: how it goes about it.
+            step_rows: rows of a step on the rank that has most.
+            splits: whether some step runs as several micro-batches whatever fits.
+            order: function that returns the row numbers of an epoch in the order of training.
+            batch_tokens: tokens of a step, where it holds tokens.
+            seeks_fastest: whether the fastest micro-batches are sought too, where their size is to be found.
+        """
+        dataset = self.dataset
+        # Reading a row of some datasets draws from it.
+        random_state = RandomState(self.step.memory.device)
+        choices = None
+        if seeks_fastest:
+            choices = self._choices(self._rows_of_tokens(batch_tokens) if batch_tokens else step_rows)
+        numbers = order()
+        (longest,) = dataset.longest(1)
+        random_state.restore()
+
+        def in_order(begin: int, num_rows: int) -> list[Row]:
+            places = torch.arange(begin, begin + num_rows) % len(numbers)
+            return [dataset[row] for row in numbers[places].tolist()]
+
+        worst = WorstRows(dataset.longest, dataset.length(longest), dataset.describe(longest), in_order)
+        tried = TriedBatch(
+            self.step,
+            optimizer,
+            split=partial(_RowsOfStep, self),
+            clip=self.clip,
+            row_length=dataset.length,
+            keeps_gradients=self._keeps_gradients,
+        )
+
+        def find(accumulates: bool) -> ProbeResult:
+            if accumulates and self._keeps_gradients:
+                # What is kept can be dropped once FSDP has run.
+                self.step.learn_collectives(_RowsOfStep(self, [longest]))
+            return BoundSearch(tried, worst, options, accumulates=accumulates, choices=choices).run()
+
+        try:
+            results = find_in_step(find, accumulates=splits, step_rows=step_rows)
+        finally:
+            dataset.forget()
+        self.sizer.found(results[-1])
+        self.bound_accumulates = splits or len(results) > 1
+        return results[-1]
+
+    def _rows_of_tokens(self, tokens: int) -> int:
+        return max(1, int(tokens / self.dataset.lengths.double().mean()))
+
+    def _choices(self, step_rows: int) -> Choices | None:
+        """Return what the fastest micro-batches are chosen from; None where as much at once as fits is wanted.
+
+        Args:
+            step_rows: rows of a step on one device.
+        """
+        # With a saved state steps are cut as they were.
+        is_known = self.sizer.throughput is not None
+        if not self._chooses or is_known or is_compiled(self._model):
+            return None
+        kinds = ["grouped", "packed"]
+        if self._written_layout is not None:
+            kinds = [self._written_layout]
+        elif self._why_not_packed():
+            kinds = ["grouped"]
+        return Choices(kinds, "tokens", step_rows)
+
+    def _why_not_packed(self) -> str:
+        """Return why packed rows would not train the model as padded ones do; empty where they would. Ranks ask together."""
+        # A row of one token has no label.
+        rows = self.dataset.longest(min(2, len(self.dataset)))
+        if is_compiled(self._model):
+            return "the model is compiled, and packed micro-batches change shape every step, which recompiles"
+        for row in rows:
+            if not (isinstance(row, Mapping) and "labels" in row and row.keys() & {"tokens", "input_ids"}):
+                return "rows are no mappings with `labels` and `tokens` or `input_ids`"
+
+        def token_loss(batch: Batch) -> torch.Tensor:
+            num_labels = self.step.num_labels(batch, 1)
+            return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
+
+        def collate(rows: Sequence[Row], length: int) -> Batch:
+            return self._collate([dict(row) for row in rows])
+
+        def pack(rows: Sequence[Row]) -> Batch:
+            return pack_rows(rows, ignore_index=IGNORE_INDEX)
+
+        return why_not_packed(self._model, token_loss, rows, collate=collate, pack=pack)
+
+    def check_fits(self, num_rows: int) -> None:
+        """Refuse a step of more rows than the bound, which was tried for steps of one micro-batch.
+
+        Raises:
+            SettingError: the bound has to be sought again.
+        """
+        if self._chooses and not self.sizer.tried_length:
+            raise SettingError("micro_batch_tokens", "auto", "call find_bound first, or give a number")
+        bound = self.sizer.max_batch_size
+        if bound is not None and num_rows > bound and not (self.bound_accumulates or self.sizer.splits):
+            fits = f"{bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
+            remedy = f"{fits}; call find_bound again, which sees this batch, or give {bound} or less"
+            raise SettingError("batch_size", num_rows, remedy)
+
+    def estimate(
+        self,
+        optimizer: Optimizer,
+        devices: Any,
+        *,
+        maximum: int,
+        context: int | None,
+        headroom: int | float | str,
+    ) -> MemoryEstimate:
+        """Estimate how many of the longest rows a step can hold; see :func:`adaptive_batch.estimate_memory`."""
+        from adaptive_batch.estimate import CONTEXT_BYTES, FakeDevice, estimate_step
+
+        dataset = self.dataset
+        (longest,) = dataset.longest(1)
+
+        def forward_backward(device: FakeDevice, num_rows: int) -> None:
+            rows = dataset.longest(min(num_rows, len(dataset)))
+            self._try_fake([rows[number % len(rows)] for number in range(num_rows)], device.batch)
+
+        try:
+            return estimate_step(
+                self._model,
+                optimizer,
+                forward_backward,
+                self.clip,
+                devices,
+                sequence_length=dataset.length(longest),
+                accumulates=self.sizer.splits,
+                maximum=check_whole("maximum", maximum),
+                context=CONTEXT_BYTES if context is None else context,
+                headroom=headroom,
+            )
+        finally:
+            dataset.forget()
+
+    def _try_fake(self, rows: Sequence[Row], to_device: Callable[[dict[str, Any]], None]) -> None:
+        """Run forward and backward of rows on a device that is not here.
+
+        Args:
+            rows: rows, which are collated on the host.
+            to_device: function that puts the batch under ``batch`` on that device, in place.
+        """
+        with disable_current_modes():
+            batch = self.make_batch(rows)
+            apart = self._rows_apart(batch)
+        on_device = {"batch": batch}
+        to_device(on_device)
+        with apart:
+            check_loss(self._mean_loss(on_device["batch"])).backward()  # type: ignore[no-untyped-call]
+
+    # --- state ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what fits, as plain values."""
+        return {**self.step.state_dict(), "bound_accumulates": self.bound_accumulates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; what was found since counts more."""
+        if self.sizer.max_batch_size is None:
+            self.bound_accumulates = state["bound_accumulates"]
+        self.step.load_state_dict(state)
+        if self._chooses:
+            self.sizer.load_throughput(state["sizer"], kind=self._written_layout)

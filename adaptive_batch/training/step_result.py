@@ -1,0 +1,41 @@
+"""What a step added up to, on all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from adaptive_batch.schedules import NoiseSample
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the micro-batches of one optimizer step added up to, on all ranks.
+
+    Attributes:
+        loss: mean loss of a label token; 0 where the step had none.
+        label_tokens: tokens that have a label, counted after the shift; a scalar tensor.
+        rows: rows of the step.
+        tokens: real tokens of the step, padding not counted.
+        micro_batches: forward and backward passes that were run, by each rank.
+        padding_fraction: share of the padded tokens that were padding.
+        grad_norm: norm of all gradients before they were clipped, where that is measured; a scalar tensor.
+        noise: sample of the gradient's noise, where that is measured; None of a step whose rows were all in the small batch,
+            or none of whose labels were on one side.
+    """
+
+    loss: float
+    label_tokens: torch.Tensor
+    rows: int
+    tokens: int
+    micro_batches: int
+    padding_fraction: float
+    grad_norm: torch.Tensor | None = None
+    noise: NoiseSample | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and, where it was measured, the norm of the gradients are numbers; waits for the norm."""
+        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(float(self.grad_norm)))

@@ -1,0 +1,174 @@
+"""Ranks that share a model run a batch in parts together, and again together where one runs out of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_on_ranks
+from support.sharded_model import (
+    Decoder,
+    by_hand,
+    collate,
+    divided,
+    make_rows,
+    relative_error,
+    token_losses,
+    twin,
+    whole_gradients,
+)
+
+from adaptive_batch import distributed
+from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.training import AdaptiveStep, Part, StepOptions
+
+CLOSE = 1e-10
+# Rows of each rank's batch, of several batches.
+LENGTHS = ((9, 7, 9, 4), (6, 9, 8, 5))
+LATER_LENGTHS = ((5, 8, 3, 9), (7, 7, 4, 6))
+
+
+def rows_of(lengths: tuple[tuple[int, ...], ...], *, seed: int = 1) -> list[list[dict[str, Any]]]:
+    """The rows of each rank."""
+    return [make_rows(each, seed=seed + rank) for rank, each in enumerate(lengths)]
+
+
+def mean_over_ranks(model: Decoder, rows: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
+    """The mean of the gradients that each rank has of its own rows, as FSDP takes it, by hand on one device."""
+    of_ranks = [by_hand(model, each)[0] for each in rows]
+    return {name: torch.stack([each[name] for each in of_ranks]).mean(0) for name in of_ranks[0]}
+
+
+class Script:
+    """A `forward_backward` function that runs out of memory half-way through the layers, on rank 1.
+
+    Args:
+        model: model that is trained.
+        phase: ``forward`` or ``backward``; where memory runs out.
+        most_rows: the most rows that fit.
+        trials_fit: whether memory runs out in training alone, and not in the check of a split.
+    """
+
+    def __init__(
+        self, model: Decoder, *, phase: str = "forward", most_rows: int = 10**9, trials_fit: bool = False
+    ) -> None:
+        self.model = model
+        self.phase = phase
+        self.most_rows = most_rows
+        self.trials_fit = trials_fit
+        self.rows: list[int] = []
+
+    def __call__(self, part: Part) -> float:
+        if not part.is_trial:
+            self.rows.append(part.num_rows)
+        self.model.burden = {}
+        fits = part.num_rows <= self.most_rows or (part.is_trial and self.trials_fit)
+        if not fits and distributed.rank() == 1:
+            self.model.burden = {self.phase: run_out_of_memory}
+        loss = token_losses(self.model, dict(part.batch), "mean") * part.share
+        loss.backward()
+        return loss.item()
+
+
+def run_out_of_memory() -> None:
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dict[str, Any]:
+    """Two batches whose gradients are added up; in the second memory runs out on rank 1."""
+    model = Decoder(checkpointing=checkpointing)
+    batches = [rows_of(LENGTHS), rows_of(LATER_LENGTHS, seed=5)]
+    one_device = twin(model)
+    expected = [mean_over_ranks(one_device, each) for each in batches]
+    divided(model, reshard_after_forward=reshards)
+    script = Script(model, phase=phase)
+    step = AdaptiveStep(model, script, options=StepOptions(sync_gradients_every_micro_batch=syncs))
+    rank = distributed.rank()
+    losses = [sum(step(collate(batches[0][rank])))]
+    first = relative_error(whole_gradients(model), expected[0])
+    script.most_rows = 3
+    losses.append(sum(step(collate(batches[1][rank]))))
+    both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
+    second = relative_error(whole_gradients(model), both)
+    plain_losses = [by_hand(one_device, each[rank])[1] for each in batches]
+    return {"errors": (first, second), "rows": script.rows, "losses": losses, "plain": plain_losses}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("reshards", "checkpointing", "syncs"), [(True, False, True), (False, True, True), (True, True, False)]
+)
+def test_what_runs_out_of_memory_on_one_rank_is_run_again_on_both(phase, reshards, checkpointing, syncs):
+    results = run_on_ranks(retried, 2, phase, reshards, checkpointing, syncs)
+    for result in results:
+        assert max(result["errors"]) <= CLOSE
+        assert result["rows"] == [4, 4, 2, 2]
+        assert result["losses"] == pytest.approx(result["plain"], rel=CLOSE)
+
+
+def uneven(lengths: tuple[tuple[int, ...], ...], over: str) -> dict[str, Any]:
+    model = Decoder()
+    rows = rows_of(lengths)
+    expected = mean_over_ranks(twin(model), rows)
+    if over == "ranks":
+        expected = by_hand(twin(model), [row for each in rows for row in each])[0]
+    divided(model)
+    script = Script(model)
+    step = AdaptiveStep(model, script, micro_batch_size=2, options=StepOptions(count_labels_over=over))
+    results = step(collate(rows[distributed.rank()]))
+    return {
+        "error": relative_error(whole_gradients(model), expected),
+        "results": len(results),
+        "rows": script.rows,
+    }
+
+
+@pytest.mark.parametrize("over", ["rank", "ranks"])
+def test_a_rank_that_has_fewer_parts_keeps_step_with_the_others(over):
+    first, second = run_on_ranks(uneven, 2, ((9, 7, 9, 4, 5, 6), (6, 3)), over)
+    assert max(first["error"], second["error"]) <= CLOSE
+    assert (first["results"], second["results"]) == (3, 1)
+    assert first["rows"] == [2, 2, 2]
+    assert second["rows"] == [2, 1, 1]
+
+
+def refused() -> tuple[list[str], bool]:
+    """A loss that is the mean over rows, told to be one over labels; and rows of which none fits on rank 1."""
+    model = divided(Decoder())
+    messages = []
+
+    def forward_backward(part: Part) -> None:
+        labels = part.batch["labels"]
+        losses = [
+            token_losses(model, {"tokens": part.batch["tokens"][[row]], "labels": labels[[row]]}, "mean")
+            for row in range(len(labels))
+        ]
+        (torch.stack(losses).mean() * part.share).backward()
+
+    batch = collate(rows_of(LENGTHS)[distributed.rank()])
+    try:
+        AdaptiveStep(model, forward_backward, micro_batch_size=3)(batch)
+    except SettingError as error:
+        messages.append(str(error))
+    has_gradients = any(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+    script = Script(model, trials_fit=True)
+    step = AdaptiveStep(model, script)
+    step(batch)
+    model.zero_grad()
+    script.most_rows = 0
+    try:
+        step(batch)
+    except DoesNotFitError as error:
+        messages.append(str(error))
+    return messages, has_gradients
+
+
+def test_all_ranks_refuse_alike():
+    first, second = run_on_ranks(refused, 2)
+    assert first == second
+    (of_loss, of_memory), has_gradients = first
+    assert of_loss.startswith("forward_backward='forward_backward': the loss of a batch is ")
+    assert "ran out of memory on rank 1, alone in its micro-batch" in of_memory
+    assert not has_gradients

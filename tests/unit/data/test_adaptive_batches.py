@@ -1,0 +1,528 @@
+"""Batches for a script's own loader: each row once an epoch, whatever grows, is read ahead, or is resumed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.ranks import run_on_ranks
+from support.sharded_model import bits
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from adaptive_batch import distributed
+from adaptive_batch.data import AdaptiveBatches, Sampling
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import ProbeResult, Trial
+from adaptive_batch.schedules import at_epochs, by_noise_scale, linear_ramp, steps
+from adaptive_batch.training import MicroBatchSizer
+
+# With batches of 3, 5 and 7 rows, 22 + 13 + 10 = 45 steps in three epochs.
+NUM_ROWS = 64
+EPOCHS = 3
+NUM_STEPS = 45
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Rows that are their numbers, of 1 to 12 tokens."""
+
+    def __init__(self, num_rows: int = NUM_ROWS) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"row": number, "tokens": [1] * (1 + number * 5 % 12)}
+
+
+def two_more(epoch: int, batch_size: int) -> int:
+    return 2 if epoch else 0
+
+
+def growing(**options: Any) -> AdaptiveBatches:
+    return AdaptiveBatches(Rows(), 3, batch_increase_function=two_more, **options)
+
+
+def numbers_of(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["row"] for row in rows]
+
+
+def loader_of(batches: AdaptiveBatches, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Rows(), batch_sampler=batches, collate_fn=numbers_of, **options)
+
+
+def train(
+    batches: AdaptiveBatches, *, epochs: int = EPOCHS, until: int = 10**9, **options: Any
+) -> list[tuple[int, list[int]]]:
+    """Train to the end of so many epochs, or until so many steps are done: the epoch and the rows of each step."""
+    seen = []
+    loader = loader_of(batches, **options)
+    while batches.progress.epoch < epochs and batches.progress.steps < until:
+        epoch = batches.progress.epoch
+        for rows in loader:
+            seen.append((epoch, rows))
+            batches.step()
+            if batches.progress.steps >= until:
+                break
+    return seen
+
+
+def rows_of_epoch(seen: list[tuple[int, list[int]]], epoch: int) -> list[int]:
+    return [row for of_epoch, rows in seen if of_epoch == epoch for row in rows]
+
+
+# --- each row once ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_row_comes_once_an_epoch_while_the_batch_grows(num_workers):
+    seen = train(growing(), num_workers=num_workers)
+    assert len(seen) == NUM_STEPS
+    orders = [rows_of_epoch(seen, epoch) for epoch in range(EPOCHS)]
+    assert all(sorted(order) == list(range(NUM_ROWS)) for order in orders)
+    assert len({tuple(order) for order in [*orders, range(NUM_ROWS)]}) == EPOCHS + 1
+    sizes = [[len(rows) for of_epoch, rows in seen if of_epoch == epoch] for epoch in range(EPOCHS)]
+    assert sizes == [[3] * 21 + [1], [5] * 12 + [4], [7] * 9 + [1]]
+
+
+@settings(max_examples=30)
+@given(
+    num_rows=st.integers(1, 60),
+    batch_size=st.integers(1, 9),
+    growth=st.integers(0, 5),
+    seed=st.integers(0, 3),
+    shuffle=st.booleans(),
+)
+def test_no_row_is_lost_or_repeated(num_rows, batch_size, growth, seed, shuffle):
+    batches = AdaptiveBatches(
+        Rows(num_rows),
+        batch_size,
+        batch_increase_function=lambda epoch, size: growth,
+        sampling=Sampling(shuffle=shuffle, seed=seed),
+    )
+    for epoch in range(3):
+        taken = []
+        for rows in batches:
+            taken += rows
+            batches.step()
+        assert sorted(taken) == list(range(num_rows))
+        assert shuffle or taken == list(range(num_rows))
+        assert batches.progress.epoch == epoch + 1
+        assert batches.progress.samples == num_rows * (epoch + 1)
+
+
+def test_a_schedule_is_asked_for_each_step():
+    batches = AdaptiveBatches(Rows(), 2, batch_size_schedule=linear_ramp(2, 10, over="1ep"))
+    sizes = []
+    for rows in batches:
+        sizes.append(len(rows))
+        batches.step()
+    assert sum(sizes) == NUM_ROWS
+    assert sizes[0] == 2
+    assert sizes[:-1] == sorted(sizes[:-1])
+    assert max(sizes) > 7
+
+
+def test_a_schedule_over_tokens_sees_the_tokens_of_batches_that_are_read_ahead():
+    lengths = [len(row["tokens"]) for row in (Rows()[number] for number in range(NUM_ROWS))]
+    half = sum(lengths) // 2
+    seen = []
+    for options in ({}, {"num_workers": 2, "prefetch_factor": 4}):
+        batches = AdaptiveBatches(Rows(), 2, batch_size_schedule=steps([2, 5], [f"{half}tok"]))
+        seen.append(train(batches, epochs=1, **options))
+        assert batches.progress.tokens == sum(lengths)
+    assert seen[0] == seen[1]
+    tokens = 0
+    for _, rows in seen[0][:-1]:
+        assert len(rows) == (2 if tokens < half else 5)
+        tokens += sum(lengths[row] for row in rows)
+
+
+def test_batches_by_tokens_hold_what_they_may():
+    batches = AdaptiveBatches(Rows(), 1, sampling=Sampling(batch_tokens=30))
+    seen = train(batches, epochs=2, num_workers=2)
+    for epoch in range(2):
+        assert sorted(rows_of_epoch(seen, epoch)) == list(range(NUM_ROWS))
+    sizes = [sum(len(Rows()[row]["tokens"]) for row in rows) for _, rows in seen]
+    assert max(sizes) <= 30
+    assert sum(sizes) / len(sizes) > 20
+    assert len({len(rows) for _, rows in seen}) > 2
+
+
+def test_an_epoch_may_be_sorted_by_length():
+    batches = AdaptiveBatches(Rows(), 4, sampling=Sampling(sample_order="seqlen"))
+    lengths = [len(Rows()[row]["tokens"]) for row in itertools.chain(*batches)]
+    assert lengths == sorted(lengths)
+    assert len(lengths) == NUM_ROWS
+
+
+def test_an_epoch_of_many_rows_begins_at_once():
+    batches = AdaptiveBatches(Rows(50_000_000), 8)
+    with CountedMemory(torch.device("cpu")).measure([], budget_bytes=100 * 2**20):
+        first = list(itertools.islice(batches, 500))
+    taken = [row for rows in first for row in rows]
+    assert len(set(taken)) == 4000
+    assert max(taken) > 40_000_000
+    assert min(taken) < 10_000_000
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+def test_rules_do_not_pass_a_maximum():
+    batches = growing(maximum=6)
+    sizes = [len(rows) for _, rows in train(batches)]
+    assert max(sizes) == 6
+    beyond = growing(maximum=6, sampling=Sampling(grow_beyond_maximum=True))
+    assert max(len(rows) for _, rows in train(beyond)) == 7
+
+
+def test_a_maximum_counts_once_it_is_found():
+    sizer = MicroBatchSizer()
+    batches = AdaptiveBatches(Rows(), 3, batch_increase_function=lambda epoch, size: 6, maximum=sizer)
+    first = train(batches, epochs=1)
+    assert len(first[0][1]) == 9
+    sizer.found(ProbeResult(11, 11, (Trial(11, True),), (0.0,)))
+    second = train(batches, epochs=2)
+    assert len(second[0][1]) == 11
+    assert batches.batch_size == 11
+
+
+def test_a_batch_size_may_be_set_between_epochs():
+    batches = AdaptiveBatches(Rows(), 3)
+    train(batches, epochs=1)
+    batches.set_batch_size(20)
+    assert [len(rows) for _, rows in train(batches, epochs=2)] == [20, 20, 20, 4]
+    with pytest.raises(SettingError, match=r"batch_size=0: "):
+        batches.set_batch_size(0)
+    scheduled = AdaptiveBatches(Rows(), 3, batch_size_schedule=steps([3, 4], ["99ba"]))
+    with pytest.raises(SettingError, match=r"batch_size=4: batch_size_schedule decides"):
+        scheduled.batch_size = 4
+
+
+def test_the_length_is_the_steps_that_are_left_of_this_epoch():
+    batches = growing()
+    assert (len(batches), batches.num_steps(EPOCHS)) == (22, NUM_STEPS)
+    assert len(loader_of(batches)) == 22
+    train(batches, until=5)
+    assert (len(batches), batches.num_steps(EPOCHS)) == (17, NUM_STEPS - 5)
+    train(batches, epochs=1)
+    assert (len(batches), batches.num_steps(EPOCHS)) == (13, 23)
+    by_tokens = AdaptiveBatches(Rows(), 1, sampling=Sampling(batch_tokens=30))
+    length = len(by_tokens)
+    assert length == len(train(by_tokens, epochs=1))
+
+
+class Images(Dataset[torch.Tensor]):
+    """Rows without a length, which count how often they are read."""
+
+    num_reads = 0
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        self.num_reads += 1
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        linear_ramp(2, 10, over="1ep"),
+        steps([2, 5], ["9ba"]),
+        lambda progress: 3 + (progress.tokens > 10),
+    ],
+)
+def test_a_length_is_known_without_reading_rows(rule):
+    images = Images()
+    batches = AdaptiveBatches(images, 2, batch_size_schedule=rule)
+    lengths = []
+    num_steps = batches.num_steps(2)
+    while batches.progress.epoch < 2:
+        for _ in batches:
+            lengths.append(len(batches))
+            batches.step()
+    assert len(lengths) == num_steps
+    first_epoch = lengths.index(1) + 1
+    assert lengths == [*range(first_epoch, 0, -1), *range(num_steps - first_epoch, 0, -1)]
+    assert images.num_reads == 0
+
+
+# --- what is read ahead -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 8}])
+def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead(options):
+    batches = growing()
+    for number, rows in enumerate(loader_of(batches, num_workers=2, **options)):
+        assert (batches.progress.steps, batches.progress.samples) == (number, 3 * number)
+        batches.step()
+        assert batches.progress.samples == 3 * number + len(rows)
+        if number == 6:
+            break
+    rest = train(batches, epochs=1, num_workers=2, **options)
+    assert [rows for _, rows in rest] == [rows for _, rows in train(growing(), epochs=1)][7:]
+
+
+def test_a_batch_that_was_not_used_comes_again():
+    batches = growing()
+    iterator = iter(loader_of(batches, num_workers=2))
+    used = next(iterator)
+    batches.step()
+    dropped = next(iterator)
+    assert next(iter(loader_of(batches))) == dropped != used
+
+
+def test_the_next_epoch_begins_with_the_last_step_of_this_one():
+    batches = growing()
+    loader = loader_of(batches, num_workers=2)
+    for _ in loader:
+        assert batches.progress.epoch == 0
+        batches.step()
+    assert (batches.progress.epoch, batches.progress.epoch_rows) == (1, 0)
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+class ByEpoch:
+    """A sampler that is seeded by its epoch, as DistributedSampler is."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(NUM_ROWS))
+        random.Random(self.epoch).shuffle(order)
+        return iter(order)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# Each is built with a seed that differs from one process to the next.
+SAMPLERS: dict[str, Callable[[int], Any]] = {
+    "drawn here": lambda seed: None,
+    "generator": lambda seed: RandomSampler(range(NUM_ROWS), generator=seeded(seed)),
+    "torch's random numbers": lambda seed: RandomSampler(range(NUM_ROWS)),
+    "weighted": lambda seed: WeightedRandomSampler([1.0, 2.0] * (NUM_ROWS // 2), NUM_ROWS, generator=seeded(seed)),
+    "by epoch": lambda seed: ByEpoch(),
+    "in order": lambda seed: SequentialSampler(range(NUM_ROWS)),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("done", [5, 22, 25, 44])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_resumed_run_takes_the_batches_that_are_left(sampler, done, num_workers, tmp_path):
+    torch.manual_seed(0)
+    batches = growing(sampler=SAMPLERS[sampler](1))
+    before = train(batches, until=done, num_workers=num_workers)
+    torch.save(batches.state_dict(), tmp_path / "state.pt")
+    random_state = torch.get_rng_state()
+    after = train(batches, num_workers=num_workers)
+    assert len(before) + len(after) == NUM_STEPS
+
+    torch.manual_seed(99)
+    resumed = growing(sampler=SAMPLERS[sampler](2))
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    torch.set_rng_state(random_state)
+    assert resumed.progress.steps == done
+    assert train(resumed, num_workers=num_workers) == after
+    assert bits(resumed.state_dict()) == bits(batches.state_dict())
+
+
+def test_the_order_of_a_sampler_is_taken():
+    batches = growing(sampler=ByEpoch())
+    seen = train(batches, num_workers=2)
+    for epoch in range(EPOCHS):
+        order = list(range(NUM_ROWS))
+        random.Random(epoch).shuffle(order)
+        assert rows_of_epoch(seen, epoch) == order
+
+
+def test_a_sampler_may_take_fewer_rows():
+    subset = torch.utils.data.SubsetRandomSampler(range(10, 30))
+    batches = AdaptiveBatches(Rows(), 6, sampler=subset)
+    assert len(batches) == 4
+    assert sorted(rows_of_epoch(train(batches, epochs=1), 0)) == list(range(10, 30))
+
+
+def test_schedules_resume_within_an_epoch():
+    def ramp() -> AdaptiveBatches:
+        return AdaptiveBatches(Rows(), 2, batch_size_schedule=linear_ramp(2, 10, over="2ep"))
+
+    batches = ramp()
+    train(batches, until=11)
+    resumed = ramp()
+    resumed.load_state_dict(batches.state_dict())
+    assert train(resumed) == train(batches)
+
+
+def test_a_run_by_tokens_resumes_within_an_epoch():
+    def by_tokens() -> AdaptiveBatches:
+        return AdaptiveBatches(Rows(), 1, sampling=Sampling(batch_tokens=30))
+
+    batches = by_tokens()
+    train(batches, until=7, num_workers=2)
+    resumed = by_tokens()
+    resumed.load_state_dict(batches.state_dict())
+    assert train(resumed, epochs=2) == train(batches, epochs=2)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def batches_of_rank(done: int) -> tuple[list[list[int]], list[list[int]]]:
+    batches = AdaptiveBatches(Rows(), 3, batch_increase_function=two_more)
+    before = train(batches, until=done)
+    state = batches.state_dict()
+    assert state == distributed.all_gather(state)[0]
+    resumed = AdaptiveBatches(Rows(), 3, batch_increase_function=two_more)
+    resumed.load_state_dict(state)
+    return [rows for _, rows in before], [rows for _, rows in train(resumed)]
+
+
+def test_ranks_deal_the_rows_of_a_step_among_them():
+    found = run_on_ranks(batches_of_rank, 2, 4)
+    whole = [rows for _, rows in train(AdaptiveBatches(Rows(), 6, batch_increase_function=lambda e, b: 4 * (e > 0)))]
+    ranks = [before + after for before, after in found]
+    assert len(ranks[0]) == len(ranks[1]) == len(whole)
+    for own, other, step in zip(*ranks, whole, strict=True):
+        assert sorted(own + other) == sorted(step)
+        assert abs(len(own) - len(other)) <= 1
+
+
+def sampler_on_ranks() -> str:
+    try:
+        AdaptiveBatches(Rows(), 3, sampler=ByEpoch())
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sampler_is_of_one_rank():
+    messages = run_on_ranks(sampler_on_ranks, 2)
+    assert all(message.startswith("sampler='ByEpoch': on several ranks leave it out") for message in messages)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Unending:
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, r"batch_size=0: "),
+        ({"maximum": 0}, r"maximum=0: "),
+        ({"sampler": Unending()}, r"sampler='Unending': it has no length.*give one with __len__"),
+        (
+            {"sampler": ByEpoch(), "sampling": Sampling(batch_tokens=30)},
+            r"sampler='ByEpoch': batch_tokens and sample_order have an order of their own",
+        ),
+        (
+            {"sampler": ByEpoch(), "sampling": Sampling(sample_order="random")},
+            r"sampler='ByEpoch': batch_tokens and sample_order have an order of their own",
+        ),
+        (
+            {"batch_size_schedule": by_noise_scale(3, maximum=8)},
+            r"batch_size_schedule=.*nothing is measured here",
+        ),
+        (
+            {
+                "batch_size_schedule": steps([3, 4], ["99ba"]),
+                "batch_increase_function": at_epochs({1: 2}),
+            },
+            r"batch_size_schedule|batch_increase_function",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments, message):
+    with pytest.raises(SettingError, match=message):
+        AdaptiveBatches(Rows(), **{"batch_size": 3, **arguments})
+
+
+def test_a_sampler_of_batches_is_refused():
+    with pytest.raises(SettingError, match="sampler='BatchSampler': it yields batches, which are made here"):
+        AdaptiveBatches(Rows(), 3, sampler=BatchSampler(range(NUM_ROWS), 4, False))
+
+
+def test_a_step_without_a_batch_is_refused():
+    batches = growing()
+    with pytest.raises(ValueError, match="no batch is waiting: call step"):
+        batches.step()
+    next(iter(batches))
+    batches.step()
+    with pytest.raises(ValueError, match="no batch is waiting"):
+        batches.step()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda: AdaptiveBatches(Rows(), 4),
+            r"batch_size=4: the saved state was built with 3; resume with that",
+        ),
+        (
+            lambda: AdaptiveBatches(Rows(), 3, sampling=Sampling(seed=1)),
+            r"seed=1: the saved state was built with 0",
+        ),
+        (
+            lambda: AdaptiveBatches(Rows(65), 3),
+            r"dataset='65 rows': the saved state was built with 64 rows",
+        ),
+        (
+            lambda: AdaptiveBatches(Rows(), 3, sampler=ByEpoch()),
+            r"sampler='ByEpoch': the saved state was built with None",
+        ),
+    ],
+)
+def test_a_state_of_other_arguments_is_refused(other, message):
+    batches = AdaptiveBatches(Rows(), 3)
+    train(batches, until=2)
+    with pytest.raises(SettingError, match=message):
+        other().load_state_dict(batches.state_dict())
+
+
+class Unrepeatable(ByEpoch):
+    """A sampler that draws another order each time."""
+
+    source = random.Random(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.source.sample(range(NUM_ROWS), NUM_ROWS))
+
+
+def test_a_sampler_that_cannot_be_drawn_again_is_refused():
+    batches = AdaptiveBatches(Rows(), 3, sampler=Unrepeatable())
+    train(batches, until=5)
+    resumed = AdaptiveBatches(Rows(), 3, sampler=Unrepeatable())
+    with pytest.raises(SettingError, match=r"sampler='Unrepeatable': it yields other rows .*seed it by its epoch"):
+        resumed.load_state_dict(batches.state_dict())

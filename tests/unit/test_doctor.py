@@ -1,0 +1,151 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptive_batch._util import installed_version
+from adaptive_batch.doctor import Finding, check, check_devices, check_torchtune, check_versions
+
+PROJECT = Path(__file__).parents[2]
+GOOD = {
+    "torch": "2.13.0+cpu",
+    "torchtune": "0.6.1",
+    "torchao": "0.15.0",
+    "torchdata": "0.11.0",
+    "omegaconf": "2.4.0",
+    "datasets": "5.2.0",
+    "tokenizers": "0.23.3",
+    "safetensors": "0.8.0",
+    "tqdm": "4.70.1",
+}
+AGAIN = "pip install --force-reinstall --no-deps"
+
+
+def wrong(findings):
+    return {finding.subject: finding.fix for finding in findings if finding.fix}
+
+
+def versions(**others):
+    return (GOOD | others).get
+
+
+def test_the_tried_versions_are_all_right():
+    assert wrong(check_versions(versions())) == {}
+    tried = dict(re.findall(r"^(\S+)==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.MULTILINE))
+    assert wrong(check_versions(tried.get)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "fix"),
+    [
+        ("torchao", "0.12.0", "pip install 'torchao<0.16,>=0.13'"),
+        ("torchao", "0.16.0", "pip install 'torchao<0.16,>=0.13'"),
+        ("torchao", "0.16.0.dev20261001+cpu", "pip install 'torchao<0.16,>=0.13'"),
+        ("torchao", None, "pip install 'torchao<0.16,>=0.13'"),
+        ("torchtune", "0.6.0", "pip install 'torchtune==0.6.1'"),
+        ("torchtune", None, "pip install 'torchtune==0.6.1'"),
+        ("torch", "2.8.0+cu128", "pip install 'torch>=2.11'"),
+        ("datasets", None, "pip install 'datasets>=3.0'"),
+    ],
+)
+def test_a_version_that_will_not_do_is_wrong_and_alone_so(name, version, fix):
+    assert wrong(check_versions(versions(**{name: version}))) == {name: fix}
+
+
+def test_versions_are_compared_as_numbers():
+    assert wrong(check_versions(versions(torch="2.100.0", tqdm="4.100", torchdata="0.11"))) == {}
+
+
+@pytest.mark.slow
+def test_findings_are_one_aligned_line_each():
+    lines = []
+    assert check(lines.append)
+    assert len({re.match(r".*?\S +ok     (?=\S)", line).end() for line in lines}) == 1
+    subjects = {line.split("  ")[0] for line in lines}
+    assert subjects >= {"python", "torch", "torchtune", "import torchtune", "tune", "cpu"}
+    assert str(Finding("longer", "2", "pip install 'x==3'")) == "WRONG  2; fix it with: pip install 'x==3'"
+
+
+def test_what_is_installed_here_is_seen():
+    seen = [finding.subject for finding in check_versions()]
+    assert seen == [finding.subject for finding in check_versions(versions())]
+    assert seen[0] == "python"
+    assert set(seen[1:]) == set(GOOD)
+    assert installed_version("torch") == torch.__version__
+    assert installed_version("torchtune") == "0.6.1"
+    assert installed_version("no-such-distribution") is None
+
+
+def test_devices_are_printed_with_their_memory_in_gib():
+    accelerators, *devices = check_devices()
+    assert accelerators.text.startswith(f"{torch.accelerator.device_count()} seen by torch {torch.__version__}")
+    assert devices[0].subject == "cpu"
+    assert len(devices) == 1 + torch.accelerator.device_count()
+    assert all(re.search(r"\d+\.\d GiB\), \d+\.\d GiB of it available$", device.text) for device in devices)
+
+
+def test_tune_of_this_python_is_named_beside_the_one_on_path(tmp_path, monkeypatch):
+    other = tmp_path / "tune"
+    other.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tune, imported = check_torchtune()
+    assert tune.text == f"{Path(sys.executable).with_name('tune')}; PATH has {other}"
+    assert imported == Finding("import torchtune", "works")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("broken", "cause", "subject", "text", "fix"),
+    [
+        (
+            "torchao",
+            "from torch import no_such_name",
+            "import torchtune",
+            "fails: ImportError: cannot import name 'no_such_name' from 'torch'",
+            f"{AGAIN} 'torchao=={installed_version('torchao')}'",
+        ),
+        (
+            "torchao",
+            "raise OSError('torchao.so: undefined symbol')",
+            "import torchtune",
+            "fails: OSError: torchao.so: undefined symbol",
+            f"{AGAIN} 'torchao=={installed_version('torchao')}'",
+        ),
+        (
+            "torchtune",
+            "raise ImportError('no disk')",
+            "import torchtune",
+            "fails: ImportError: no disk",
+            f"{AGAIN} 'torchtune==0.6.1'",
+        ),
+        (
+            "torch",
+            "raise OSError('libcudart.so')",
+            "torch",
+            "cannot be used: libcudart.so",
+            f"{AGAIN} 'torch=={torch.__version__}', if nvidia-smi shows no fault",
+        ),
+        (
+            "packaging",
+            "import nothing",
+            "torchtune",
+            "not looked for, as it is not installed: No module named 'nothing'",
+            "pip install --editable '.[recipes]', in the checkout",
+        ),
+    ],
+)
+def test_the_command_ends_with_1_and_the_fix_where_a_distribution_is_broken(
+    tmp_path, broken, cause, subject, text, fix
+):
+    (tmp_path / broken).mkdir()
+    (tmp_path / broken / "__init__.py").write_text(f"{cause}\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "adaptive_batch", "check"]
+    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 1, finished.stderr
+    (line,) = [line for line in finished.stdout.splitlines() if "WRONG" in line]
+    assert re.fullmatch(rf"{subject} +WRONG  {re.escape(text)}.*; fix it with: {re.escape(fix)}", line)

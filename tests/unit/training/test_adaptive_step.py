@@ -1,0 +1,948 @@
+"""A batch that is split, or that ran out of memory, trains a model as the whole batch does."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import random
+import re
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.sharded_model import Decoder, bits, collate, make_rows, relative_error, training_state
+from torch import nn
+from torch.nn.functional import cosine_similarity, cross_entropy, mse_loss, normalize
+
+from adaptive_batch.data import IGNORE_INDEX
+from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.training import AdaptiveStep, OOMPolicy, Part, SplitBatch, StepOptions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (9, 7, 12, 6, 4, 11, 5, 8, 3, 10, 12, 6)
+# The promise for float32, relative to the largest entry of each gradient.
+ROUNDING = 2e-6
+
+
+def make_batch(*, seed: int = 1) -> dict[str, torch.Tensor]:
+    return collate(make_rows(LENGTHS, seed=seed))
+
+
+def mean_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mean over the labels of a causal model, which are shifted here."""
+    logits = model(batch["tokens"])[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def run_out_of_memory() -> None:
+    """Ask for more than the address space, which the allocator of the CPU refuses."""
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+class Script:
+    """A `forward_backward` function that remembers its parts, on a device with room for so many rows.
+
+    Args:
+        model: model that is trained.
+        loss: mean loss of a batch.
+        most_rows: the most rows that fit.
+        backward: whether memory runs out after backward, and not before it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Callable[[nn.Module, Any], torch.Tensor] = mean_loss,
+        most_rows: int = 10**9,
+        backward: bool = False,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.most_rows = most_rows
+        self.backward = backward
+        self.trained: list[Part] = []
+        self.trials: list[Part] = []
+
+    def __call__(self, part: Part) -> torch.Tensor:
+        (self.trials if part.is_trial else self.trained).append(part)
+        loss = self.loss(self.model, part.batch) * part.share
+        is_too_large = part.num_rows > self.most_rows
+        if is_too_large and not self.backward:
+            run_out_of_memory()
+        loss.backward()
+        if is_too_large:
+            run_out_of_memory()
+        return loss.detach()
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each part that was trained."""
+        return [part.num_rows for part in self.trained]
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def plain_gradients(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor] = mean_loss
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients and loss of the whole batch, as the script has them without AdaptiveStep; none are left."""
+    model.zero_grad()
+    whole_loss = loss(model, batch)
+    whole_loss.backward()
+    gradients = gradients_of(model)
+    model.zero_grad()
+    return gradients, whole_loss.item()
+
+
+def decoder(**options: Any) -> Decoder:
+    return Decoder(dtype=torch.float32, **options)
+
+
+def seed_all() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+# --- one part ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_part_has_the_bits_of_the_script():
+    model = decoder(draws=True)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
+    step = AdaptiveStep(model, Script(model))
+    states = []
+    for each, optimizer, run in (
+        (model, optimizers[0], lambda batch: step(batch)[0]),
+        (twin, optimizers[1], lambda batch: Script(twin)(Part(batch, len(LENGTHS)))),
+    ):
+        seed_all()
+        losses = []
+        for seed in range(4):
+            losses.append(run(make_batch(seed=seed)).item())
+            if seed % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append((losses, training_state(each, optimizer)))
+    assert states[0] == states[1]
+
+
+def test_one_part_is_the_batch_itself_and_is_not_checked():
+    model = decoder()
+    batch = make_batch()
+    padded = {
+        key: nn.functional.pad(value, (0, 5), value=IGNORE_INDEX * (key == "labels")) for key, value in batch.items()
+    }
+    script = Script(model)
+    AdaptiveStep(model, script, micro_batch_tokens=10**6)(padded)
+    (part,) = script.trained
+    assert all(part.batch[key] is padded[key] for key in padded)
+    assert (part.num_rows, part.share, part.is_last, part.is_trial) == (
+        len(LENGTHS),
+        1.0,
+        True,
+        False,
+    )
+    assert script.trials == []
+
+
+def test_a_decorator_makes_a_step_of_a_function():
+    model = decoder()
+    expected, loss = plain_gradients(model, make_batch())
+
+    @AdaptiveStep.of(model, micro_batch_size=5)
+    def step(part):
+        part_loss = mean_loss(model, part.batch) * part.share
+        part_loss.backward()
+        return part_loss.item()
+
+    assert isinstance(step, AdaptiveStep)
+    losses = step(make_batch())
+    assert len(losses) == 3
+    assert sum(losses) == pytest.approx(loss, rel=ROUNDING)
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+# --- splits -----------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "inputs targets")
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+def regression_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(11, 6, generator=generator), torch.randn(11, 2, generator=generator)
+
+
+SHAPES = {
+    "mapping": (lambda x, y: {"x": x, "y": y}, lambda batch: (batch["x"], batch["y"])),
+    "tuple": (lambda x, y: (x, y), lambda batch: batch),
+    "list": (lambda x, y: [x, y], lambda batch: batch),
+    "named tuple": (Pair, lambda batch: (batch.inputs, batch.targets)),
+    "tensor": (lambda x, y: torch.cat([x, y], 1), lambda batch: (batch[:, :6], batch[:, 6:])),
+    "nested": (
+        lambda x, y: {"in": (x, {"y": y})},
+        lambda batch: (batch["in"][0], batch["in"][1]["y"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 10])
+def test_batches_of_any_shape_are_split_by_rows(shape, micro_batch_size):
+    build, unpack = SHAPES[shape]
+    model = Regression()
+    batch = build(*regression_data())
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets = unpack(batch)
+        return mse_loss(model(inputs), targets)
+
+    expected, whole_loss = plain_gradients(model, batch, loss)
+    script = Script(model, loss=loss)
+    losses = AdaptiveStep(model, script, micro_batch_size=micro_batch_size)(batch)
+    assert sum(script.rows) == 11
+    assert max(script.rows) == micro_batch_size
+    assert all(type(part.batch) is type(batch) for part in script.trained)
+    assert [part.is_last for part in script.trained] == [False] * (len(losses) - 1) + [True]
+    assert sum(part.share for part in script.trained) == pytest.approx(1.0)
+    assert float(sum(losses)) == pytest.approx(whole_loss, rel=ROUNDING)
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+def test_what_has_no_rows_stays_whole_and_texts_go_with_their_rows():
+    model = Regression()
+    inputs, targets = regression_data()
+    texts = [f"row {number}" for number in range(11)]
+    batch = {
+        "x": inputs,
+        "y": targets,
+        "texts": texts,
+        "scale": torch.tensor(2.0),
+        "name": "train",
+        "table": torch.eye(3),
+    }
+    script = Script(model, loss=lambda model, batch: batch["scale"] * mse_loss(model(batch["x"]), batch["y"]))
+    AdaptiveStep(model, script, micro_batch_size=4)(batch)
+    assert [text for part in script.trained for text in part.batch["texts"]] == texts
+    for part in script.trained:
+        assert part.batch["scale"] is batch["scale"]
+        assert part.batch["table"] is batch["table"]
+        assert part.batch["name"] == "train"
+        assert torch.equal(part.batch["x"], inputs[[texts.index(text) for text in part.batch["texts"]]])
+
+
+def test_a_batch_without_a_tensor_is_refused():
+    model = Regression()
+    with pytest.raises(SettingError, match=r"batch='dict': no tensor in it shows the number of rows; give split="):
+        AdaptiveStep(model, Script(model))({"texts": ["a", "b"]})
+
+
+def test_parts_have_the_share_of_their_labels():
+    model = decoder()
+    expected, whole_loss = plain_gradients(model, make_batch())
+    script = Script(model)
+    losses = AdaptiveStep(model, script, micro_batch_size=5)(make_batch())
+    labels = [int((part.batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for part in script.trained]
+    assert [part.share for part in script.trained] == [number / sum(labels) for number in labels]
+    assert float(sum(losses)) == pytest.approx(whole_loss, rel=ROUNDING)
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+def test_a_part_without_a_label_is_left_out():
+    model = decoder()
+    batch = collate(make_rows(LENGTHS, unlabelled=(0, 1, 2, 3, 10, 11)))
+    expected, whole_loss = plain_gradients(model, batch)
+    script = Script(model)
+    losses = AdaptiveStep(model, script, micro_batch_size=2)(batch)
+    assert len(losses) == len(script.trained) == 3
+    assert [part.is_last for part in script.trained] == [False, False, True]
+    assert float(sum(losses)) == pytest.approx(whole_loss, rel=ROUNDING)
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+def test_labels_that_are_shifted_already_are_counted_right():
+    model = decoder()
+    batch = make_batch()
+    # Each row begins with a label, so that the two ways to count differ.
+    labels = batch["tokens"].masked_fill(batch["tokens"] == 0, IGNORE_INDEX)
+    last = torch.full((len(labels), 1), IGNORE_INDEX)
+    shifted = {"tokens": batch["tokens"], "labels": torch.cat([labels[:, 1:], last], 1)}
+
+    def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+    expected, _ = plain_gradients(model, shifted, loss)
+    script = Script(model, loss=loss)
+    AdaptiveStep(model, script, micro_batch_size=5)(shifted)
+    numbers = [int((part.batch["labels"] != IGNORE_INDEX).sum()) for part in script.trained]
+    assert [part.share for part in script.trained] == [number / sum(numbers) for number in numbers]
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+def test_a_function_may_say_how_many_labels_there_are():
+    model = Regression()
+    inputs, targets = regression_data()
+    batch = {"x": inputs, "y": targets, "weights": torch.arange(11) % 3 > 0}
+
+    def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        squares = (model(batch["x"]) - batch["y"]).square().sum(1)
+        return (squares * batch["weights"]).sum() / batch["weights"].sum()
+
+    expected, _ = plain_gradients(model, batch, loss)
+    with pytest.raises(SettingError, match="num_labels="):
+        AdaptiveStep(model, Script(model, loss=loss), micro_batch_size=4)(batch)
+    script = Script(model, loss=loss)
+    AdaptiveStep(model, script, micro_batch_size=4, num_labels=lambda batch: batch["weights"].sum())(batch)
+    assert [part.share for part in script.trained] == [2 / 7, 3 / 7, 2 / 7]
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+@pytest.mark.parametrize("count", [1.5, torch.tensor([1, 2])])
+def test_a_number_of_labels_that_is_none_is_refused(count):
+    model = Regression()
+    step = AdaptiveStep(model, Script(model), micro_batch_size=4, num_labels=lambda batch: count)
+    with pytest.raises(SettingError, match=r"num_labels=.*whole number"):
+        step(regression_data())
+
+
+def test_a_function_may_change_the_batch_that_it_is_given():
+    """As recipes do that pop the labels, before memory runs out and in the check."""
+    model = decoder()
+    expected, _ = plain_gradients(model, make_batch())
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch.pop("labels")
+        return mean_loss(model, {"tokens": batch.pop("tokens"), "labels": labels})
+
+    script = Script(model, loss=loss, most_rows=5)
+    AdaptiveStep(model, script)(make_batch())
+    assert script.rows[0] == 12
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+# --- by tokens --------------------------------------------------------------------------------------------------------
+
+
+def masked_batch() -> dict[str, torch.Tensor]:
+    """Rows whose last columns are padding; every length is shown by the mask alone."""
+    mask = torch.arange(16) < torch.tensor(LENGTHS).unsqueeze(1)
+    tokens = torch.randint(1, 53, (12, 16), generator=torch.Generator().manual_seed(3)) * mask
+    return {
+        "tokens": tokens,
+        "labels": tokens.masked_fill(~mask, IGNORE_INDEX),
+        "attention_mask": mask.long(),
+        "positions": torch.zeros(12, 16, 2),
+        "scores": torch.zeros(12, 3),
+        "classes": torch.arange(12),
+    }
+
+
+@pytest.mark.parametrize("shown_by", ["attention_mask", "labels"])
+def test_parts_by_tokens_leave_trailing_padding_out(shown_by):
+    model = decoder()
+    batch = masked_batch()
+    if shown_by == "labels":
+        del batch["attention_mask"]
+    expected, _ = plain_gradients(model, batch)
+    script = Script(model)
+    AdaptiveStep(model, script, micro_batch_tokens=40)(batch)
+    lengths = torch.tensor(LENGTHS)
+    assert len(script.trained) > 2
+    for part in script.trained:
+        longest = int(lengths[part.batch["classes"]].max())
+        assert part.batch["tokens"].shape == part.batch["labels"].shape == (part.num_rows, longest)
+        assert part.num_rows * longest <= 40
+        # Neither three dimensions nor another width.
+        assert part.batch["positions"].shape == (part.num_rows, 16, 2)
+        assert part.batch["scores"].shape == (part.num_rows, 3)
+    assert sorted(number for part in script.trained for number in part.batch["classes"].tolist()) == list(range(12))
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+def test_padding_in_front_is_not_cut():
+    model = decoder()
+    batch = masked_batch()
+    flipped = {key: batch[key].flip(1) for key in ("tokens", "labels", "attention_mask")}
+    script = Script(model)
+    AdaptiveStep(model, script, micro_batch_size=4)(flipped)
+    assert {part.batch["tokens"].shape[1] for part in script.trained} == {16}
+
+
+def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
+    model = Regression()
+    script = Script(model)
+    step = AdaptiveStep(model, script, micro_batch_tokens=8)
+    with pytest.raises(SettingError, match=r"micro_batch_tokens.*nothing shows the tokens of a row; give split="):
+        step(regression_data())
+    assert script.trained == script.trials == []
+
+
+# --- splits of the script's own ---------------------------------------------------------------------------------------
+
+
+def test_pairs_stay_together():
+    model = Regression()
+    inputs = torch.randn(14, 6, generator=torch.Generator().manual_seed(4))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        outputs = model(batch)
+        return (1 - cosine_similarity(outputs[0::2], outputs[1::2])).mean()
+
+    def split(batch: torch.Tensor) -> SplitBatch:
+        pairs = batch.view(len(batch) // 2, 2, -1)
+        return SplitBatch(len(pairs), lambda rows: pairs[list(rows)].flatten(0, 1))
+
+    expected, _ = plain_gradients(model, inputs, loss)
+    script = Script(model, loss=loss)
+    AdaptiveStep(model, script, micro_batch_size=3, split=split)(inputs)
+    assert [(part.num_rows, len(part.batch)) for part in script.trained] == [(3, 6), (3, 6), (1, 2)]
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+@pytest.mark.parametrize("limit", [{"micro_batch_size": 5}, {"micro_batch_tokens": 40}])
+def test_rows_may_be_columns(limit):
+    model = decoder()
+    batch = {key: value.T.contiguous() for key, value in make_batch().items()}
+
+    def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return mean_loss(model, {key: value.T for key, value in batch.items()})
+
+    def split(batch: Mapping[str, torch.Tensor]) -> SplitBatch:
+        return SplitBatch(
+            batch["tokens"].shape[1],
+            lambda rows: {key: value[:, list(rows)] for key, value in batch.items()},
+            lengths=LENGTHS,
+        )
+
+    def num_labels(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return (batch["labels"][1:] != IGNORE_INDEX).sum()
+
+    expected, _ = plain_gradients(model, batch, loss)
+    script = Script(model, loss=loss)
+    AdaptiveStep(model, script, split=split, num_labels=num_labels, **limit)(batch)
+    assert len(script.trained) > 2
+    assert all(part.batch["tokens"].shape == (12, part.num_rows) for part in script.trained)
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+# --- the check of a split ---------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+
+
+def class_weighted(model: nn.Module, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch["x"]), batch["labels"], weight=torch.tensor([1.0, 5.0, 0.2]))
+
+
+def contrastive(model: nn.Module, batch: Any) -> torch.Tensor:
+    outputs = normalize(model(batch["x"]))
+    return cross_entropy(4 * outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def of_valid_rows(model: nn.Module, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch["x"])[batch["valid"]], batch["labels"][batch["valid"]])
+
+
+def classified_rows() -> dict[str, torch.Tensor]:
+    inputs, _ = regression_data()
+    return {"x": inputs, "labels": torch.arange(11) * 7 % 3, "valid": torch.arange(11) % 4 != 1}
+
+
+def loss_of_parts(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> float:
+    """Mean loss over rows, of parts of three rows."""
+    total = 0.0
+    with torch.no_grad():
+        for first in range(0, 11, 3):
+            part = {key: value[first : first + 3] for key, value in batch.items()}
+            total += float(loss(model, part)) * len(part["x"]) / 11
+    return total
+
+
+@pytest.mark.parametrize("loss", [class_weighted, contrastive, of_valid_rows])
+@pytest.mark.parametrize("because", ["micro_batch_size", "out of memory"])
+def test_a_loss_that_is_not_the_sum_of_its_parts_is_refused_before_anything_changes(loss, because):
+    model = Classifier()
+    batch = classified_rows()
+    _, whole_loss = plain_gradients(model, batch, loss)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    earlier = [parameter.grad for parameter in model.parameters()]
+    script = Script(model, loss=loss)
+    limit = {"micro_batch_size": 3}
+    if because == "out of memory":
+        script = Script(model, loss=loss, most_rows=4)
+        limit = {}
+    step = AdaptiveStep(model, script, num_labels=lambda batch: len(batch["x"]), **limit)
+    with pytest.raises(SettingError) as caught:
+        step(batch)
+    message = str(caught.value)
+    assert message.startswith("forward_backward='Script': the loss of a batch is ")
+    if because == "micro_batch_size":
+        whole, parts = map(float, re.findall(r"is (\S+) as a whole and (\S+) as the sum", message)[0])
+        assert whole == pytest.approx(whole_loss, rel=1e-4)
+        assert parts == pytest.approx(loss_of_parts(model, batch, loss), rel=1e-4)
+        assert script.trained == []
+    for parameter, gradient in zip(model.parameters(), earlier, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, torch.ones_like(gradient))
+
+
+def test_a_part_whose_mean_is_no_number_is_refused():
+    model = Classifier()
+    batch = classified_rows()
+    batch["valid"][3:6] = False
+    step = AdaptiveStep(
+        model,
+        Script(model, loss=of_valid_rows),
+        micro_batch_size=3,
+        num_labels=lambda batch: len(batch["x"]),
+    )
+    with pytest.raises(SettingError, match=r"as a whole and nan as the sum of its parts' shares"):
+        step(batch)
+
+
+def test_a_loss_that_compares_rows_may_run_whole():
+    model = Classifier()
+    batch = classified_rows()
+    script = Script(model, loss=contrastive)
+    expected, _ = plain_gradients(model, batch, contrastive)
+    AdaptiveStep(model, script, options=StepOptions(on_out_of_memory="raise"))(batch)
+    assert bits(gradients_of(model)) == bits(expected)
+
+
+class Normalized(nn.Module):
+    """BatchNorm, dropout and a frozen part in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.frozen = nn.Dropout(0.9).eval()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.layers(inputs))
+
+
+def regression_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mse_loss(model(batch[0]), batch[1])
+
+
+def test_the_check_runs_once_and_leaves_no_trace():
+    model = Normalized()
+    batch = regression_data()
+    states = []
+    script = Script(model, loss=regression_loss)
+    step = AdaptiveStep(model, script, micro_batch_size=4)
+    twin = copy.deepcopy(model)
+    optimizer, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(twin.parameters())
+    seed_all()
+    step(batch)
+    states.append(training_state(model, optimizer))
+    seed_all()
+    for rows in (slice(0, 4), slice(4, 8), slice(8, 11)):
+        share = len(range(11)[rows]) / 11
+        (regression_loss(twin, tuple(tensor[rows] for tensor in batch)) * share).backward()
+    states.append(training_state(twin, other))
+    assert states[0] == states[1]
+    assert [part.num_rows for part in script.trials] == [11, 4, 4, 3]
+    script.trials.clear()
+    for _ in range(3):
+        step(batch)
+    assert script.trials == []
+
+
+def test_a_model_with_batch_norm_is_warned_about(caplog):
+    AdaptiveStep(model := Normalized(), Script(model))
+    assert "BatchNorm" in caplog.text
+
+
+def test_trials_are_marked():
+    model = Regression()
+    seen = []
+
+    @AdaptiveStep.of(model, micro_batch_size=6)
+    def step(part):
+        seen.append((part.is_trial, step.is_trial))
+        (regression_loss(model, part.batch) * part.share).backward()
+
+    step(regression_data())
+    assert seen == [(True, True)] * 3 + [(False, False)] * 2
+    assert not step.is_trial
+
+
+@pytest.mark.parametrize("how", ["autograd.backward", "autograd.grad", "none"])
+def test_one_warning_where_no_backward_is_seen(how, caplog):
+    model = Regression()
+    batch = regression_data()
+    expected, _ = plain_gradients(model, batch, regression_loss)
+
+    @AdaptiveStep.of(model, micro_batch_size=4)
+    def step(part):
+        if how == "none" and part.is_trial:
+            return
+        loss = regression_loss(model, part.batch) * part.share
+        if how == "autograd.grad":
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        else:
+            torch.autograd.backward(loss)
+
+    step(batch)
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    step(batch)
+    warnings = [record for record in caplog.records if "no loss.backward() is seen" in record.message]
+    assert len(warnings) == 1
+
+
+def test_what_is_compared_is_what_backward_is_called_on():
+    """And not what the function returns, nor what a scaler makes of it."""
+    model = Regression()
+    scaler = torch.amp.GradScaler("cpu")
+    batch = regression_data()
+    expected, _ = plain_gradients(model, batch, regression_loss)
+
+    @AdaptiveStep.of(model, micro_batch_size=4)
+    def step(part):
+        loss = regression_loss(model, part.batch)
+        scaler.scale(loss * part.share).backward()
+        return "nothing", loss.item()
+
+    results = step(batch)
+    assert [name for name, _ in results] == ["nothing"] * 3
+    found = {name: gradient / scaler.get_scale() for name, gradient in gradients_of(model).items()}
+    assert relative_error(found, expected) <= ROUNDING
+
+
+def test_a_whole_batch_that_does_not_fit_even_in_the_check_is_compared_in_smaller_pieces():
+    model = Classifier()
+    batch = classified_rows()
+    script = Script(
+        model,
+        loss=lambda model, batch: cross_entropy(model(batch["x"]), batch["labels"]),
+        most_rows=4,
+    )
+    expected, _ = plain_gradients(model, batch, script.loss)
+    AdaptiveStep(model, script, micro_batch_size=4)(batch)
+    assert max(part.num_rows for part in script.trials) == 11
+    assert [part.num_rows for part in script.trials][-3:] == [3, 2, 1]
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_batch_of_which_a_third_fits_trains_like_one_that_fits(backward):
+    """Loss and weights of several steps, with memory that runs out in each size that is too large."""
+    weights, losses = [], []
+    for most_rows in (10**9, 4):
+        model = decoder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        script = Script(model, most_rows=most_rows, backward=backward)
+        step = AdaptiveStep(model, script)
+        losses.append([])
+        for seed in range(4):
+            losses[-1].append(float(sum(step(make_batch(seed=seed)))))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
+    assert script.rows == [12, 6, *[3] * 16]
+    assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
+    assert relative_error(weights[1], weights[0]) <= ROUNDING
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 6])
+def test_gradients_of_earlier_batches_survive_a_batch_that_runs_out_of_memory(micro_batch_size):
+    model = decoder()
+    batches = [make_batch(seed=seed) for seed in range(3)]
+    for batch in batches:
+        (mean_loss(model, batch) / 3).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    script = Script(model, loss=lambda model, batch: mean_loss(model, batch) / 3, backward=True)
+    step = AdaptiveStep(model, script, micro_batch_size=micro_batch_size)
+    step(batches[0])
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    script.most_rows = 4
+    step(batches[1])
+    assert script.rows.count(3) == 4
+    script.most_rows = 12
+    step(batches[2])
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    # In place, as autograd accumulates, so that who holds a gradient sees it.
+    assert all(parameter.grad is kept[name] for name, parameter in model.named_parameters())
+
+
+def test_a_retry_draws_the_random_numbers_of_a_run_at_that_split():
+    states = []
+    for options in ({}, {"micro_batch_size": 3}):
+        model = decoder(draws=True)
+        optimizer = torch.optim.SGD(model.parameters())
+        seed_all()
+        script = Script(model, most_rows=4, backward=True)
+        losses = AdaptiveStep(model, script, **options)(make_batch())
+        states.append((bits(losses), training_state(model, optimizer)))
+    assert states[0] == states[1]
+
+
+def test_a_step_that_fails_for_another_reason_leaves_the_gradients_of_earlier_batches():
+    model = decoder()
+    step = AdaptiveStep(model, Script(model))
+    step(make_batch())
+    before = bits(gradients_of(model))
+
+    def fail(model: nn.Module, batch: Any) -> torch.Tensor:
+        mean_loss(model, batch).backward()
+        raise ValueError("index out of range")
+
+    with pytest.raises(ValueError, match="index out of range"):
+        AdaptiveStep(model, Script(model, loss=fail))(make_batch())
+    assert bits(gradients_of(model)) == before
+
+
+def test_one_row_that_does_not_fit_is_refused_with_its_size():
+    model = decoder()
+    step = AdaptiveStep(model, Script(model, most_rows=0))
+    with pytest.raises(DoesNotFitError, match=r"one row of .* ran out of memory on cpu.*DefaultCPUAllocator"):
+        step(make_batch())
+    assert gradients_of(model) == {}
+
+
+def test_an_error_of_memory_is_let_through_where_asked():
+    model = decoder()
+    script = Script(model, most_rows=4)
+    step = AdaptiveStep(model, script, options=StepOptions(on_out_of_memory="raise"))
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        step(make_batch())
+    assert script.rows == [12]
+
+
+def test_the_limit_grows_back_where_memory_suffices():
+    model = decoder()
+    script = Script(model, most_rows=6)
+    step = AdaptiveStep(model, script, options=StepOptions(oom_policy=OOMPolicy(grow_divisor=1, grow_after=1)))
+    step(make_batch())
+    assert script.rows == [12, 6, 6]
+    script.most_rows = 12
+    for _ in range(20):
+        step(make_batch())
+    assert script.rows[-1] == 12
+
+
+# Losses of these steps are too large for gradients of float16 at any scale that is reached.
+OVERFLOWS = (2, 7)
+
+
+def half_loss(model: nn.Module, batch: Any, number: int) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = mean_loss(model, batch)
+    return loss * 1e9 if number in OVERFLOWS else loss
+
+
+def scale_trace(*, most_rows: int | None) -> tuple[list[float], list[float]]:
+    """Scales and losses of 12 steps in float16; of a plain loop where no number of rows is given."""
+    model = decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    numbers: list[int] = []
+
+    def forward_backward(part: Part) -> torch.Tensor:
+        loss = half_loss(model, part.batch, numbers[-1]) * part.share
+        scaler.scale(loss).backward()
+        if most_rows and part.num_rows > most_rows:
+            run_out_of_memory()
+        return loss.detach()
+
+    def plain(batch: Any) -> list[torch.Tensor]:
+        return [forward_backward(Part(batch, len(LENGTHS)))]
+
+    run = AdaptiveStep(model, forward_backward) if most_rows else plain
+    scales, losses = [], []
+    for number in range(12):
+        numbers.append(number)
+        losses.append(float(sum(run(make_batch(seed=number)))))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, losses
+
+
+def test_the_scale_of_a_grad_scaler_is_that_of_a_run_that_fits():
+    scales, losses = scale_trace(most_rows=None)
+    assert sum(after < before for before, after in itertools.pairwise(scales)) == len(OVERFLOWS)
+    assert scales[-1] > scales[0]
+    found_scales, found_losses = scale_trace(most_rows=4)
+    assert found_scales == scales
+    assert found_losses[0] == pytest.approx(losses[0], rel=ROUNDING)
+    # Weights that rounding of float16 has changed.
+    assert found_losses == pytest.approx(losses, rel=2e-3)
+    whole_scales, whole_losses = scale_trace(most_rows=12)
+    assert (whole_scales, whole_losses) == (scales, losses)
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+def repeated(number: int) -> dict[str, torch.Tensor]:
+    """So many of the longest row."""
+    batch = make_batch()
+    return {key: value[2:3].repeat(number, 1) for key, value in batch.items()}
+
+
+@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
+def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
+    caplog.set_level(logging.INFO, logger="adaptive_batch")
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    script = Script(model)
+    step = AdaptiveStep(model, script, **{key: "auto"})
+    assert caplog.text.count("auto is the whole batch until") == 1
+    expected, _ = plain_gradients(model, make_batch())
+    step(make_batch())
+    assert script.rows == [12]
+    assert step.max_batch_size is None
+    model.zero_grad()
+    before = training_state(model, optimizer)
+    result = step.find_bound(optimizer, repeated, device_memory="192KiB")
+    assert training_state(model, optimizer) == before
+    assert step.max_batch_size == result.max_batch_size
+    assert 1 < result.max_batch_size < 12
+    script.trained.clear()
+    step(make_batch())
+    assert len(script.rows) > 1
+    widths = [part.batch["tokens"].shape[1] for part in script.trained]
+    if key == "micro_batch_size":
+        assert max(script.rows) == result.max_batch_size
+    else:
+        most_tokens = result.max_batch_size * max(LENGTHS)
+        assert max(rows * width for rows, width in zip(script.rows, widths, strict=True)) <= most_tokens
+        assert max(script.rows) > result.max_batch_size
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+def test_auto_without_a_search_is_lowered_where_memory_runs_out():
+    model = decoder()
+    script = Script(model, most_rows=6)
+    AdaptiveStep(model, script, micro_batch_size="auto")(make_batch())
+    assert script.rows == [12, 6, 6]
+
+
+def test_a_size_above_what_fits_is_refused_by_the_search():
+    model = decoder()
+    step = AdaptiveStep(model, Script(model), micro_batch_size=500)
+    with pytest.raises(SettingError, match=r"micro_batch_size=500: .*give \d+ or less"):
+        step.find_bound(torch.optim.SGD(model.parameters()), repeated, device_memory="192KiB")
+
+
+def test_a_row_that_does_not_fit_is_refused_by_the_search():
+    model = decoder()
+    step = AdaptiveStep(model, Script(model))
+    with pytest.raises(DoesNotFitError, match=r"one row needs .* KiB, cpu allows 28.50 KiB; shorten the rows"):
+        step.find_bound(torch.optim.SGD(model.parameters()), repeated, device_memory="30KiB")
+
+
+def test_fewer_rows_fit_beside_the_gradients_of_other_parts_and_batches():
+    found = {}
+    for name, options in {
+        "one part": {},
+        "two parts": {"batch_size": 500},
+        "accumulation": {"accumulates": True},
+    }.items():
+        model = decoder()
+        step = AdaptiveStep(model, Script(model))
+        optimizer = torch.optim.SGD(model.parameters())
+        found[name] = step.find_bound(optimizer, repeated, device_memory="1MiB", **options).max_batch_size
+    assert found["two parts"] < found["one part"]
+    assert found["accumulation"] < found["one part"]
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lowered_limit_and_what_was_found_are_resumed():
+    model = decoder()
+    script = Script(model, most_rows=4)
+    step = AdaptiveStep(model, script)
+    step(make_batch())
+    assert script.rows[:2] == [12, 6]
+    resumed_script = Script(model, most_rows=4)
+    resumed = AdaptiveStep(model, resumed_script)
+    resumed.load_state_dict(step.state_dict())
+    resumed(make_batch())
+    assert resumed_script.rows == [3, 3, 3, 3]
+    assert resumed.state_dict()["sizer"]["num_out_of_memory"] == 2
+
+    searched = AdaptiveStep(model, Script(model), micro_batch_size="auto")
+    bound = searched.find_bound(torch.optim.SGD(model.parameters()), repeated, device_memory="192KiB").max_batch_size
+    script = Script(model)
+    other = AdaptiveStep(model, script, micro_batch_size="auto")
+    other.load_state_dict(searched.state_dict())
+    other(make_batch())
+    assert other.max_batch_size == max(script.rows) == bound
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"micro_batch_size": 4, "micro_batch_tokens": 9},
+            r"micro_batch_tokens=9: micro_batch_size is given too",
+        ),
+        ({"micro_batch_size": 0}, r"micro_batch_size=0: give auto, or a whole number"),
+        ({"micro_batch_tokens": "max"}, r"micro_batch_tokens='max': give auto, or a whole number"),
+        ({"split": 3}, r"split=3: give a function"),
+        ({"num_labels": 3}, r"num_labels=3: give a function"),
+        (
+            {"options": StepOptions(max_grad_norm=1.0)},
+            r"max_grad_norm=1.0: it is of AdaptiveLoop; clip between",
+        ),
+        (
+            {"options": StepOptions(micro_batch_layout="packed")},
+            r"micro_batch_layout='packed'.*give padded or grouped",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments, message):
+    model = decoder()
+    with pytest.raises(SettingError, match=message):
+        AdaptiveStep(model, Script(model), **arguments)
+
+
+def test_a_step_needs_a_model_with_parameters_and_a_function():
+    with pytest.raises(SettingError, match=r"model=.ReLU.: give an nn.Module with parameters"):
+        AdaptiveStep(nn.ReLU(), lambda part: None)
+    with pytest.raises(SettingError, match="forward_backward=None: give a function"):
+        AdaptiveStep(decoder(), None)

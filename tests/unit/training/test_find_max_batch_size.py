@@ -1,0 +1,193 @@
+"""The largest batch whose whole step fits, of a script that has a function, an optimizer and a sample."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.sharded_model import Decoder, collate, make_rows, training_state
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.training import AdaptiveStep, find_max_batch_size
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROW = collate(make_rows((17,)))
+MAXIMUM = 24
+
+
+def sample(number: int) -> dict[str, torch.Tensor]:
+    return {key: value.repeat(number, 1) for key, value in ROW.items()}
+
+
+class Training:
+    """A model, its optimizer, and forward and backward of a batch."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = Decoder(dtype=torch.float32, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def forward_backward(self, batch: dict[str, torch.Tensor]) -> None:
+        logits = self.model(batch["tokens"])[:, :-1]
+        cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+
+    def find(self, **options: Any) -> Any:
+        return find_max_batch_size(self.model, self.optimizer, self.forward_backward, sample, **options)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.forward_backward(sample(3))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def peaks_by_hand(*, accumulates: bool = False) -> list[int]:
+    """Peak of a whole step of 1, 2, ... rows in plain torch, with the optimizer's state there."""
+    training = Training()
+    training.train(1)
+    state = [value for values in training.optimizer.state.values() for value in values.values()]
+    peaks = []
+    for number in range(1, MAXIMUM + 2):
+        for parameter in training.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if accumulates and parameter.requires_grad else None
+        gradients = [parameter.grad for parameter in training.model.parameters() if parameter.grad is not None]
+        resident = [*training.model.parameters(), *training.model.buffers(), *gradients, *state]
+        with CountedMemory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
+            training.forward_backward(sample(number))
+        training.optimizer.zero_grad()
+        peaks.append(usage.peak_bytes)
+    return peaks
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("search", ["predict", "binary"])
+@pytest.mark.parametrize("expected", [2, 7, MAXIMUM])
+def test_the_result_is_what_trying_every_size_finds(expected, search, accumulates):
+    peaks = peaks_by_hand(accumulates=accumulates)
+    budget = (peaks[expected - 1] + peaks[expected]) // 2
+    options = {
+        "device_memory": budget,
+        "headroom": 0.0,
+        "search": search,
+        "accumulates": accumulates,
+    }
+    result = Training().find(**options)
+    assert result.max_batch_size == expected
+    assert result.budget_bytes == budget
+    assert expected in [trial.batch_size for trial in result.trials if trial.fits]
+    assert expected + 1 in [trial.batch_size for trial in result.trials if not trial.fits] or search == "predict"
+    assert f"max_batch_size: {expected}" in result.table()
+
+
+def test_halving_finds_the_first_half_that_fits():
+    peaks = peaks_by_hand()
+    result = Training().find(device_memory=peaks[12], headroom=0.0, search="halve", maximum=MAXIMUM)
+    assert [trial.batch_size for trial in result.trials] == [24, 12]
+    assert result.max_batch_size == 12
+
+
+def test_no_more_than_the_maximum_is_tried():
+    result = Training().find(device_memory="1GiB", maximum=9)
+    assert result.max_batch_size == 9 == max(trial.batch_size for trial in result.trials)
+
+
+def test_headroom_is_left_free():
+    peak = peaks_by_hand()[9]
+    assert Training().find(device_memory=peak, headroom=0.0).max_batch_size == 10
+    assert Training().find(device_memory=peak, headroom=0.2).max_batch_size < 10
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_search_leaves_training_as_it_was(steps_before):
+    training = Training(draws=True)
+    training.train(steps_before)
+    training.model.layers[1].eval()
+    training.forward_backward(sample(2))
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    before = training_state(training.model, training.optimizer)
+    result = training.find(device_memory="512KiB")
+    assert 1 < result.max_batch_size < 100
+    assert training_state(training.model, training.optimizer) == before
+
+
+def test_an_error_in_a_trial_leaves_training_as_it_was():
+    training = Training(draws=True)
+    training.train(1)
+    before = training_state(training.model, training.optimizer)
+
+    def fail(batch: Any) -> None:
+        training.forward_backward(batch)
+        if len(batch["tokens"]) > 1:
+            raise ValueError("index out of range")
+
+    with pytest.raises(RuntimeError, match=r"a trial of .* failed, and not for lack of memory: index out of range"):
+        find_max_batch_size(training.model, training.optimizer, fail, sample, device_memory="512KiB")
+    assert training_state(training.model, training.optimizer) == before
+
+
+def test_the_search_of_a_step_finds_the_same_number():
+    result = Training().find(device_memory="512KiB")
+    training = Training()
+
+    @AdaptiveStep.of(training.model)
+    def step(part):
+        training.forward_backward(part.batch)
+
+    of_step = step.find_bound(training.optimizer, sample, device_memory="512KiB")
+    assert of_step.max_batch_size == step.max_batch_size == result.max_batch_size
+    assert of_step.trials[-1].peak_bytes == result.trials[-1].peak_bytes
+
+
+def test_a_row_that_does_not_fit_is_refused_with_what_it_needs():
+    with pytest.raises(DoesNotFitError, match=r"one row needs .* KiB, cpu allows 50.00 KiB"):
+        Training().find(device_memory="50KiB", headroom=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_memory": "much"}, r"device_memory='much': give a size such as"),
+        (
+            {"device_memory": "900TiB"},
+            r"device_memory='900TiB': the device has .*; give that or less",
+        ),
+        ({"headroom": 1.0}, r"headroom=1.0: "),
+        ({"maximum": 0}, r"maximum=0: "),
+        ({"search": "guess"}, r"search='guess': give one of predict, binary, halve"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options, message):
+    with pytest.raises(SettingError, match=message):
+        Training().find(**options)
+
+
+def test_what_is_no_function_model_or_optimizer_is_refused():
+    training = Training()
+    model, optimizer = training.model, training.optimizer
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    for arguments, message in (
+        ((model, optimizer, None, sample), "forward_backward=None: give a function"),
+        ((model, optimizer, training.forward_backward, 8), "sample=8: give a function"),
+        (
+            (training.forward_backward, optimizer, training.forward_backward, sample),
+            "model='method': give an nn.Module",
+        ),
+        (
+            (model, "adamw", training.forward_backward, sample),
+            "optimizer='str': give one torch.optim.Optimizer",
+        ),
+        (
+            (model, other, training.forward_backward, sample),
+            "2 tensors of the optimizer are no parameters of it",
+        ),
+    ):
+        with pytest.raises(SettingError, match=message):
+            find_max_batch_size(*arguments)
