@@ -15,11 +15,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed.checkpoint.stateful import Stateful
 from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
@@ -27,20 +26,20 @@ from torchtune.training import PROFILER_KEY
 from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.data import PlannedRows, RowReader, StepPlanner, StepQueue
-from adaptive_batch.distributed import EXIT_STATUS, End, Preemption, Watchdog, raising_on_sigterm
-from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
-from adaptive_batch.memory import RandomState
+from adaptive_batch.distributed import End, Preemption, Watchdog, raising_on_sigterm
+from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.torchtune import (
-    STATE_KEY,
     BoundFinder,
     Checkpoints,
     Data,
+    EpochCounts,
     Job,
     LimitFinder,
     LostRun,
     ModelBuilder,
     ResumedRun,
+    RunSaver,
     Settings,
     Trainer,
     TrainingLog,
@@ -61,7 +60,6 @@ from adaptive_batch.torchtune import (
 from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, Question, StepResult
 
 log = utils.get_logger("INFO")
-Part = TypeVar("Part", bound=Stateful)
 
 
 class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
@@ -84,9 +82,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.job = Job(cfg, self.settings, builder)
         self.device = self.job.device
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-        # By the name that a checkpoint keeps their state under.
-        self.parts: dict[str, Any] = {}
-        self.asked_to_end = False
+        self.preemption = Preemption(same_within=10.0 if watch else 0.0)
         self.closing = ExitStack()
         self._what_is_resumed_from: Callable[[], str] = lambda: "nothing is changed yet; start it again"
 
@@ -119,11 +115,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.log = TrainingLog(job, data)
         self.closing.callback(self.log.close)
         self.checkpoints = Checkpoints(
-            self.cfg, settings, keeps_base=job.builder.keeps_base, on_failure=self._log_failed_save
+            self.cfg, settings, keeps_base=job.builder.keeps_base, on_failure=self.log.failed_save
         )
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
-        self.unlabelled = self.resumed.unlabelled
         data.check_rows()
         batching = data.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch)
         by_tokens = settings.lr_clock.counts_tokens
@@ -131,8 +126,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         planner = StepPlanner(
             data.dataset, batching, self.sizer, ranks=job.ranks, counts_tokens=by_tokens, event=self.log.event
         )
-        self.planner = self._add("steps", planner)
         self.queue = StepQueue(planner)
+        self.saver = RunSaver(job, self.checkpoints, self.resumed, self.queue, self.log, self.preemption)
+        self.planner = self.saver.add("steps", planner)
         self.reader = RowReader(data.dataset)
         self.lost = None
         if not settings.preview:
@@ -167,10 +163,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             is_taken=self.settings.optimizer_in_bwd,
             remedy=self.checkpoints.after_end,
         )
-        self.nonfinite = self._add("nonfinite", nonfinite)
+        self.nonfinite = self.saver.add("nonfinite", nonfinite)
+        self.counts = self.saver.add("epoch", EpochCounts(job, self.log, nonfinite))
         assert self.lost is not None
         self.limit_finder = LimitFinder(job, data, trainer, self.bounds, self.log, self.lost)
-        self.parts["limits"] = self.sizer
+        self.saver.keep("limits", self.sizer)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
@@ -206,17 +203,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.queue.resume(progress, is_begun=True)
         changed = bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
         self.preview.look_ahead(self.queue.progress, saved=saved, changed=changed)
-        self.full_batch_loss = self._add("full_batch_loss", FullBatchLoss(self.preview.full_batch_rows))
-        self.noise_scale = self._add("noise_scale", NoiseScale())
+        self.full_batch_loss = self.saver.add("full_batch_loss", FullBatchLoss(self.preview.full_batch_rows))
+        self.noise_scale = self.saver.add("noise_scale", NoiseScale())
 
     def _setup_rate(self) -> None:
         trainer, saved = self.trainer, self.resumed.saved
-        self.parts["learning_rate"] = self.rate = build_rate(
+        rate = build_rate(
             self.job,
             trainer.optimizers,
             total_steps=self.preview.schedule_steps,
             saved=self.resumed.state_of("learning_rate"),
         )
+        self.rate = self.saver.keep("learning_rate", rate)
         if self.checkpoints.found.recipe_state is not None:
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
@@ -245,7 +243,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if first_epoch >= epochs:
             message = f"nothing to train: {first_epoch} epochs are done and epochs={epochs}"
             self.log.event("nothing_to_train", message)
-        with Preemption(same_within=10.0 if self.watch else 0.0) as self.preemption:
+        with self.preemption:
             for epoch in range(first_epoch, epochs):
                 if epoch == first_epoch:
                     self.resumed.begin_reading(self.reader, self.queue.progress)
@@ -254,7 +252,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self._log_epoch()
                     self.reader.begin()
                 self._train_epoch()
-                self._end_epoch()
+                self.counts.end_epoch(self.queue.progress, self.planner)
+                self.queue.end_epoch()
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
         progress = self.queue.progress
@@ -283,7 +282,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 bar.advance(f"{step.progress.epoch + 1}|{self.queue.progress.steps}|Loss: {result.loss}")
                 self._validate()
                 self.profiler.step()
-                self._save_where_due()
+                self.saver.save_where_due(self.trainer)
                 began = time.perf_counter()
 
     def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:
@@ -309,7 +308,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             small_rows = step.small_rows()
         question = Question(step.progress.batch, len(step.numbers), self.preemption.requested)
         division, ends = runner.agree(rows, batch_size, question, small_rows=small_rows)
-        self.asked_to_end |= ends
+        self.saver.note_end(ends)
         return runner.run(rows, batch_size, small_rows=small_rows, division=division)
 
     def _drops(self, step: PlannedRows, result: StepResult, rates: dict[str, float]) -> bool:
@@ -327,7 +326,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Count a step as done, with what it has measured."""
         num_rows = len(step.numbers)
         assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
-        self.unlabelled += not result.micro_batches
+        self.counts.add(result)
         if result.noise is not None:
             self.noise_scale.update(result.noise)
         measured = {"noise_scale": self.noise_scale.value} if self.settings.measures_noise else {}
@@ -343,23 +342,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             num_out_of_memory=self.sizer.num_out_of_memory,
             full_batch_loss=self.full_batch_loss,
         )
-
-    def _end_epoch(self) -> None:
-        """Log what an epoch came to; refuse one that trained nothing."""
-        progress = self.queue.progress
-        num_steps = progress.epoch_steps
-        if num_steps and self.unlabelled == num_steps:
-            remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
-            raise SettingError("dataset", str(self.cfg.dataset), remedy)
-        nonfinite = self.nonfinite.count()
-        self.log.epoch_ends(progress, self.planner, unlabelled=self.unlabelled, nonfinite=nonfinite)
-        if self.settings.on_nonfinite_loss == "skip" and nonfinite == num_steps > 0:
-            raise NonfiniteLossError(
-                f"epoch {progress.epoch}: the loss or the gradients of all {nonfinite} steps are not finite, "
-                "so nothing was trained; check the weights that it began with, the data and dtype"
-            )
-        self.queue.end_epoch()
-        self.unlabelled = 0
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)
@@ -389,78 +371,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def save_checkpoint(self, epoch: int) -> None:
         """Save the weights and, unless training is done, all that resuming needs; end here if that was asked for."""
-        last = epoch + 1 >= self.settings.epochs
-        state = None if last else self._state()
-        if state:
-            state[STATE_KEY]["preempted"] = distributed.any_of_ranks(self.preemption.requested)
-        self.log.sync()
-        self.checkpoints.save_epoch(self.trainer, recipe_state=state, epoch=epoch)
-        self.log.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self.queue.progress.steps)
-        if distributed.any_of_ranks(self.preemption.requested) and not last:
-            self.checkpoints.mark_preempted(epoch)
-            self.checkpoints.wait()
-            self._end_early()
-
-    def _save_where_due(self) -> None:
-        """Save a resume point every so many steps, and where the process is asked to end."""
-        every = self.settings.save_every_n_steps
-        step = self.queue.progress.steps
-        # Of several ranks, whether all of them know that one was asked.
-        ends = self.preemption.requested if distributed.world_size() == 1 else self.asked_to_end
-        if not (ends or (every and step % every == 0)):
-            return
-        self.log.sync()
-        try:
-            seconds = self.checkpoints.save_step(step, self.trainer, state=self._state())
-            if ends:
-                self.checkpoints.wait()
-        except CheckpointError as error:
-            if ends:
-                raise
-            self._log_failed_save(error)
-            return
-        message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
-        self.log.event("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
-        if ends:
-            self._end_early()
-
-    def _log_failed_save(self, error: CheckpointError) -> None:
-        message = f"training goes on without a resume point: {error}"
-        self.log.event("checkpoint_failed", message, step=self.queue.progress.steps)
-
-    def _end_early(self) -> None:
-        message = (
-            f"asked to end: saved at step {self.queue.progress.steps}; resume_from_checkpoint=True resumes from it"
-        )
-        self.log.event("preempted", message, step=self.queue.progress.steps, exit_status=EXIT_STATUS)
-        raise SystemExit(EXIT_STATUS)
-
-    def _add(self, name: str, part: Part) -> Part:
-        """Have a part saved under a name from now on, and load what the checkpoint holds of it."""
-        self.parts[name] = part
-        if (state := self.resumed.state_of(name)) is not None:
-            part.load_state_dict(state)
-        return part
-
-    def _state(self) -> dict[str, Any]:
-        """All that resuming needs besides weights and optimizer, as plain values and tensors."""
-        return {
-            training.SEED_KEY: self.resumed.seed,
-            training.EPOCHS_KEY: self.queue.progress.epoch,
-            training.TOTAL_EPOCHS_KEY: self.settings.epochs,
-            training.MAX_STEPS_KEY: self.resumed.max_steps_per_epoch,
-            training.DATALOADER_KEY: {},  # torchtune's own recipe asks for it when it resumes, and does not use it
-            STATE_KEY: {
-                **self.resumed.state_dict(),
-                "epochs": self.settings.epochs,
-                "configured_batch_size": self.settings.batch_size,
-                "base_rate": self.rate.base,
-                "unlabelled": self.unlabelled,
-                "progress": self.queue.progress.state_dict(),
-                **{name: part.state_dict() for name, part in self.parts.items()},
-                "random_states": distributed.all_gather(RandomState(self.device).state_dict()),
-            },
-        }
+        self.saver.save_epoch(self.trainer, epoch=epoch)
 
     def _write_down_end(self, end: End) -> None:
         """On rank zero, log why all ranks end, and keep what a restart should know."""

@@ -9,6 +9,7 @@ from .config_errors import instantiate
 from .critical_batch import measure_critical_batch
 from .data import Data
 from .epoch_checkpoints import STATE_KEY
+from .epoch_counts import EpochCounts
 from .estimate_changes import with_overrides
 from .estimates import estimate_devices
 from .job import Job
@@ -20,6 +21,7 @@ from .model import FullModel, ModelBuilder
 from .preview import TrainingPreview
 from .rate import build_rate, check_scheduler, couple_batch
 from .resumed_run import ResumedRun
+from .run_saver import RunSaver
 from .settings import Settings, reference_tables, write_reference
 from .trainer import Trainer
 from .validation import Validation
@@ -30,12 +32,14 @@ __all__ = [
     "BoundFinder",
     "Checkpoints",
     "Data",
+    "EpochCounts",
     "FullModel",
     "Job",
     "LimitFinder",
     "LostRun",
     "ModelBuilder",
     "ResumedRun",
+    "RunSaver",
     "Settings",
     "Trainer",
     "TrainingLog",

@@ -15,6 +15,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from adaptive_batch import distributed
 from adaptive_batch._util import ProgressBar, count
 from adaptive_batch.data import StepPlanner
+from adaptive_batch.errors import CheckpointError
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import AdaptiveRate, FullBatchLoss, LimitChange, StepResult
@@ -56,6 +57,7 @@ class TrainingLog:
         self._path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
         self._record = RunLog(self._path, enabled=False)
         self._metrics: Any = None
+        self._last_step = 0
         self._ran = [0.0, 0.0, 0]  # tokens, with padding, and most micro-batches of a step, in the epoch so far
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
         self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
@@ -114,6 +116,7 @@ class TrainingLog:
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
         event, progress, rows = self.event, run.progress, len(self._data.dataset)
+        self._last_step = progress.steps
         for line in checkpoints.found.passed_over:
             event("passed_over", line)
         resumed, ranks = checkpoints.found.recipe_state is not None, distributed.world_size()
@@ -270,6 +273,7 @@ class TrainingLog:
         full_batch_loss: FullBatchLoss,
     ) -> None:
         """Write down a step of the rows that have these numbers, after which progress is as given, and log its metrics."""
+        self._last_step = progress.steps
         label_tokens = float(result.label_tokens)
         tokens, padded, most = self._ran
         ran = result.tokens / (1 - result.padding_fraction) if result.padding_fraction < 1 else 0.0
@@ -305,6 +309,11 @@ class TrainingLog:
         )
         if progress.steps % self._every_n_steps == 0:
             self._log(metrics, step=progress.steps)
+
+    def failed_save(self, error: CheckpointError) -> None:
+        """Log that a resume point could not be written."""
+        message = f"training goes on without a resume point: {error}"
+        self.event("checkpoint_failed", message, step=self._last_step)
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log a validation, and its metric."""

@@ -42,7 +42,6 @@ class ResumedRun:
         name, seed, max_steps_per_epoch: of the run, whatever is configured now.
         epochs: of the checkpoint; None without one.
         begins_epoch_again: which rows are left of the epoch is not known, so that it begins again.
-        unlabelled: steps of the epoch so far that had no label.
         keeps_batch: the batch size of the checkpoint is kept.
 
     Raises:
@@ -63,7 +62,6 @@ class ResumedRun:
         self._ignored: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
         self.begins_epoch_again = self.keeps_batch = False
-        self.unlabelled = 0
         if state is None:
             return
         self.epochs = state[training.TOTAL_EPOCHS_KEY]
@@ -78,7 +76,7 @@ class ResumedRun:
                 remedy = f"the optimizer's state in the checkpoint was saved with {before}; resume with that"
                 raise SettingError(key, value, remedy)
         if saved:
-            self.name, self.unlabelled = saved["run"], saved["unlabelled"]
+            self.name = saved["run"]
             self.progress = Progress(**saved["progress"])
             self._keep_optimizer_settings(saved["conditions"], self._now["conditions"])
         self.differs, self.begins_epoch_again = compare(
@@ -88,7 +86,7 @@ class ResumedRun:
             in_mid_epoch=self.progress.epoch_steps > 0,
         )
         if self.begins_epoch_again:
-            self.progress, self.unlabelled = self.progress.at_epoch_start(), 0
+            self.progress = self.progress.at_epoch_start()
         if saved and settings.batch_changes:
             # a batch that was found or grown is kept; one that now is to be found for the first time is found
             found_before = saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
@@ -109,7 +107,7 @@ class ResumedRun:
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the state that a part resumes from; None where it begins without one."""
-        if not self.saved or (name in ("full_batch_loss", "nonfinite") and self.begins_epoch_again):
+        if not self.saved or (name in ("full_batch_loss", "nonfinite", "epoch") and self.begins_epoch_again):
             return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and self.begins_epoch_again:
