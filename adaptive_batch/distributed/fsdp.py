@@ -85,6 +85,11 @@ class Sharding:
         is_known = self._is_running and not self._is_inside and self._kind in self._known
         return self.is_sharded and self._finishes and is_known
 
+    @property
+    def can_skip(self) -> bool:
+        """Whether this rank can run the collectives of micro-batches that it does not run."""
+        return self.is_sharded and self._finishes and self.knows(is_last=False) and self.knows(is_last=True)
+
     def knows(self, *, is_last: bool = True, evaluates: bool = False) -> bool:
         """Whether :meth:`run_dummy_collectives` can: a micro-batch of that kind has been run."""
         return not self.is_sharded or self._kind_of(is_last, evaluates) in self._known

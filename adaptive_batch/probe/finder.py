@@ -86,7 +86,7 @@ class ProbeResult:
             peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
             rate = f"{trial.batch_size / seconds:.1f}" if seconds and trial.fits else "-"
             lines.append(
-                f"{trial.batch_size:>6} {self.sequence_length:>7} {peak:>10} {'yes' if trial.fits else 'no':>5} "
+                f"{trial.batch_size:>6} {self.sequence_length or '-':>7} {peak:>10} {'yes' if trial.fits else 'no':>5} "
                 f"{seconds:>8.2f} {rate:>8}"
             )
         fixed = format_bytes(self.resident_bytes)

@@ -29,7 +29,6 @@ from adaptive_batch.training import (
     Choices,
     Evaluation,
     ProbeOptions,
-    TriedRows,
     WorstRows,
     find_in_step,
 )
@@ -338,7 +337,7 @@ class BoundFinder:
         if evaluates:
             evaluation = Evaluation(partial(self._evaluate, trainer, rows), self._trials[probe.sequence_length])
         keeps_gradients = not self.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1
-        tried = TriedRows(trainer.runner, trainer.in_backward or trainer.optimizer, keeps_gradients=keeps_gradients)
+        tried = trainer.runner.tried(trainer.in_backward or trainer.optimizer, keeps_gradients=keeps_gradients)
         result = BoundSearch(
             tried,
             rows,

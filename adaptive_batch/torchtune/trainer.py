@@ -147,7 +147,7 @@ class Trainer:
         """Let even the first micro-batch be retried that runs out of memory on one of several ranks."""
         shrinks = self._job.settings.on_out_of_memory == "shrink"
         if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:  # which would be for one row more
-            self.runner.learn_collectives()
+            self.runner.learn_from_a_row()
 
     def step(self) -> None:
         """Step and clear the gradients.

@@ -6,7 +6,7 @@ from .bound_search import BoundSearch, ProbeOptions, find_in_step, find_max_batc
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
-from .micro_batch_runner import MicroBatchRunner, RowLoss, TriedRows, count_shifted_labels
+from .micro_batch_runner import MicroBatchRunner, RowLoss, count_shifted_labels
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
@@ -42,7 +42,6 @@ __all__ = [
     "SplitBatch",
     "StepOptions",
     "StepResult",
-    "TriedRows",
     "WorstRows",
     "count_shifted_labels",
     "differences",

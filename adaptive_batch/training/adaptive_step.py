@@ -27,20 +27,20 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import OptimizerInBackward, device_memory, is_out_of_memory
+from adaptive_batch.memory import device_memory
 from adaptive_batch.probe import ProbeResult
 
-from .agreement import Division, Question, agree_on_step
+from .agreement import Division, Question
 from .bound_search import BoundSearch, ProbeOptions, find_in_step
 from .gradients import GradientsApart
 from .model_checks import check_parameters, check_ranks, has_batch_norm, is_compiled, is_replicated
-from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
+from .oom_retry import OutOfMemoryElsewhereError
 from .options import StepOptions
-from .parts import LabelCounter, Part, RowsOfBatch, SplitBatch, Splittable
+from .parts import LabelCounter, Part, RowsOfBatch, SplitBatch, Splittable, length_in_sample
 from .sizing import LimitChange, MicroBatchSizer
-from .snapshot import StepSnapshot
 from .split_check import SplitCheck
-from .trials import WorstRows
+from .step_runner import StepRunner
+from .trials import TriedStep, WorstRows
 
 log = logging.getLogger("adaptive_batch")
 
@@ -48,6 +48,8 @@ REMEDIES = (
     "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less state or a chunked loss, "
     "or allow more memory"
 )
+
+_LENGTHS_REMEDY = "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or micro_batch_size"
 
 
 class AdaptiveStep:
@@ -128,24 +130,20 @@ class AdaptiveStep:
             model, finishes=not is_replicated(model), syncs_every_micro_batch=options.sync_gradients_every_micro_batch
         )
         check_ranks(model, is_sharded=self.sharding.is_sharded)
-        self._retries = options.on_out_of_memory == "shrink"
-        self._retry = OOMRetry(
-            self.sizer, memory=self.memory, sharding=self.sharding, retries=self._retries, remedies=REMEDIES
+        retries = options.on_out_of_memory == "shrink"
+        self.runner = StepRunner(
+            model, self.sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=REMEDIES
         )
-        self._snapshot = StepSnapshot(model, self.memory.device)
         self._check = SplitCheck(
-            model,
-            self._run_trial_part,
+            self.runner,
+            forward_backward,
             self._labels,
             name=getattr(forward_backward, "__name__", type(forward_backward).__name__),
-            memory=self.memory,
-            sharding=self.sharding,
         )
         self.pieces: list[MicroBatch] = []
         self.num_pieces = 0
-        self._is_trial = False
         # A rank can be brought to the end of a micro-batch whose collectives are known.
-        self._learns_collectives = distributed.world_size() > 1 and self._retries and not self._is_compiled
+        self._learns_collectives = distributed.world_size() > 1 and retries and not self._is_compiled
         if has_batch_norm(model):
             log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
         if self.sizer.waits_for_search:
@@ -163,7 +161,7 @@ class AdaptiveStep:
     @property
     def is_trial(self) -> bool:
         """Whether what runs now is a trial or a check of a split, and not training."""
-        return self._is_trial
+        return self.runner.is_trial
 
     @property
     def max_batch_size(self) -> int | None:
@@ -197,82 +195,54 @@ class AdaptiveStep:
             batch_size: rows of the step on the rank that has most, on which the limit may depend.
             question: what this rank says of the step to the others.
         """
-        if self.sharding.is_sharded:
-            # A forward of the script's, as in a validation, leaves parameters gathered.
-            self.sharding.reset()
         self.learn_collectives(rows)
-        divide = partial(self._divide, rows, batch_size)
-        division, _ = agree_on_step(self.sizer, divide, question, fullest=self._retry.current, batch_size=batch_size)
-        if not self._retries:
-            return self._run_parts(rows, division)
-        gradients = GradientsApart(self.model, self.drop_gradients)
-        restore = self._snapshot.take()
+        divide = partial(self._divide, rows)
+        division, _ = self.runner.agree_on(divide, question, batch_size=batch_size)
+        attempt = partial(self._attempt, rows)
+        return self.runner.run_step(attempt, divide, batch_size=batch_size, division=division)
 
-        divisions = [division]
-
-        def attempt(limit: MicroBatchLimit) -> list[Any]:
-            # Where memory has run out there are more parts now.
-            current = divisions.pop() if divisions else self._divide(rows, batch_size).agreed()
-            return self._run_parts(rows, current)
-
-        def undo() -> None:
-            gradients.drop_new()
-            restore()
-
-        try:
-            results = self._retry.run(attempt, batch_size=batch_size, undo=undo, doing="in a step")
-        except BaseException:
-            gradients.put_back()
-            raise
-        gradients.add_up()
-        return results
-
-    def _divide(self, rows: Splittable, batch_size: int) -> Division:
-        limit = self.sizer.limit(batch_size)
+    def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> Division:
         layout = self.sizer.layout
         if rows.knows_lengths or limit.unit == "tokens" or layout.kind == "grouped":
             return Division((micro_batches(_lengths(rows), limit, layout),))
         pieces = micro_batches([1] * rows.num_rows, limit, layout)
         return Division(([MicroBatch(piece.rows, length=0) for piece in pieces],))
 
-    def _run_parts(self, rows: Splittable, division: Division) -> list[Any]:
+    def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
-        (own_pieces,) = division.parts
-        (num_pieces,) = division.counts or (len(own_pieces),)
-        self.pieces = own_pieces
-        self.num_pieces = num_pieces
-        if not num_pieces:
+        assert division.counts is not None
+        (self.pieces,) = division.parts
+        (self.num_pieces,) = division.counts
+        if not self.num_pieces:
             return []
-        parts = self._parts(rows, own_pieces, num_pieces)
-        pieces = [*own_pieces, *[None] * (num_pieces - len(own_pieces))]
+        parts = self._parts(rows, self.pieces, self.num_pieces)
         results = []
 
-        def run(number: int) -> None:
-            part = parts[number]
+        def run(piece: MicroBatch | None, is_last: bool) -> None:
             # The last reference but the function's own, so that its memory is free when the next one runs.
-            parts[number] = None
-            if part is None and distributed.world_size() == 1:
-                return
-            with self.sharding.micro_batch(is_last=number == num_pieces - 1):
-                if part is not None:
-                    results.append(self._forward_backward(part))
-                else:
-                    self._forward_backward(Part(rows.dummy(), 1, share=0.0, is_last=number == num_pieces - 1))
+            part = parts.pop(0)
+            if part is not None:
+                results.append(self._forward_backward(part))
+            elif distributed.world_size() > 1:
+                self._forward_backward(Part(rows.dummy(), 1, share=0.0, is_last=is_last))
 
-        idle = MicroBatch([0], 1)
-        reduced = [False] * (num_pieces - 1) + [True]
-        self._retry.run_in_turn(pieces, run, drop=self.drop_gradients, idle=idle, reduced=reduced)
-        if distributed.any_of_ranks(self._retry.has_failed):
+        self.runner.run_micro_batches(division, run, idle=MicroBatch([0], 1))
+        if distributed.any_of_ranks(self.runner.retry.has_failed):
             raise OutOfMemoryElsewhereError
         return results
 
     def _parts(self, rows: Splittable, pieces: Sequence[MicroBatch], num_pieces: int) -> list[Part | None]:
         """Return the parts with their shares, counted before the first backward; None for one that has no label."""
-        batches = [rows.part(piece.rows) for piece in pieces]
+
+        def make() -> list[Any]:
+            return [rows.part(piece.rows) for piece in pieces]
+
         over_ranks = self._options.count_labels_over == "ranks" and distributed.world_size() > 1
+        # Where this rank has no memory for them, it takes part in what ranks do together as one without rows.
+        batches = self.runner.retry.prepare(make) or []
         if num_pieces == 1 and not over_ranks:
             return [Part(batch, rows.num_rows) for batch in batches] or [None]
-        counts = [self._labels.counts(batch, len(piece.rows)) for batch, piece in zip(batches, pieces, strict=True)]
+        counts = [self._labels.counts(batch, len(piece.rows)) for batch, piece in zip(batches, pieces, strict=False)]
         if num_pieces > 1 and self._check.is_due(counts):
             self._check.check(rows.to_check(), [piece.rows for piece in pieces])
         labels = [count[self._check.way] for count in counts]
@@ -290,45 +260,32 @@ class AdaptiveStep:
                 parts[number] = Part(batch, num_rows, share=count / total, is_last=number == last)
         return parts
 
-    def drop_gradients(self) -> None:
-        """Leave no gradient, so that a step of the optimizer changes nothing."""
-        self.sharding.reset()
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
     def learn_collectives(self, rows: Splittable) -> None:
         """Once, so that even the first micro-batch can fail on one rank and be brought to its end."""
         if not self._learns_collectives:
             return
         self._learns_collectives = False
-        gradients = GradientsApart(self.model, self.drop_gradients)
-        restore = self._snapshot.take()
-        self._retry.current = MicroBatch([0], 1)
-        try:
+
+        def run() -> None:
             for is_last in (False, True):
-                self.try_batch(rows.dummy(), 1, is_last=is_last)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._retry.lost(error, "with a single row") from error
-        gradients.put_back()
-        restore()
+                self.try_part(lambda: (rows.dummy(), 1), is_last=is_last)
+
+        self.runner.learn_collectives(run, MicroBatch([0], 1))
 
     def num_labels(self, batch: Any, num_rows: int) -> int:
         """Return the labels of a batch of so many rows, as a part's share counts them."""
         return self._labels.counts(batch, num_rows)[self._check.way]
 
-    def try_batch(self, batch: Any, num_rows: int, *, is_last: bool = True) -> None:
-        """Run a batch as one part, as a trial, and forget what it returned."""
-        with self.sharding.micro_batch(is_last=is_last):
-            self._run_trial_part(Part(batch, num_rows, is_last=is_last, is_trial=True))
+    def try_part(self, make: Callable[[], tuple[Any, int]], *, is_last: bool = True) -> None:
+        """Run a batch as one part, as a trial, and forget what it returned.
 
-    def _run_trial_part(self, part: Part) -> None:
-        self._is_trial = True
-        try:
-            self._forward_backward(part)
-        finally:
-            self._is_trial = False
+        Args:
+            make: function that makes the batch, which is part of what is tried, and returns it with the number of its rows.
+            is_last: whether gradients are reduced.
+        """
+        with self.runner.trial(is_last=is_last):
+            batch, num_rows = make()
+            self._forward_backward(Part(batch, num_rows, is_last=is_last, is_trial=True))
 
     # --- what fits --------------------------------------------------------------------------------------------------------
 
@@ -363,11 +320,11 @@ class AdaptiveStep:
         options = ProbeOptions(device_memory, headroom, maximum)
         check_parameters(self.model, optimizer)
         self.memory.check_it_can_be_measured()
-        tried = TriedBatch(self, optimizer, split=self._split_batch, accumulates=accumulates)
-        length = 1
-        if self.sizer.limit(1).unit == "tokens":
-            length = max(_lengths(self._split_batch(sample(1))))
-        worst = WorstRows(sample, length, "one row" if length == 1 else f"one row of {length} tokens")
+        length = length_in_sample(sample, self._split_batch, self.memory.device)
+        if self.sizer.limit(1).unit == "tokens" and not length:
+            raise SettingError("micro_batch_tokens", "auto", _LENGTHS_REMEDY)
+        tried = TriedStep(self.runner, optimizer, partial(self._try_sample, beside_gradients=accumulates))
+        worst = WorstRows.of_sample(sample, length)
         results = find_in_step(
             lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
             accumulates=accumulates or self.sizer.splits,
@@ -375,6 +332,29 @@ class AdaptiveStep:
         )
         self.sizer.found(results[-1])
         return results[-1]
+
+    def _try_sample(self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True) -> None:
+        """Run forward and backward of a batch at once, as a trial.
+
+        Args:
+            make_batch: function that makes the batch.
+            beside_gradients: whether the gradients of earlier batches are there.
+            is_last: whether gradients are reduced.
+        """
+
+        def whole() -> tuple[Any, int]:
+            rows = self._split_batch(make_batch())
+            return rows.part(range(rows.num_rows)), rows.num_rows
+
+        if not beside_gradients:
+            self.try_part(whole, is_last=is_last)
+            return
+        gradients = GradientsApart(self.model, self.runner.drop_gradients)
+        if self.sizer.splits:
+            # From its second part on a batch has gradients of its own beside the earlier ones.
+            gradients.fill_new()
+        self.try_part(whole, is_last=is_last)
+        gradients.add_up()
 
     # --- state ------------------------------------------------------------------------------------------------------------
 
@@ -388,75 +368,10 @@ class AdaptiveStep:
         self.sizer.load_state_dict(state["sizer"])
 
 
-class TriedBatch:
-    """The step of a script, as a search tries it.
-
-    Args:
-        step: runs a batch.
-        optimizer: optimizer of the model's parameters.
-        split: function that makes a batch of what trials are given, ready to be split.
-        clip: function that clips the gradients before the optimizer's step.
-        row_length: function that returns the tokens of a row.
-        accumulates: whether the gradients of earlier batches are there.
-        keeps_gradients: whether unsharded gradients are there between the parts of a batch.
-    """
-
-    def __init__(
-        self,
-        step: AdaptiveStep,
-        optimizer: Optimizer,
-        *,
-        split: Callable[[Any], Splittable],
-        clip: Callable[[], object] = lambda: None,
-        row_length: Callable[[Any], int] = lambda row: 1,
-        accumulates: bool = False,
-        keeps_gradients: bool = False,
-    ) -> None:
-        self._step = step
-        self._split = split
-        self._clip = clip
-        self.row_length = row_length
-        self._accumulates = accumulates
-        self.keeps_gradients = keeps_gradients
-        self.optimizer: Optimizer | OptimizerInBackward = optimizer
-        self.remedies = REMEDIES
-        self.model = step.model
-        self.memory = step.memory
-        self.sharding = step.sharding
-        self.sizer = step.sizer
-
-    def try_rows(self, rows: Any, *, is_last: bool = True) -> None:
-        """Run forward and backward of some rows at once."""
-        if not self._accumulates:
-            self._try(rows, is_last=is_last)
-            return
-        gradients = GradientsApart(self.model, self._step.drop_gradients)
-        if self.sizer.splits:
-            # From its second part on a batch has gradients of its own beside the earlier ones.
-            gradients.fill_new()
-        self._try(rows, is_last=is_last)
-        gradients.add_up()
-
-    def _try(self, rows: Any, *, is_last: bool) -> None:
-        batch = self._split(rows)
-        self._step.try_batch(batch.part(range(batch.num_rows)), batch.num_rows, is_last=is_last)
-
-    def step(self) -> None:
-        """Clip the gradients, and step the optimizer."""
-        self._clip()
-        assert isinstance(self.optimizer, Optimizer)
-        self.optimizer.step()
-
-    def keep_gradients(self, rows: Any) -> None:
-        """Leave the unsharded gradients that are there in mid-step."""
-        self.try_rows(rows, is_last=False)
-
-
 def _lengths(rows: Splittable) -> Sequence[int]:
     """Return the tokens of each row; refuse a batch that does not show them."""
     if rows.lengths is None:
-        remedy = "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or micro_batch_size"
-        raise SettingError("micro_batch_tokens", "of a batch", remedy)
+        raise SettingError("micro_batch_tokens", "of a batch", _LENGTHS_REMEDY)
     return rows.lengths
 
 

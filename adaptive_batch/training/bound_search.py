@@ -17,15 +17,13 @@ from torch.optim import Optimizer
 from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_share, check_whole, count, format_bytes
 from adaptive_batch.data import micro_batches
-from adaptive_batch.distributed import Sharding, reshard
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError, SettingError
+from adaptive_batch.distributed import reshard
+from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
     MemoryCurve,
-    OptimizerInBackward,
     RandomState,
     budget_bytes,
     check_device_memory,
-    device_memory,
     optimizer_state_tensors,
     storage_bytes,
 )
@@ -43,7 +41,9 @@ from adaptive_batch.probe import (
 )
 
 from .model_checks import check_parameters, is_compiled
+from .parts import RowsOfBatch, length_in_sample
 from .sizing import MicroBatchSizer
+from .step_runner import StepRunner
 from .throughput_search import Choices, ThroughputSearch
 from .trials import Evaluation, TriedStep, WorstRows
 
@@ -146,7 +146,7 @@ class BoundSearch:
         self._choices = choices
         self._time_limit = time_limit
         self._build_search = build_search or getattr(self, f"_{options.search}")
-        self._memory = tried.memory
+        self._memory = tried.runner.memory
         self._maximum = distributed.minimum(options.maximum)
         self._budget = self.budget_bytes()
         self._dry_run = self._new_dry_run()
@@ -157,7 +157,8 @@ class BoundSearch:
         Raises:
             SettingError: more is asked for than the device has.
         """
-        model, optimizer = self._tried.model, self._tried.optimizer
+        model = self._tried.runner.model
+        optimizer = self._tried.optimizer
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer.optimizers.values()
         resident = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
         available = self._memory.available_bytes(resident)
@@ -173,10 +174,11 @@ class BoundSearch:
         )
 
     def _new_dry_run(self) -> DryRun:
-        tried, stepped = self._tried, self._stepped_rows
-        keeps = partial(tried.keep_gradients, stepped.first(1)) if tried.keeps_gradients else None
+        tried = self._tried
+        stepped = self._stepped_rows
+        keeps = partial(tried.keep_gradients, stepped.first(1)) if tried.keep_gradients else None
         return DryRun(
-            model=tried.model,
+            model=tried.runner.model,
             optimizer=tried.optimizer,
             forward_backward=lambda size: tried.try_rows(stepped.first(size)),
             step=tried.step,
@@ -184,15 +186,21 @@ class BoundSearch:
             memory=self._memory,
             budget_bytes=self._budget,
             row=stepped.name,
-            sharding=tried.sharding,
+            sharding=tried.runner.sharding,
             keep_gradients=keeps,
-            remedies=tried.remedies,
+            remedies=tried.runner.retry.remedies,
             steps=self._varying_steps if self._fragments else None,
         )
 
     @property
     def _stepped_rows(self) -> WorstRows:
         return self._evaluation.trained if self._evaluation else self._rows
+
+    @property
+    def _of_tokens(self) -> str:
+        """How long rows are, in texts."""
+        length = self._rows.length
+        return f" of {count(length, 'token')}" if length else ""
 
     @property
     def _fragments(self) -> bool:
@@ -212,9 +220,9 @@ class BoundSearch:
         random_state = RandomState(self._memory.device)
         budgets = distributed.all_gather(self._budget)
         log.info(
-            "probing %s of %s on %s, up to %s in %s",
+            "probing %s%s on %s, up to %s in %s",
             "evaluating rows" if self._evaluation else "rows",
-            count(self._rows.length, "token"),
+            self._of_tokens,
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
@@ -231,12 +239,12 @@ class BoundSearch:
                     result = replace(result, throughput=fastest)
         finally:
             random_state.restore()
-            if is_compiled(self._tried.model):
+            if is_compiled(self._tried.runner.model):
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
-            raise DoesNotFitError(f"{self._rows.name} does not fit in {budget}; {self._tried.remedies}")
+            raise DoesNotFitError(f"{self._rows.name} does not fit in {budget}; {self._tried.runner.retry.remedies}")
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
         return replace(
@@ -249,7 +257,7 @@ class BoundSearch:
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
         """Try again what an earlier search found; where that no longer fits, or nothing is known, search."""
         known = distributed.from_rank_zero(lambda: self._cache.known(budget))
-        if self._evaluation and not self._tried.sharding.knows(evaluates=True):
+        if self._evaluation and not self._tried.runner.sharding.knows(evaluates=True):
             # From it a rank that fails knows what the others wait for.
             self._run_trial(1)
         if known is not None:
@@ -274,10 +282,9 @@ class BoundSearch:
         return result
 
     def _run_trial(self, size: int) -> Trial:
-        if self._evaluation or self._rows.in_order:
-            # Rows of a dataset are read before anything is measured; a sample is made in its trial.
-            self._rows.first(size)
-        with self._time_limit(f"a trial of {count(size, 'row')} of {count(self._rows.length, 'token')}"):
+        # Rows are read before anything is measured.
+        self._rows.first(size)
+        with self._time_limit(f"a trial of {count(size, 'row')}{self._of_tokens}"):
             if self._evaluation is None:
                 return self._dry_run(size)
             evaluate = self._evaluation.run
@@ -297,18 +304,20 @@ class BoundSearch:
 
     def _varying_steps(self, size: int) -> Iterator[Sequence[Callable[[], None]]]:
         """Yield the micro-batches of steps: the longest, what comes first in training, and the longest again."""
-        tried, layout, in_order = self._tried, self._tried.sizer.layout, self._rows.in_order
+        tried = self._tried
+        sizer = tried.runner.sizer
+        in_order = self._rows.in_order
         assert in_order is not None
         per_step = 2 if self._accumulates else 1
         longest_steps = [partial(tried.try_rows, self._rows.first(size))] * per_step
         yield longest_steps
-        limit = tried.sizer.limit(size)
-        amount = layout.padded_tokens([self._rows.length] * size) if limit.unit == "tokens" else size
+        limit = sizer.limit(size)
+        amount = sizer.layout.padded_tokens([self._rows.length] * size) if limit.unit == "tokens" else size
         limit = replace(limit, amount=amount)
         for step in range(_DRAWN_STEPS):
             drawn = in_order(step * per_step * size, per_step * size)
             lengths = [min(self._rows.length, tried.row_length(row)) for row in drawn]
-            pieces = micro_batches(lengths, limit, layout)
+            pieces = micro_batches(lengths, limit, sizer.layout)
             yield [partial(tried.try_rows, [drawn[row] for row in piece.rows]) for piece in pieces]
         yield longest_steps
 
@@ -357,35 +366,6 @@ def find_in_step(
     return [first, find(True)]
 
 
-class _FunctionStep:
-    """The step of a script, given as its parts: a function that runs a batch, and an optimizer."""
-
-    keeps_gradients = False
-    remedies = MEMORY_REMEDIES
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, forward_backward: Callable[[Any], object]) -> None:
-        self.model = model
-        self.optimizer: Optimizer | OptimizerInBackward = optimizer
-        self.memory = device_memory(next(model.parameters()).device, shared_by=distributed.local_world_size())
-        self.sharding = Sharding(model)
-        self.sizer = MicroBatchSizer()
-        self._forward_backward = forward_backward
-
-    def try_rows(self, rows: Any, *, is_last: bool = True) -> None:
-        with self.sharding.micro_batch(is_last=is_last):
-            self._forward_backward(rows)
-
-    def step(self) -> None:
-        assert isinstance(self.optimizer, Optimizer)
-        self.optimizer.step()
-
-    def keep_gradients(self, rows: Any) -> None:
-        raise AssertionError("no gradients are kept")
-
-    def row_length(self, row: Any) -> int:
-        return 1
-
-
 def find_max_batch_size(
     model: nn.Module,
     optimizer: Optimizer,
@@ -429,7 +409,13 @@ def find_max_batch_size(
         if not callable(function):
             raise SettingError(key, function, "give a function")
     reshard(model)
-    tried = _FunctionStep(model, optimizer, forward_backward)
-    tried.memory.check_it_can_be_measured()
-    rows = WorstRows(sample, 1, "one row")
+    runner = StepRunner(model, MicroBatchSizer())
+    runner.memory.check_it_can_be_measured()
+
+    def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
+        with runner.trial(is_last=is_last):
+            forward_backward(make_batch())
+
+    tried = TriedStep(runner, optimizer, try_sample)
+    rows = WorstRows.of_sample(sample, length_in_sample(sample, RowsOfBatch, runner.memory.device))
     return BoundSearch(tried, rows, options, accumulates=accumulates).run()

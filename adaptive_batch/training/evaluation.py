@@ -35,7 +35,7 @@ class Evaluator:
         self._runner = runner
         self._loss = loss
         self._sizer = sizer
-        self._retry = OOMRetry(sizer, memory=runner.retry.memory, sharding=runner.sharding, is_of_training=False)
+        self._retry = OOMRetry(sizer, memory=runner.memory, sharding=runner.sharding, is_of_training=False)
 
     @property
     def limit(self) -> MicroBatchLimit:

@@ -169,7 +169,7 @@ class AdaptiveLoop:
             scale_with_batch=options.scale_with_batch,
         )
         self._nonfinite = NonfiniteSteps(
-            options.on_nonfinite_loss, drop_gradients=self._step.step.drop_gradients, event=_log_event
+            options.on_nonfinite_loss, drop_gradients=self._step.step.runner.drop_gradients, event=_log_event
         )
         self._reader = RowReader(rows)
         self._built_with = {

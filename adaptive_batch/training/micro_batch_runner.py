@@ -18,18 +18,17 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
-from adaptive_batch.distributed import Sharding
-from adaptive_batch.errors import MEMORY_REMEDIES
-from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, is_out_of_memory
+from adaptive_batch.memory import OptimizerInBackward
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
-from .agreement import Division, Question, agree_on_step
+from .agreement import Division, Question
 from .clipping import clip_gradients
-from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
+from .oom_retry import OutOfMemoryElsewhereError
 from .packing import rows_apart, why_not_packed
 from .sizing import MicroBatchSizer
-from .snapshot import StepSnapshot
 from .step_result import StepResult
+from .step_runner import StepRunner
+from .trials import TriedStep
 
 Row = Any
 Batch = dict[str, Any]
@@ -66,23 +65,17 @@ def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
     return count
 
 
-class MicroBatchRunner:
+class MicroBatchRunner(StepRunner):
     """Forward and backward of the rows of one step, in as many micro-batches as the sizer asks for.
 
     Args:
         model: model whose gradients are summed; they must be clear when :meth:`run` begins.
         loss: loss of its rows.
         sizer: decides what one micro-batch may hold.
-        memory: memory of the device.
-        retries: whether a step is run again that ran out of memory.
-        remedies: end of the sentence that one row does not fit.
         max_grad_norm: norm that all gradients are clipped to; infinity measures it, None does neither.
         scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as it comes.
         measures_noise: whether steps may sample the gradient's noise.
-        sharding: FSDP modules of the model; None for those that it has.
-
-    Attributes:
-        is_trial: whether what runs now is a trial, and not training.
+        options: see :class:`StepRunner`.
     """
 
     def __init__(
@@ -91,32 +84,19 @@ class MicroBatchRunner:
         loss: RowLoss,
         sizer: MicroBatchSizer,
         *,
-        memory: DeviceMemory,
-        retries: bool = True,
-        remedies: str = MEMORY_REMEDIES,
         max_grad_norm: float | None = None,
         scale_gradients: bool = True,
         measures_noise: bool = False,
-        sharding: Sharding | None = None,
+        **options: Any,
     ) -> None:
         assert scale_gradients or not measures_noise, "there are no gradients to measure with the optimizer in backward"
-        self.model = model
+        super().__init__(model, sizer, **options)
         self.loss = loss
-        self.sizer = sizer
-        self.sharding = sharding or Sharding(model)
-        self.retry = OOMRetry(sizer, memory=memory, sharding=self.sharding, retries=retries, remedies=remedies)
-        self.is_trial = False
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
         self._measures_noise = measures_noise
-        self._device = memory.device
-        self._snapshot = StepSnapshot(model, memory.device)
 
-    def divide(self, rows: Sequence[Row], batch_size: int, *, small_rows: tuple[int, ...] | None = None) -> Division:
-        """Divide a step into micro-batches as they may be now; for the arguments see :meth:`run`."""
-        return self._divide(rows, self.sizer.limit(batch_size), small_rows)
-
-    def _divide(self, rows: Sequence[Row], limit: MicroBatchLimit, small_rows: tuple[int, ...] | None) -> Division:
+    def _divide(self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit) -> Division:
         if _copies_of_each_row() > 1:
             small_rows = None
         lengths = list(map(self.loss.row_length, rows))
@@ -131,8 +111,7 @@ class MicroBatchRunner:
         small_rows: tuple[int, ...] | None = None,
     ) -> tuple[Division, bool]:
         """Agree with all ranks on a step before it runs, see :func:`agree_on_step`; for the arguments see :meth:`run`."""
-        divide = partial(self.divide, rows, batch_size, small_rows=small_rows)
-        return agree_on_step(self.sizer, divide, question, fullest=self.retry.current, batch_size=batch_size)
+        return self.agree_on(partial(self._divide, rows, small_rows), question, batch_size=batch_size)
 
     def run(
         self,
@@ -149,71 +128,55 @@ class MicroBatchRunner:
             batch_size: rows of a step on one device, on which the limit may depend.
             small_rows: positions of the rows that noise is sampled with, and which run before the others; where
                 micro-batches keep the order of rows, the first micro-batch is these. None samples none.
-            division: division that ranks have agreed upon, as :meth:`divide` returned it; None lets them agree here.
+            division: division that ranks have agreed upon, see :meth:`agree`; None lets them agree here.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
         assert small_rows is None or self._measures_noise
+        divide = partial(self._divide, rows, small_rows)
+        return self.run_step(partial(self._attempt, rows), divide, batch_size=batch_size, division=division)
 
-        def attempt(limit: MicroBatchLimit) -> StepResult:
-            nonlocal division
-            current = division or self._divide(rows, limit, small_rows)
-            division = None  # with a smaller limit there are more micro-batches
-            return self._attempt(rows, current)
-
-        undo = self._take_snapshot()
-        return self.retry.run(attempt, batch_size=batch_size, undo=undo, doing="in a step")
-
-    def _take_snapshot(self) -> Callable[[], None]:
-        restore = self._snapshot.take()
-
-        def undo() -> None:
-            self.drop_gradients()
-            restore()
-
-        return undo
-
-    def learn_collectives(self) -> None:
-        """With several ranks, run a micro-batch of one row and undo it, so that one that fails can be brought to its end.
-
-        All ranks call it before training, where no trial has done so. Gradients must be clear.
+    def learn_from_a_row(self) -> None:
+        """Let even the first micro-batch be brought to its end; all of several ranks call it, where no trial has run.
 
         Raises:
             RankLostError: out of memory.
         """
         assert self._scale_gradients
-        undo = self._take_snapshot()
         row = self._dummy_row()
-        self.retry.current = MicroBatch([0], self.loss.row_length(row))
-        try:
+
+        def run() -> None:
             for is_last in (False, True):
                 self.try_rows([row], is_last=is_last)
             self.evaluate([row], is_trial=True)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self.retry.lost(error, "with a single row") from error
-        undo()
+
+        self.learn_collectives(run, MicroBatch([0], self.loss.row_length(row)))
 
     def try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
         """Run one micro-batch as :meth:`run` does, whether it has labels or not, and forget what it computed."""
-        self.is_trial = True
-        try:
-            # The batch is there until the micro-batch has ended, as in training.
-            with self.sharding.micro_batch(is_last=is_last), self._collated(rows, self.loss) as batch:
-                mean, count = self._loss_and_labels(batch)
-                token_loss = mean * count
-                (token_loss if self._scale_gradients else mean).backward()  # type: ignore[no-untyped-call]
-        finally:
-            self.is_trial = False
+        # The batch is there until the micro-batch has ended, as in training.
+        with self.trial(is_last=is_last), self._collated(rows, self.loss) as batch:
+            mean, count = self._loss_and_labels(batch)
+            token_loss = mean * count
+            (token_loss if self._scale_gradients else mean).backward()  # type: ignore[no-untyped-call]
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
         """Leave what is there in mid-step: unsharded gradients and, where noise is measured, the first micro-batch's reduced ones."""
         if self._measures_noise:
             self.try_rows(rows)
         self.try_rows(rows, is_last=False)
+
+    def tried(self, optimizer: Optimizer | OptimizerInBackward, *, keeps_gradients: bool = False) -> TriedStep:
+        """Return the step that a search tries.
+
+        Args:
+            optimizer: optimizer of the model's parameters, or the optimizers in backward.
+            keeps_gradients: whether unsharded gradients are there between the micro-batches of a step.
+        """
+        keep_gradients = self.keep_gradients if keeps_gradients else None
+        return TriedStep(self, optimizer, self.try_rows, self.clip, self.loss.row_length, keep_gradients)
 
     def evaluate(
         self, rows: Sequence[Row], *, loss: RowLoss | None = None, length: int = 0, is_trial: bool = False
@@ -231,13 +194,10 @@ class MicroBatchRunner:
         with self._collated(rows, loss or self.loss, length) as batch:
             if not is_trial and distributed.world_size() == 1 and not self.loss.count_labels(batch):
                 return 0.0, 0
-            self.is_trial = is_trial
-            try:
-                with torch.no_grad(), self.sharding.micro_batch(evaluates=True):
-                    mean, count = self._loss_and_labels(batch)
-                    return (mean * count).item() if count else 0.0, int(count)
-            finally:
-                self.is_trial = False
+            running = self.trial if is_trial else self.sharding.micro_batch
+            with torch.no_grad(), running(evaluates=True):
+                mean, count = self._loss_and_labels(batch)
+                return (mean * count).item() if count else 0.0, int(count)
 
     @contextmanager
     def _collated(self, rows: Sequence[Row], loss: RowLoss, length: int = 0) -> Iterator[Batch]:
@@ -270,43 +230,35 @@ class MicroBatchRunner:
 
     def _attempt(self, rows: Sequence[Row], division: Division) -> StepResult:
         """Run the micro-batches of a step; where a rank fails, all of them come to the end of it."""
-        if distributed.world_size() > 1:
-            # A forward of the user's, as in a validation, leaves parameters gathered.
-            self.sharding.reset()
-        counts = division.agreed().counts or ()
-        pieces: list[MicroBatch | None] = []
-        for part, number in zip(division.parts, counts, strict=True):
-            assert len(part) <= number, f"{len(part)} micro-batches on this rank, and {number} were agreed upon"
-            pieces += [*part, *[None] * (number - len(part))]
-        pieces = pieces or [None]
-        assert self._scale_gradients or len(pieces) == 1, "with the optimizer in backward a step is one micro-batch"
-        sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self._device)
-        num_small = counts[0] if len(counts) > 1 and all(counts) else 0
-        # What is measured has to be reduced by then.
-        reduced = [number in (num_small, len(pieces)) for number in range(1, len(pieces) + 1)]
+        counts = division.counts or ()
+        assert self._scale_gradients or sum(counts) == 1, "with the optimizer in backward a step is one micro-batch"
+        sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self.memory.device)
+        small_pieces, *other_pieces = division.parts
+        measures = bool(other_pieces) and all(counts)
 
-        def run(number: int) -> None:
-            self._run_piece(rows, pieces[number], sums, is_last=reduced[number])
-            if number + 1 == num_small:
-                small_rows = sum(len(small.rows) for small in division.parts[0])
-                sums.small = _Small(small_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches)
+        def run(piece: MicroBatch | None, is_last: bool) -> None:
+            self._run_piece(rows, piece, sums)
+            if measures and is_last and sums.small is None:
+                # The gradients so far are those of the small batch, and reduced.
+                num_rows = sum(len(small.rows) for small in small_pieces)
+                sums.small = _Small(num_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches)
 
-        idle = MicroBatch([], 0) if rows else self._dummy_micro_batch()
-        self.retry.run_in_turn(pieces, run, drop=self.drop_gradients, idle=idle, reduced=reduced)
-        return self._finish(sums, len(pieces))
+        idle = MicroBatch([], 0) if rows else MicroBatch([0], self.loss.row_length(self._dummy_row()))
+        self.run_micro_batches(division, run, idle=idle)
+        return self._finish(sums, sum(counts))
 
-    def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums, *, is_last: bool) -> None:
+    def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums) -> None:
         """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is None or has no label."""
-        with self.sharding.micro_batch(is_last=is_last):
-            if piece is not None:
-                with self._collated([rows[i] for i in piece.rows], self.loss, piece.length) as batch:
-                    sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
-                    if labels := self.loss.count_labels(batch):
-                        self._backward(batch, labels, sums)
-                        return
-            if distributed.world_size() > 1:  # its mean would be 0/0, and 0 times that is no zero
-                with self._collated([self._dummy_row()], self.loss) as batch:
-                    self._backward(batch, None, sums)
+        if piece is not None:
+            with self._collated([rows[i] for i in piece.rows], self.loss, piece.length) as batch:
+                sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
+                if labels := self.loss.count_labels(batch):
+                    self._backward(batch, labels, sums)
+                    return
+        if distributed.world_size() > 1:
+            # Its mean would be 0/0, and 0 times that is no zero.
+            with self._collated([self._dummy_row()], self.loss) as batch:
+                self._backward(batch, None, sums)
 
     def _backward(self, batch: Batch, labels: torch.Tensor | None, sums: _Sums) -> None:
         """Add the gradients of a batch of so many labels; None for one of weight 0."""
@@ -358,7 +310,7 @@ class MicroBatchRunner:
         is_part = 0 < micro_batches < sums.micro_batches  # on one rank, which waits for nothing
         if ranks > 1:
             mine = (rows, labels, squared, whole)
-            total = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=self._device) for one in mine])
+            total = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=self.memory.device) for one in mine])
             distributed.all_reduce_sum(total)
             rows, labels, squared, whole = total
             is_part = bool(0 < labels < sums.label_tokens)
@@ -376,9 +328,6 @@ class MicroBatchRunner:
         assert self.loss.dummy_row is not None, "several ranks need a dummy row"
         return self.loss.dummy_row()
 
-    def _dummy_micro_batch(self) -> MicroBatch:
-        return MicroBatch([0], self.loss.row_length(self._dummy_row()))
-
     def _squared_norm(self) -> torch.Tensor:
         """Return the squared norm of what this rank holds of the gradients."""
         held = list(map(self.sharding.of_this_rank, self._gradients()))
@@ -391,52 +340,6 @@ class MicroBatchRunner:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad *= scale.to(parameter.grad.device)  # which is the host's where parameters are offloaded
-
-    def drop_gradients(self) -> None:
-        """Leave no gradient, so that a step of the optimizer changes nothing."""
-        self.sharding.reset()
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
-
-class TriedRows:
-    """The step of a runner, as a search tries it.
-
-    Args:
-        runner: runs the micro-batches of training.
-        optimizer: optimizer of its model's parameters, or the optimizers in backward.
-        keeps_gradients: whether unsharded gradients are there between the micro-batches of a step.
-    """
-
-    def __init__(
-        self, runner: MicroBatchRunner, optimizer: Optimizer | OptimizerInBackward, *, keeps_gradients: bool = False
-    ) -> None:
-        self._runner = runner
-        self.optimizer = optimizer
-        self.keeps_gradients = keeps_gradients
-        self.model = runner.model
-        self.memory = runner.retry.memory
-        self.sharding = runner.sharding
-        self.sizer = runner.sizer
-        self.remedies = runner.retry.remedies
-
-    def try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        """Run forward and backward of some rows at once."""
-        self._runner.try_rows(rows, is_last=is_last)
-
-    def step(self) -> None:
-        """Clip the gradients as configured, and step the optimizer."""
-        self._runner.clip()
-        assert isinstance(self.optimizer, Optimizer)
-        self.optimizer.step()
-
-    def keep_gradients(self, rows: Sequence[Row]) -> None:
-        """Leave the unsharded gradients that are there in mid-step."""
-        self._runner.keep_gradients(rows)
-
-    def row_length(self, row: Row) -> int:
-        """Return the tokens of a row."""
-        return self._runner.loss.row_length(row)
 
 
 def _split(

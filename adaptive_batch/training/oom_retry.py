@@ -127,6 +127,21 @@ class OOMRetry:
                 raise self.lost(error, "as an attempt was undone") from error
             self._shrink()
 
+    def prepare(self, make: Callable[[], Result]) -> Result | None:
+        """Return what a function makes before the first micro-batch runs; None where it ran out of memory.
+
+        Other ranks learn of that as of a micro-batch: :meth:`run_in_turn` runs only the collectives then.
+        """
+        try:
+            return make()
+        except Exception as error:
+            if not (self._retries and self._sharding.can_skip and is_out_of_memory(error)):
+                raise
+            self._error = _message(error)
+        # Outside of the except block, which keeps what was made alive.
+        recover(self.memory)
+        return None
+
     def run_in_turn(
         self,
         pieces: Sequence[MicroBatch | None],

@@ -12,6 +12,7 @@ import torch
 
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import RandomState
 
 _SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
@@ -203,6 +204,18 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return type(mapping)(items)  # type: ignore[call-arg]  # Mapping itself takes nothing
     except TypeError:
         return items
+
+
+def length_in_sample(sample: Callable[[int], Any], split: Callable[[Any], Splittable], device: torch.device) -> int:
+    """Return the tokens of the longest row of a sample of one, and leave random numbers as they were; 0 where nothing shows them."""
+    random_state = RandomState(device)
+    try:
+        lengths = split(sample(1)).lengths
+    except SettingError:
+        # A batch without a tensor can be tried, if not split.
+        lengths = None
+    random_state.restore()
+    return max(lengths or [0])
 
 
 class LabelCounter:

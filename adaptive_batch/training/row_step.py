@@ -19,7 +19,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
 
-from .adaptive_step import AdaptiveStep, TriedBatch
+from .adaptive_step import AdaptiveStep
 from .agreement import Question
 from .bound_search import BoundSearch, ProbeOptions, find_in_step
 from .clipping import clip_gradients
@@ -30,7 +30,7 @@ from .packing import pack_rows, packed_lengths, rows_apart, why_not_packed
 from .parts import Part, RowsOfBatch, Splittable
 from .step_result import StepResult
 from .throughput_search import Choices
-from .trials import WorstRows
+from .trials import TriedStep, WorstRows
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
@@ -184,7 +184,7 @@ class RowStep:
             num_labels, num_tokens, padded_tokens = map(int, counts)
             num_parts = self.step.num_pieces if num_labels else 0
             if not num_labels:
-                self.step.drop_gradients()
+                self.step.runner.drop_gradients()
         return StepResult(
             loss=loss,
             label_tokens=torch.tensor(num_labels),
@@ -247,13 +247,13 @@ class RowStep:
             return [dataset[row] for row in numbers[places].tolist()]
 
         worst = WorstRows(dataset.longest, dataset.length(longest), dataset.describe(longest), in_order)
-        tried = TriedBatch(
-            self.step,
+        tried = TriedStep(
+            self.step.runner,
             optimizer,
-            split=partial(_RowsOfStep, self),
-            clip=self.clip,
+            self._try_rows,
+            self.clip,
             row_length=dataset.length,
-            keeps_gradients=self._keeps_gradients,
+            keep_gradients=partial(self._try_rows, is_last=False) if self._keeps_gradients else None,
         )
 
         def find(accumulates: bool) -> ProbeResult:
@@ -269,6 +269,9 @@ class RowStep:
         self.sizer.found(results[-1])
         self.bound_accumulates = splits or len(results) > 1
         return results[-1]
+
+    def _try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
+        self.step.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
 
     def _rows_of_tokens(self, tokens: int) -> int:
         return max(1, int(tokens / self.dataset.lengths.double().mean()))

@@ -400,7 +400,7 @@ class MicroBatchSizer:
     Attributes:
         layout: layout of micro-batches.
         max_batch_size: the most rows that were tried and fit; None where none were sought.
-        tried_length: tokens of the longest row that was tried; 0 where none was.
+        tried_length: tokens of the longest row that was tried, 1 where they are not known; 0 where none was.
         throughput: what is fastest, which ``auto`` takes; None for as much as fits.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
         must_ease: whether this rank's allocator only just had room, so that the limit is due to
@@ -503,7 +503,7 @@ class MicroBatchSizer:
         if max_batch_size != self.max_batch_size:
             self._lowered.forget()
         self.max_batch_size = max_batch_size
-        self.tried_length = result.sequence_length
+        self.tried_length = max(1, result.sequence_length)
         if self.throughput is not None:
             # It may have been found where more fits.
             limit = self.throughput.limit

@@ -6,23 +6,23 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch
-from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
+from adaptive_batch.memory import is_out_of_memory, recover
 
 from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry
 from .parts import LabelCounter, Part, Splittable
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
+from .step_runner import StepRunner
 
 log = logging.getLogger("adaptive_batch")
 
@@ -71,32 +71,22 @@ class SplitCheck:
     All ranks call it alike, and decide alike.
 
     Args:
-        model: model that `run` calls.
-        run: function that runs a part, see :class:`.AdaptiveStep`; what it returns does not count.
+        runner: runs the parts of a batch.
+        forward_backward: function that runs a part, see :class:`.AdaptiveStep`; what it returns does not count.
         labels: counts the labels of a part, perhaps in several ways.
-        name: name of the user's function in errors.
-        memory: memory of the model's device.
-        sharding: FSDP modules of the model.
+        name: name of the function in errors.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        run: Callable[[Part], object],
-        labels: LabelCounter,
-        *,
-        name: str,
-        memory: DeviceMemory,
-        sharding: Sharding,
+        self, runner: StepRunner, forward_backward: Callable[[Part], object], labels: LabelCounter, *, name: str
     ) -> None:
-        self._model = model
-        self._run = run
+        self._runner = runner
+        self._forward_backward = forward_backward
         self._labels = labels
         self._name = name
-        self._memory = memory
-        self._sharding = sharding
-        self._retry = OOMRetry(MicroBatchSizer(), memory=memory, sharding=sharding, is_of_training=False)
-        self._snapshot = StepSnapshot(model, memory.device)
+        self._sharding = runner.sharding
+        self._retry = OOMRetry(MicroBatchSizer(), memory=runner.memory, sharding=runner.sharding, is_of_training=False)
+        self._snapshot = StepSnapshot(runner.model, runner.memory.device)
         self._epsilon = torch.finfo(torch.float32).eps
         self._loss_epsilon = 0.0
         # By the way of counting labels, summed over the batches that were checked.
@@ -140,7 +130,7 @@ class SplitCheck:
             self._retry.current = MicroBatch([0], 1)
             try:
                 with self._evaluating():
-                    self._loss(rows.dummy(), 1)
+                    self._loss(rows.dummy, 1)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -164,8 +154,10 @@ class SplitCheck:
         def run(number: int) -> None:
             # A rank that has fewer pieces runs one that does not count.
             piece = pieces[number] if number < len(pieces) else None
-            batch = rows.dummy() if piece is None else rows.part(piece)
-            losses.append(self._loss(batch, 1 if piece is None else len(piece)))
+            if piece is None:
+                losses.append(self._loss(rows.dummy, 1))
+            else:
+                losses.append(self._loss(partial(rows.part, piece), len(piece)))
 
         num_pieces = distributed.maximum(len(pieces))
         largest = MicroBatch(list(pieces[0]) if pieces else [], 0)
@@ -184,7 +176,7 @@ class SplitCheck:
         restore()
         if has_failed:
             # Outside of the except block, which keeps the failed forward's tensors alive.
-            recover(self._memory)
+            recover(self._runner.memory)
         if distributed.any_of_ranks(has_failed or self._retry.has_failed):
             self._retry.forget_failure()
             return None
@@ -192,14 +184,14 @@ class SplitCheck:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        with evaluation_mode(self._model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with evaluation_mode(self._runner.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
 
-    def _loss(self, batch: Any, num_rows: int) -> float | None:
-        """Return the loss that `run` calls backward on; None where no backward is seen."""
-        with self._sharding.micro_batch(evaluates=True), _BackwardCatcher() as catcher:
+    def _loss(self, make_batch: Callable[[], Any], num_rows: int) -> float | None:
+        """Return the loss that the function calls backward on; None where no backward is seen."""
+        with self._runner.trial(evaluates=True), _BackwardCatcher() as catcher:
             try:
-                self._run(Part(batch, num_rows, is_trial=True))
+                self._forward_backward(Part(make_batch(), num_rows, is_trial=True))
             except RuntimeError as error:
                 # torch.autograd.backward and .grad are not caught, and have no graph here.
                 if "does not require grad" not in str(error):

@@ -51,7 +51,7 @@ class ThroughputSearch:
         self._choices = choices
         self._worst = worst
         self._in_order = worst.in_order
-        self._layout = tried.sizer.layout
+        self._layout = tried.runner.sizer.layout
 
     def __call__(self, bound: int, *, seconds: float) -> Throughput | None:
         """Find it, among what holds no more than `bound` of the longest rows, in about so many seconds; None where nothing else fits."""
@@ -88,7 +88,7 @@ class ThroughputSearch:
             if (fastest := search()) is None:
                 return None
             of_longest = fastest.limit.amount // (1 if fastest.limit.unit == "rows" else longest)
-            with self._tried.sizer.trying(before.of_kind(fastest.kind, time=fastest.time)):
+            with self._tried.runner.sizer.trying(before.of_kind(fastest.kind, time=fastest.time)):
                 trial = self._dry_run(of_longest)
             if trial.fits:
                 return fastest.with_peak(trial.peak_bytes)
@@ -103,7 +103,7 @@ class ThroughputSearch:
                 if (before := taken[number]) is None:
                     continue
                 last = len(of_layout)
-                with self._tried.sizer.trying(layout):
+                with self._tried.runner.sizer.trying(layout):
                     seconds = self._dry_run.time(
                         [
                             partial(self._tried.try_rows, [sample[row] for row in piece.rows], is_last=place == last)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batch.distributed import Sharding
-from adaptive_batch.memory import DeviceMemory, OptimizerInBackward
+from adaptive_batch._util import count
+from adaptive_batch.memory import OptimizerInBackward
 
-from .sizing import MicroBatchSizer
+from .step_runner import StepRunner
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class WorstRows:
 
     Attributes:
         first: function that returns that many of them, longest first, in the form that a trial takes.
-        length: tokens of the longest.
+        length: tokens of the longest; 0 where they are not known.
         name: name of a single one in errors.
         in_order: function that returns rows in the order in which training takes them: any number from any position on;
             None where there is no order.
@@ -31,6 +31,17 @@ class WorstRows:
     length: int
     name: str
     in_order: Callable[[int, int], list[Any]] | None = None
+
+    @classmethod
+    def of_sample(cls, sample: Callable[[int], Any], length: int) -> WorstRows:
+        """Return the rows of a function that makes a batch of that many, as each trial makes its own.
+
+        Args:
+            sample: the function.
+            length: tokens of the longest row; 0 where nothing shows them.
+        """
+        name = f"one row of {count(length, 'token')}" if length else "one row"
+        return cls(lambda size: partial(sample, size), length, name)
 
 
 @dataclass(frozen=True)
@@ -46,34 +57,30 @@ class Evaluation:
     trained: WorstRows
 
 
-class TriedStep(Protocol):
-    """The step of training that trials run, through the code that training runs."""
+@dataclass(frozen=True)
+class TriedStep:
+    """The step of training that trials run, through the code that training runs.
 
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def optimizer(self) -> Optimizer | OptimizerInBackward: ...
-    @property
-    def memory(self) -> DeviceMemory: ...
-    @property
-    def sharding(self) -> Sharding: ...
-    @property
-    def sizer(self) -> MicroBatchSizer: ...
-    @property
-    def remedies(self) -> str: ...
+    Attributes:
+        runner: runs its micro-batches.
+        optimizer: optimizer of the model's parameters, or the optimizers in backward.
+        try_rows: function that runs forward and backward of some rows at once, in the form of :class:`WorstRows`;
+            ``is_last=False`` where gradients are not reduced.
+        clip: function that clips the gradients before the optimizer's step.
+        row_length: function that returns the tokens of a row.
+        keep_gradients: function that leaves the unsharded gradients which are there between the micro-batches of a step;
+            None where there are none.
+    """
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether unsharded gradients are there between the micro-batches of a step."""
-
-    def try_rows(self, rows: Any, *, is_last: bool = True) -> None:
-        """Run forward and backward of some rows at once."""
+    runner: StepRunner
+    optimizer: Optimizer | OptimizerInBackward
+    try_rows: Callable[..., None]
+    clip: Callable[[], object] = lambda: None
+    row_length: Callable[[Any], int] = lambda row: 1
+    keep_gradients: Callable[[Any], object] | None = None
 
     def step(self) -> None:
-        """Clip the gradients as configured, and step the optimizer."""
-
-    def keep_gradients(self, rows: Any) -> object:
-        """Leave the unsharded gradients that are there in mid-step."""
-
-    def row_length(self, row: Any) -> int:
-        """Return the tokens of a row."""
+        """Clip the gradients, and step the optimizer."""
+        self.clip()
+        assert isinstance(self.optimizer, Optimizer)
+        self.optimizer.step()

@@ -71,7 +71,7 @@ def collectives_of_a_step(model: Any, runner: MicroBatchRunner) -> int:
 def collectives_around(model: Any, between: str) -> tuple[int, int]:
     """Of a step before and after another forward."""
     accumulates = runner_of(model, MicroBatchLimit(8))
-    accumulates.learn_collectives()
+    accumulates.learn_from_a_row()
     before = collectives_of_a_step(model, accumulates)
     if between == "a validation":
         model.eval()

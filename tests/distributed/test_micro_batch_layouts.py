@@ -172,7 +172,7 @@ def everything_fails() -> list[tuple[float, int]]:
 
         run = runner_of(model, limit, mean_loss=loss, layout=MicroBatchLayout(kind="packed"))
         run.loss = replace(run.loss, pack=partial(pack_rows, ignore_index=IGNORED))
-        run.learn_collectives()
+        run.learn_from_a_row()
         rows = make_rows([3 + (5 * number) % 13 for number in range(16)])
         expected, *_ = by_hand(reference, rows)
         result = run.run(rows[rank::world_size])

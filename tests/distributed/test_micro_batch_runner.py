@@ -90,13 +90,13 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
     divided(model, reshard_after_forward=way.reshards)
     how: dict[str, Any] = {"limit": CAPACITIES[way.unit], "syncs_every_micro_batch": way.syncs_every_micro_batch}
     free = runner_of(model, **how)
-    most = max(1, *(free.divide(mine, 0).own_counts[0] for mine in dealt))
+    most = max(1, *(free.division(mine).own_counts[0] for mine in dealt))
     expected, loss, label_tokens = by_hand(reference, rows)
     norm = norm_of(expected)
     found: dict[str, Any] = {}
     for name, limit in (("gradients", None), ("clipped", 0.3 * norm + 1e-9)):
         run = free if limit is None else runner_of(model, max_grad_norm=limit, sharding=free.sharding, **how)
-        known = replace(run.divide(dealt[rank], 0), counts=(most,))
+        known = replace(run.division(dealt[rank]), counts=(most,))
         result = run.run(dealt[rank], division=None if asks or world_size == 1 else known)
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         found[name] = relative_error(whole_gradients(model), {k: v * scale for k, v in expected.items()})

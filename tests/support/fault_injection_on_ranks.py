@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from support.ranks import end_of_ranks
+from support.runners import SmallRunner
 from support.sharded_model import (
     Decoder,
     Row,
@@ -39,7 +40,7 @@ from adaptive_batch.errors import RankLostError
 from adaptive_batch.memory import RandomState, TensorSnapshot, optimizer_state_tensors
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import DryRun
-from adaptive_batch.training import MicroBatchRunner, StepResult
+from adaptive_batch.training import StepResult
 
 RANKS = 2
 START = MicroBatchLimit(2)
@@ -134,7 +135,7 @@ class RunsOut(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Runner(MicroBatchRunner):
+class _Runner(SmallRunner):
     """Says what it is doing around the micro-batches."""
 
     doing = "before"

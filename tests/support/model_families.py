@@ -22,7 +22,7 @@ from adaptive_batch.data import Measured
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer, estimate_devices
-from adaptive_batch.training import BoundSearch, ProbeOptions, TriedRows
+from adaptive_batch.training import BoundSearch, ProbeOptions
 
 _NARROW = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "intermediate_dim": 160, "max_seq_len": 256}
 _GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}
@@ -222,7 +222,7 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
     """Search the longest rows as the recipes do, by a search that no configuration names."""
     finder = BoundFinder(run.job, run.data)
     probe, trainer = run.job.settings.probe, run.trainer
-    tried = TriedRows(trainer.runner, trainer.in_backward or trainer.optimizer)
+    tried = trainer.runner.tried(trainer.in_backward or trainer.optimizer)
     options = ProbeOptions(probe.device_memory, probe.headroom, finder.most_rows)
     return BoundSearch(
         tried,

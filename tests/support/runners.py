@@ -19,6 +19,7 @@ from adaptive_batch.training import (
     StepResult,
     count_shifted_labels,
 )
+from adaptive_batch.training.agreement import Division
 
 IGNORED = -100
 
@@ -58,6 +59,10 @@ class SmallRunner(MicroBatchRunner):
             options.setdefault("small_rows", (0,))
         return super().run(rows, batch_size, **options)
 
+    def division(self, rows: Sequence[Any], small_rows: tuple[int, ...] | None = None) -> Division:
+        """Return how rows are divided."""
+        return self._divide(rows, small_rows, self.sizer.limit())
+
 
 def build_runner(
     model: nn.Module,
@@ -71,6 +76,7 @@ def build_runner(
     memory: DeviceMemory | None = None,
     layout: MicroBatchLayout | None = None,
     pad_id: int = 0,
+    kind: type[SmallRunner] = SmallRunner,
     **options: Any,
 ) -> SmallRunner:
     """Return a runner whose limit is at ``sizer.current``."""
@@ -87,4 +93,4 @@ def build_runner(
     loss = RowLoss(collate_to, to_device, mean_loss, count_labels, length, length, dummy_row)
     memory = memory or device_memory(next(model.parameters()).device)
     sizer = HeldSizer(limit, layout=layout, memory=memory, on_change=on_change)
-    return SmallRunner(model, loss, sizer, memory=memory, **options)
+    return kind(model, loss, sizer, memory=memory, **options)

@@ -211,7 +211,7 @@ def test_a_batch_size_may_be_set_between_epochs():
         batches.set_batch_size(0)
     scheduled = AdaptiveBatches(Rows(), 3, batch_size_schedule=steps([3, 4], ["99ba"]))
     with pytest.raises(SettingError, match=r"batch_size=4: batch_size_schedule decides"):
-        scheduled.batch_size = 4
+        scheduled.set_batch_size(4)
 
 
 def test_the_length_is_the_steps_that_are_left_of_this_epoch():

@@ -867,7 +867,9 @@ def test_a_size_above_what_fits_is_refused_by_the_search():
 def test_a_row_that_does_not_fit_is_refused_by_the_search():
     model = decoder()
     step = AdaptiveStep(model, Script(model))
-    with pytest.raises(DoesNotFitError, match=r"one row needs .* KiB, cpu allows 28.50 KiB; shorten the rows"):
+    with pytest.raises(
+        DoesNotFitError, match=r"one row of \d+ tokens needs .* KiB, cpu allows 28.50 KiB; shorten the rows"
+    ):
         step.find_bound(torch.optim.SGD(model.parameters()), repeated, device_memory="30KiB")
 
 

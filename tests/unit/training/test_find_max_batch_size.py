@@ -147,7 +147,7 @@ def test_the_search_of_a_step_finds_the_same_number():
 
 
 def test_a_row_that_does_not_fit_is_refused_with_what_it_needs():
-    with pytest.raises(DoesNotFitError, match=r"one row needs .* KiB, cpu allows 50.00 KiB"):
+    with pytest.raises(DoesNotFitError, match=r"one row of \d+ tokens needs .* KiB, cpu allows 50.00 KiB"):
         Training().find(device_memory="50KiB", headroom=0.0)
 
 

@@ -1,0 +1,190 @@
+"""Runs what a step is divided into: agreed by all ranks, and again where memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatch, MicroBatchLimit
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.errors import MEMORY_REMEDIES
+from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory
+
+from .agreement import Division, Question, agree_on_step
+from .gradients import GradientsApart
+from .oom_retry import OOMRetry
+from .sizing import MicroBatchSizer
+from .snapshot import StepSnapshot
+
+Result = TypeVar("Result")
+
+
+class StepRunner:
+    """Runs the micro-batches of a step; knows neither rows nor losses, which its clients do.
+
+    Args:
+        model: model whose gradients are summed.
+        sizer: decides what a micro-batch may hold.
+        memory: memory of the model's device; None asks torch.
+        sharding: FSDP modules of the model; None for those that it has.
+        retries: whether a step is run again that ran out of memory.
+        remedies: end of the sentence that one row does not fit.
+
+    Attributes:
+        model, sizer, memory, sharding: as given.
+        retry: runs micro-batches.
+        is_trial: whether what runs now is a trial, and not training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sizer: MicroBatchSizer,
+        *,
+        memory: DeviceMemory | None = None,
+        sharding: Sharding | None = None,
+        retries: bool = True,
+        remedies: str = MEMORY_REMEDIES,
+    ) -> None:
+        self.model = model
+        self.sizer = sizer
+        device = next(model.parameters()).device
+        self.memory = memory or device_memory(device, shared_by=distributed.local_world_size())
+        self.sharding = sharding or Sharding(model)
+        self.retry = OOMRetry(sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies)
+        self.is_trial = False
+        self._snapshot = StepSnapshot(model, self.memory.device)
+
+    def agree_on(
+        self, divide: Callable[[MicroBatchLimit], Division], question: Question, *, batch_size: int
+    ) -> tuple[Division, bool]:
+        """Agree with all ranks on a step before it runs, see :func:`agree_on_step`.
+
+        Args:
+            divide: function that divides this rank's rows within a limit.
+            question: what this rank says of the step to the others.
+            batch_size: rows of the step on the rank that has most, on which the limit may depend.
+        """
+        return agree_on_step(
+            self.sizer,
+            lambda: divide(self.sizer.limit(batch_size)),
+            question,
+            fullest=self.retry.current,
+            batch_size=batch_size,
+        )
+
+    def run_step(
+        self,
+        attempt: Callable[[Division], Result],
+        divide: Callable[[MicroBatchLimit], Division],
+        *,
+        batch_size: int,
+        division: Division | None = None,
+    ) -> Result:
+        """Call `attempt` until it does not run out of memory; gradients of earlier batches are kept.
+
+        Args:
+            attempt: function that runs a division, by :meth:`run_micro_batches`.
+            divide: see :meth:`agree_on`.
+            batch_size: see :meth:`agree_on`.
+            division: division that ranks have agreed upon; None lets them agree here.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: out of memory on this rank where the others cannot be told.
+        """
+        gradients = GradientsApart(self.model, self.drop_gradients)
+        restore = self._snapshot.take()
+        divisions = [] if division is None else [division]
+
+        def attempt_within(limit: MicroBatchLimit) -> Result:
+            # Where memory has run out there are more micro-batches now.
+            current = divisions.pop() if divisions else divide(limit)
+            pieces = [piece for part in current.parts for piece in part]
+            if pieces:
+                # What runs out of memory before the first of them, is too large with the fullest.
+                self.retry.current = limit.fullest(pieces)
+            if self.sharding.is_sharded:
+                # A forward of the user's, as in a validation, leaves parameters gathered.
+                self.sharding.reset()
+            return attempt(current.agreed())
+
+        def undo() -> None:
+            gradients.drop_new()
+            restore()
+
+        try:
+            result = self.retry.run(attempt_within, batch_size=batch_size, undo=undo, doing="in a step")
+        except BaseException:
+            gradients.put_back()
+            raise
+        gradients.add_up()
+        return result
+
+    def run_micro_batches(
+        self, division: Division, run: Callable[[MicroBatch | None, bool], object], *, idle: MicroBatch
+    ) -> None:
+        """Run the micro-batches of a division in turn, as many on all ranks.
+
+        Args:
+            division: division that ranks have agreed upon.
+            run: function that runs one, None for a dummy of a rank that has fewer; and is told whether
+                its gradients are reduced.
+            idle: micro-batch that is named in errors where this rank has none.
+        """
+        pieces: list[MicroBatch | None] = []
+        ends = set()
+        assert division.counts is not None, "ranks have not agreed on the division"
+        for part, num_pieces in zip(division.parts, division.counts, strict=True):
+            assert len(part) <= num_pieces, f"{len(part)} micro-batches on this rank of {num_pieces} agreed upon"
+            pieces += [*part, *[None] * (num_pieces - len(part))]
+            ends.add(len(pieces) - 1)
+        reduced = [number in ends for number in range(len(pieces))]
+
+        def run_number(number: int) -> None:
+            with self.sharding.micro_batch(is_last=reduced[number]):
+                run(pieces[number], reduced[number])
+
+        self.retry.run_in_turn(pieces, run_number, drop=self.drop_gradients, idle=idle, reduced=reduced)
+
+    @contextmanager
+    def trial(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
+        """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its end together."""
+        with self.sharding.micro_batch(is_last=is_last, evaluates=evaluates):
+            self.is_trial = True
+            try:
+                yield
+            finally:
+                self.is_trial = False
+
+    def learn_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
+        """Run trials and undo them, so that even the first micro-batch of training can be brought to its end.
+
+        Args:
+            run: function that runs a trial of each kind of micro-batch.
+            row: what they run, for errors.
+
+        Raises:
+            RankLostError: out of memory.
+        """
+        gradients = GradientsApart(self.model, self.drop_gradients)
+        restore = self._snapshot.take()
+        self.retry.current = row
+        try:
+            run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self.retry.lost(error, "with a single row") from error
+        gradients.put_back()
+        restore()
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient, so that a step of the optimizer changes nothing."""
+        self.sharding.reset()
+        for parameter in self.model.parameters():
+            parameter.grad = None
