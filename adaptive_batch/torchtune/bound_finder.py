@@ -336,8 +336,7 @@ class BoundFinder:
         evaluation = None
         if evaluates:
             evaluation = Evaluation(partial(self._evaluate, trainer, rows), self._trials[probe.sequence_length])
-        keeps_gradients = not self.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1
-        tried = trainer.runner.tried(trainer.in_backward or trainer.optimizer, keeps_gradients=keeps_gradients)
+        tried = trainer.tried()
         result = BoundSearch(
             tried,
             rows,

@@ -17,6 +17,7 @@ from adaptive_batch.training import (
     MicroBatchRunner,
     MicroBatchSizer,
     RowLoss,
+    TriedStep,
     count_shifted_labels,
     norm_to_clip,
     pack_rows,
@@ -171,6 +172,11 @@ class Trainer:
                 f"resume_from_checkpoint=True and use_maximum_batch_size=True (its trials know this phase), or {MEMORY_REMEDIES}"
             )
         self.optimizer.zero_grad(set_to_none=True)
+
+    def tried(self) -> TriedStep:
+        """Return the step that a search tries."""
+        keeps_gradients = not self._job.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1
+        return self.runner.tried(self.in_backward or self.optimizer, keeps_gradients=keeps_gradients)
 
     def try_step(self) -> None:
         """Clip and step, as a trial does."""

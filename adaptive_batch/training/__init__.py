@@ -17,7 +17,7 @@ from .rate import AdaptiveRate
 from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
 from .throughput_search import Choices
-from .trials import Evaluation, WorstRows
+from .trials import Evaluation, TriedStep, WorstRows
 
 __all__ = [
     "ON_NONFINITE_LOSS",
@@ -42,6 +42,7 @@ __all__ = [
     "SplitBatch",
     "StepOptions",
     "StepResult",
+    "TriedStep",
     "WorstRows",
     "count_shifted_labels",
     "differences",

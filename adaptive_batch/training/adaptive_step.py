@@ -142,6 +142,8 @@ class AdaptiveStep:
         )
         self.pieces: list[MicroBatch] = []
         self.num_pieces = 0
+        # Whether the bound was tried without the gradients that a second part meets.
+        self._tried_one_part = False
         # A rank can be brought to the end of a micro-batch whose collectives are known.
         self._learns_collectives = distributed.world_size() > 1 and retries and not self._is_compiled
         if has_batch_norm(model):
@@ -215,6 +217,11 @@ class AdaptiveStep:
         (self.num_pieces,) = division.counts
         if not self.num_pieces:
             return []
+        if self.num_pieces > 1 and self._tried_one_part:
+            self._tried_one_part = False
+            log.warning(
+                "a batch is split, and what fits was tried without the gradients of other parts: give find_bound batch_size="
+            )
         parts = self._parts(rows, self.pieces, self.num_pieces)
         results = []
 
@@ -331,6 +338,7 @@ class AdaptiveStep:
             step_rows=batch_size,
         )
         self.sizer.found(results[-1])
+        self._tried_one_part = len(results) == 1 and not (accumulates or self.sizer.splits)
         return results[-1]
 
     def _try_sample(self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True) -> None:

@@ -19,9 +19,10 @@ from support.sharded_model import (
     whole_gradients,
 )
 
-from adaptive_batch import distributed
+from adaptive_batch import SplitBatch, distributed, find_max_batch_size
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part, StepOptions
+from adaptive_batch.training.parts import RowsOfBatch
 
 CLOSE = 1e-10
 # Rows of each rank's batch, of several batches.
@@ -131,6 +132,57 @@ def test_a_rank_that_has_fewer_parts_keeps_step_with_the_others(over):
     assert (first["results"], second["results"]) == (3, 1)
     assert first["rows"] == [2, 2, 2]
     assert second["rows"] == [2, 1, 1]
+
+
+def out_of_memory_before_forward(where: str) -> dict[str, Any]:
+    """Memory runs out on rank 1 as a batch is made or cut, of more than three rows."""
+    model = Decoder()
+    rows = rows_of(LENGTHS)
+    expected = mean_over_ranks(twin(model), rows)
+    divided(model)
+
+    def needs_memory(num_rows: int) -> None:
+        if num_rows > 3 and distributed.rank() == 1:
+            run_out_of_memory()
+
+    def split(batch: Any) -> SplitBatch:
+        whole = RowsOfBatch(batch)
+
+        def part(numbers: Any) -> Any:
+            needs_memory(len(numbers))
+            return whole.part(numbers)
+
+        return SplitBatch(whole.num_rows, part)
+
+    script = Script(model)
+    step = AdaptiveStep(model, script, split=split)
+    if where == "step":
+        step(collate(rows[distributed.rank()]))
+        return {"error": relative_error(whole_gradients(model), expected), "rows": script.rows}
+
+    def sample(num_rows: int) -> Any:
+        needs_memory(num_rows)
+        return collate(make_rows([9] * num_rows))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    bounds = [step.find_bound(optimizer, sample, maximum=16)]
+
+    def forward_backward(batch: Any) -> None:
+        token_losses(model, dict(batch), "mean").backward()
+
+    bounds.append(find_max_batch_size(model, optimizer, forward_backward, sample, maximum=16))
+    return {"bounds": [bound.max_batch_size for bound in bounds]}
+
+
+def test_a_batch_that_does_not_fit_as_it_is_made_on_one_rank_does_not_fit():
+    for result in run_on_ranks(out_of_memory_before_forward, 2, "search"):
+        assert result["bounds"] == [3, 3]
+
+
+def test_a_batch_that_does_not_fit_as_it_is_cut_on_one_rank_is_run_again_on_both():
+    first, second = run_on_ranks(out_of_memory_before_forward, 2, "step")
+    assert max(first["error"], second["error"]) <= CLOSE
+    assert (first["rows"], second["rows"]) == ([4, 2, 2], [2, 2])
 
 
 def refused() -> tuple[list[str], bool]:

@@ -222,10 +222,9 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
     """Search the longest rows as the recipes do, by a search that no configuration names."""
     finder = BoundFinder(run.job, run.data)
     probe, trainer = run.job.settings.probe, run.trainer
-    tried = trainer.runner.tried(trainer.in_backward or trainer.optimizer)
     options = ProbeOptions(probe.device_memory, probe.headroom, finder.most_rows)
     return BoundSearch(
-        tried,
+        trainer.tried(),
         finder.rows_of("longest"),
         options,
         accumulates=finder.has_several or run.job.settings.gradient_accumulation_steps > 1,
