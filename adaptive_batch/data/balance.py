@@ -63,14 +63,14 @@ def balance_by_tokens(
     order: list[int] = by_length.indices.tolist()
     real: list[int] = by_length.values.tolist()
     divided: list[list[int]] = [[] for _ in range(ranks)]
-    if layout.kind == "packed" and limit.unit == "tokens":
+    if not layout.pads and limit.unit == "tokens":
         loads = [(0, 0, rank) for rank in range(ranks)]
         for row, length in zip(order, real, strict=True):
             tokens, rows, rank = loads[0]
             heapreplace(loads, (tokens + length, rows + 1, rank))
             divided[rank].append(row)
         return list(map(sorted, divided))
-    if layout.kind != "padded":
+    if not layout.is_usual:
         return [sorted(order[rank :: 2 * ranks] + order[2 * ranks - 1 - rank :: 2 * ranks]) for rank in range(ranks)]
     if layout.uniform in ("rows", "both"):
         return in_turn if limit.unit == "rows" else [sorted(order[rank::ranks]) for rank in range(ranks)]

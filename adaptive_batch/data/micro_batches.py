@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,7 +15,21 @@ Row = TypeVar("Row")
 
 UNIFORM = ("rows", "lengths", "both")
 NO_LIMIT = sys.maxsize
-KINDS = ("padded", "grouped", "packed")
+
+
+@dataclass(frozen=True)
+class LayoutKind:
+    """What distinguishes a kind of layout.
+
+    Attributes:
+        pads: whether the rows of a micro-batch are padded to the longest.
+        sorts: whether rows are sorted by length before they are cut, whatever the limit counts.
+        cut: ``cut(lengths, limit, layout)`` cuts rows of these padded lengths; returns their positions.
+    """
+
+    pads: bool
+    sorts: bool
+    cut: Callable[[Sequence[int], MicroBatchLimit, MicroBatchLayout], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,25 @@ class MicroBatchLayout:
     kind: str = "padded"
     time: MicroBatchTime = field(default_factory=MicroBatchTime)
 
+    @property
+    def pads(self) -> bool:
+        """Whether the rows of a micro-batch are padded to the longest."""
+        return _LAYOUT_KINDS[self.kind].pads
+
+    @property
+    def sorts(self) -> bool:
+        """Whether rows are sorted by length before they are cut, whatever the limit counts."""
+        return _LAYOUT_KINDS[self.kind].sorts
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether micro-batches are cut and padded as torchtune does."""
+        return self.pads and not self.sorts
+
+    def keeps_order(self, limit: MicroBatchLimit) -> bool:
+        """Return whether rows stay in their order, whatever their lengths."""
+        return limit.unit == "rows" and not self.sorts and self.uniform not in ("lengths", "both")
+
     def of_kind(self, kind: str, *, time: MicroBatchTime) -> MicroBatchLayout:
         """Return the same layout but for its kind, and the time that a micro-batch takes in it."""
         return replace(self, kind=kind, time=time)
@@ -104,9 +137,9 @@ class MicroBatchLayout:
 
     def padded_tokens(self, lengths: Sequence[int]) -> int:
         """Return the tokens that a micro-batch of rows of these lengths runs: packed their sum, else rows x the longest."""
-        if self.kind == "packed":
-            return sum(lengths)
-        return len(lengths) * self.padded(max(lengths, default=0))
+        if self.pads:
+            return len(lengths) * self.padded(max(lengths, default=0))
+        return sum(lengths)
 
     def rows_within(self, limit: MicroBatchLimit, length: int) -> int:
         """Return how many rows of `length` tokens a micro-batch may hold; one row is always allowed."""
@@ -182,28 +215,38 @@ def micro_batches(
     layout = layout or MicroBatchLayout()
     if not lengths:
         return []
-    if layout.kind == "packed":
-        cut = (
-            split_by_rows(range(len(lengths)), limit.amount) if limit.unit == "rows" else _packed(lengths, limit.amount)
-        )
-        of_rows = [tuple(lengths[row] for row in piece) for piece in cut]
-        return [MicroBatch(piece, -(-sum(each) // len(each)), each) for piece, each in zip(cut, of_rows, strict=True)]
-    padded = [layout.padded(length) for length in lengths]
+    padded = [layout.padded(length) if layout.pads else length for length in lengths]
+    pieces = _LAYOUT_KINDS[layout.kind].cut(padded, limit, layout)
+    if not layout.pads:
+        of_rows = [tuple(lengths[row] for row in piece) for piece in pieces]
+        return [
+            MicroBatch(piece, -(-sum(each) // len(each)), each) for piece, each in zip(pieces, of_rows, strict=True)
+        ]
     longest = max(padded)
-    by_length = sorted(range(len(lengths)), key=padded.__getitem__, reverse=True)
+    alike = layout.uniform in ("lengths", "both")
+    return [MicroBatch(piece, longest if alike else max(padded[row] for row in piece)) for piece in pieces]
+
+
+def _cut_padded(lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout) -> list[list[int]]:
     most = layout.rows_within(limit, max(lengths))
     if layout.uniform in ("rows", "both"):
         most = largest_divisor(len(lengths), at_most=most)
-    if layout.kind == "grouped":
-        pieces = _grouped_by_time(padded, [layout.rows_within(limit, length) for length in padded], layout.time)
-    elif limit.unit == "rows":
-        pieces = split_by_rows(range(len(lengths)), most)
-    elif layout.uniform is None:
-        pieces = _grouped(padded, limit.amount)
-    else:
-        pieces = [sorted(piece) for piece in split_by_rows(by_length, most)]
-    alike = layout.uniform in ("lengths", "both")
-    return [MicroBatch(piece, longest if alike else max(padded[row] for row in piece)) for piece in pieces]
+    if limit.unit == "rows":
+        return split_by_rows(range(len(lengths)), most)
+    if layout.uniform is None:
+        return _grouped(lengths, limit.amount)
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    return [sorted(piece) for piece in split_by_rows(by_length, most)]
+
+
+def _cut_grouped(lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout) -> list[list[int]]:
+    return _grouped_by_time(lengths, [layout.rows_within(limit, length) for length in lengths], layout.time)
+
+
+def _cut_packed(lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout) -> list[list[int]]:
+    if limit.unit == "rows":
+        return split_by_rows(range(len(lengths)), limit.amount)
+    return _packed(lengths, limit.amount)
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
@@ -273,3 +316,11 @@ def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         pieces[number].append(row)
         room[number] -= lengths[row]
     return [sorted(piece) for piece in pieces]
+
+
+_LAYOUT_KINDS = {
+    "padded": LayoutKind(pads=True, sorts=False, cut=_cut_padded),
+    "grouped": LayoutKind(pads=True, sorts=True, cut=_cut_grouped),
+    "packed": LayoutKind(pads=False, sorts=False, cut=_cut_packed),
+}
+KINDS = tuple(_LAYOUT_KINDS)

@@ -353,7 +353,7 @@ class StepPlanner:
         ranks, rank, layout = distributed.data_parallel_size(), distributed.data_parallel_rank(), self.sizer.layout
         if ranks == 1:
             return range(len(numbers))
-        if limit.unit == "tokens" or layout.uniform is not None or layout.kind != "padded":
+        if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
             lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]

@@ -4,11 +4,12 @@ from .critical_batch import FEWEST_STEPS, Branch, batches_of_branches, best_bran
 from .curve_cache import CachedCurve
 from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
-from .throughput import FastestSearch, Pieces, Throughput, TimedTrial
+from .throughput import OBJECTIVES, FastestSearch, Pieces, Throughput, TimedTrial
 from .trial import DryRun
 
 __all__ = [
     "FEWEST_STEPS",
+    "OBJECTIVES",
     "BinarySearch",
     "Branch",
     "CachedCurve",

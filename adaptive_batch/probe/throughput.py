@@ -21,6 +21,24 @@ from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, M
 
 log = logging.getLogger("adaptive_batch")
 
+
+@dataclass(frozen=True)
+class Objective:
+    """What ``auto`` seeks within the bound: the choice of a layout and a limit whose cost is least.
+
+    Attributes:
+        cost: ``cost(kind, limit, seconds)`` of a layout's kind and a limit, which take so many seconds for some steps of
+            training; None takes as much at once as fits, and times nothing.
+    """
+
+    cost: Callable[[str, MicroBatchLimit, float], float] | None = None
+
+
+OBJECTIVES = {
+    "throughput": Objective(cost=lambda kind, limit, seconds: seconds),
+    "largest": Objective(),
+}
+
 MAX_TRIALS = 6
 _ALIKE = 0.01  # of two sizes that are expected to differ by less, the smaller is taken: it leaves memory
 _OTHERS, _MADE_UP = 0.3, 0.1  # weights in a fit, of what was timed in another layout and of what was not timed
@@ -107,6 +125,7 @@ class FastestSearch:
         layouts: to choose from.
         limits: of each, ascending.
         step_seconds: that a step takes beside its micro-batches.
+        objective: name of what is sought, one of :data:`OBJECTIVES` that times something.
     """
 
     def __init__(
@@ -118,7 +137,11 @@ class FastestSearch:
         layouts: Sequence[MicroBatchLayout],
         limits: Callable[[MicroBatchLayout], Sequence[MicroBatchLimit]],
         step_seconds: float = 0.0,
+        objective: str = "throughput",
     ) -> None:
+        cost = OBJECTIVES[objective].cost
+        assert cost is not None, f"{objective} times nothing"
+        self._cost = cost
         self._run, self._steps, self._sample, self._limits = run, steps, sample, limits
         self._layouts = {layout.kind: layout for layout in layouts}
         self._step_seconds = step_seconds * sum(sample) / sum(map(sum, steps)) * len(steps)  # the sample's share of it
@@ -134,7 +157,7 @@ class FastestSearch:
             self._time([self._small_and_large(kind) for kind in unknown])
         while len(self._measured) < MAX_TRIALS - len(self._layouts):  # what does not fit leaves fewer
             expected = {
-                (kind, limit): self._expect(kind, limit) for kind in self._layouts for limit in self._left(kind)
+                (kind, limit): self._expected_cost(kind, limit) for kind in self._layouts for limit in self._left(kind)
             }
             chosen = self._next(expected)
             if not chosen or chosen[0] in self._measured:
@@ -147,7 +170,7 @@ class FastestSearch:
                     log.info("timed %s, up to %s: %.0f tokens/s", choice[0], _at_once(choice[1]), self._rate(choice))
         if not self._measured:
             return None
-        kind, limit = min(self._measured, key=lambda choice: self._expect(*choice))
+        kind, limit = min(self._measured, key=lambda choice: self._expected_cost(*choice))
         trials = tuple(TimedTrial(*choice, self._rate(choice), self._padding(choice)) for choice in self._measured)
         return Throughput(kind, limit, self._rate((kind, limit)), self._layouts[kind].time, trials)
 
@@ -196,7 +219,10 @@ class FastestSearch:
             ]
             self._layouts[kind] = replace(self._layouts[kind], time=fitted(own, others))
 
-    def _expect(self, kind: str, limit: MicroBatchLimit) -> float:
+    def _expected_cost(self, kind: str, limit: MicroBatchLimit) -> float:
+        return self._cost(kind, limit, self._expected_seconds(kind, limit))
+
+    def _expected_seconds(self, kind: str, limit: MicroBatchLimit) -> float:
         """Return the seconds of the steps by the model, corrected by what the nearest size that was measured took beside it."""
         layout = self._layouts[kind]
         modelled = sum(layout.time.of(micro_batches(lengths, limit, layout)) for lengths in self._steps)
@@ -217,7 +243,7 @@ class FastestSearch:
         return [self._best(expected), min(known, key=expected.__getitem__)] if known else []
 
     def _best(self, expected: dict[Choice, float]) -> Choice:
-        """Return what is expected to take least: of sizes that are alike the smallest, or a smaller one that may prove faster."""
+        """Return what is expected to cost least: of sizes that are alike the smallest, or a smaller one that may prove faster."""
         first = min(expected, key=expected.__getitem__)
         alike, near = (
             [one for one in expected if one[0] == first[0] and expected[one] <= (1 + most) * expected[first]]

@@ -247,7 +247,8 @@ class BoundFinder:
         if settings.batch_tokens:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
         whole = settings.batch_changes or settings.grows
-        return Choices(tuple(kinds), "rows" if settings.micro_batch_size else "tokens", 0 if whole else rows)
+        unit = "rows" if settings.micro_batch_size else "tokens"
+        return Choices(tuple(kinds), unit, 0 if whole else rows, settings.probe.objective)
 
     @property
     def has_several(self) -> bool:

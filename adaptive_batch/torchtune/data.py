@@ -261,7 +261,7 @@ class Data:
     def _check_tokens_measure_rows(self) -> None:
         settings = self._settings
         keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
-        keys += ["micro_batch_layout"] if settings.micro_batch_layout in ("grouped", "packed") else []
+        keys += ["micro_batch_layout"] if settings.micro_batch_layout not in (None, "padded") else []
         keys += ["pad_to_multiple_of"] if settings.pad_to_multiple_of > 1 else []
         if not keys:
             return

@@ -19,6 +19,7 @@ from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
 from adaptive_batch.memory import check_device_memory, parse_size
+from adaptive_batch.probe import OBJECTIVES
 from adaptive_batch.schedules import (
     RULES,
     Clock,
@@ -52,7 +53,6 @@ from .keys import (
 from .names import check_names
 
 SEARCHES = ("predict", "binary", "halve")
-OBJECTIVES = ("throughput", "largest")
 
 
 def _length(name: str, value: Any) -> int | str:
@@ -555,7 +555,7 @@ class Settings:
     @property
     def chooses_fastest(self) -> bool:
         """Whether a micro-batch holds what is fastest, rather than as much as fits; with the optimizer in backward a step is one."""
-        return self.fits_itself and self.probe.objective == "throughput" and not self.optimizer_in_bwd
+        return self.fits_itself and OBJECTIVES[self.probe.objective].cost is not None and not self.optimizer_in_bwd
 
     @property
     def needs_bound(self) -> bool:
@@ -573,7 +573,7 @@ class Settings:
             or self.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
             or any((self.micro_batch_size, self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
-            or self.micro_batch_layout in ("grouped", "packed")
+            or self.micro_batch_layout not in (None, "padded")
         )
 
     @property

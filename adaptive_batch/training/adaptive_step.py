@@ -205,7 +205,7 @@ class AdaptiveStep:
 
     def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> Division:
         layout = self.sizer.layout
-        if rows.knows_lengths or limit.unit == "tokens" or layout.kind == "grouped":
+        if rows.knows_lengths or not layout.keeps_order(limit):
             return Division((micro_batches(_lengths(rows), limit, layout),))
         pieces = micro_batches([1] * rows.num_rows, limit, layout)
         return Division(([MicroBatch(piece.rows, length=0) for piece in pieces],))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_bool, check_share, check_whole, count, format_bytes
+from adaptive_batch._util import check_bool, check_choice, check_share, check_whole, count, format_bytes
 from adaptive_batch.data import micro_batches
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
@@ -28,6 +28,7 @@ from adaptive_batch.memory import (
     storage_bytes,
 )
 from adaptive_batch.probe import (
+    OBJECTIVES,
     BinarySearch,
     DryRun,
     Halving,
@@ -67,6 +68,7 @@ class ProbeOptions:
         search: ``predict``, ``binary`` or ``halve``.
         round_to_power_of_two: whether the power of two at or below the bound is tried too; it is then `batch_size` of the
             result.
+        objective: what ``auto`` takes within the bound: a name of :data:`.OBJECTIVES`.
         memory_key: name that errors give to `device_memory`.
 
     Raises:
@@ -78,6 +80,7 @@ class ProbeOptions:
     maximum: int = 4096
     search: str = "predict"
     round_to_power_of_two: bool = False
+    objective: str = "throughput"
     memory_key: str = "device_memory"
 
     def __post_init__(self) -> None:
@@ -85,8 +88,8 @@ class ProbeOptions:
         check_share("headroom", self.headroom)
         check_whole("maximum", self.maximum)
         check_bool("round_to_power_of_two", self.round_to_power_of_two)
-        if self.search not in SEARCHES:
-            raise SettingError("search", self.search, f"give one of {', '.join(SEARCHES)}")
+        check_choice("search", self.search, SEARCHES)
+        check_choice("objective", self.objective, tuple(OBJECTIVES))
 
 
 class SearchCache(Protocol):

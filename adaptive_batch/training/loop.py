@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_choice, check_whole
+from adaptive_batch._util import check_whole
 from adaptive_batch.data import (
     AdaptiveBatches,
     DatasetAdapter,
@@ -231,8 +231,13 @@ class AdaptiveLoop:
             DoesNotFitError: one row does not fit.
             SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
         """
-        check_choice("objective", objective, ("throughput", "largest"))
-        options = ProbeOptions(device_memory, headroom, maximum, round_to_power_of_two=round_to_power_of_two)
+        options = ProbeOptions(
+            device_memory,
+            headroom,
+            maximum,
+            round_to_power_of_two=round_to_power_of_two,
+            objective=objective,
+        )
         self._step.step.memory.check_it_can_be_measured()
         # Of a step that was left out: a trial is none of training's steps.
         self._rate.restore()
@@ -248,7 +253,6 @@ class AdaptiveLoop:
             splits=planner.batching.grow_beyond_maximum or self._sizer.splits or planner.ranks > ranks,
             order=lambda: planner.epochs.order(self.progress.at_epoch_start()),
             batch_tokens=planner.batching.batch_tokens,
-            seeks_fastest=objective == "throughput",
         )
         if self._seeks_maximum and not self.progress.steps:
             planner.take_batch_size(result.batch_size, is_first=True)

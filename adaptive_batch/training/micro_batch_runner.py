@@ -350,7 +350,7 @@ def _split(
     In the order of the rows the first micro-batch is a random part of them. Elsewhere what a micro-batch has depends on lengths, so
     a part that does not is split by itself, at the cost of one micro-batch more. With uniform micro-batches that is not done.
     """
-    in_order = limit.unit == "rows" and layout.kind != "grouped" and layout.uniform not in ("lengths", "both")
+    in_order = layout.keeps_order(limit)
     if small_rows is None or in_order or layout.uniform:
         pieces = micro_batches(lengths, limit, layout)
         return (pieces[:1], pieces[1:]) if in_order and small_rows is not None else (pieces,)

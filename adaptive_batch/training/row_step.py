@@ -17,7 +17,7 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.data import IGNORE_INDEX, DatasetAdapter, RowOrder, check_loss, move_to_device
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.probe import ProbeResult
+from adaptive_batch.probe import OBJECTIVES, ProbeResult
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question
@@ -219,7 +219,6 @@ class RowStep:
         splits: bool,
         order: Callable[[], RowOrder],
         batch_tokens: int | None,
-        seeks_fastest: bool,
     ) -> ProbeResult:
         """Find the most of the longest rows whose whole training step fits, and run no more at once.
 
@@ -230,14 +229,11 @@ class RowStep:
             splits: whether some step runs as several micro-batches whatever fits.
             order: function that returns the row numbers of an epoch in the order of training.
             batch_tokens: tokens of a step, where it holds tokens.
-            seeks_fastest: whether the fastest micro-batches are sought too, where their size is to be found.
         """
         dataset = self.dataset
         # Reading a row of some datasets draws from it.
         random_state = RandomState(self.step.memory.device)
-        choices = None
-        if seeks_fastest:
-            choices = self._choices(self._rows_of_tokens(batch_tokens) if batch_tokens else step_rows)
+        choices = self._choices(self._rows_of_tokens(batch_tokens) if batch_tokens else step_rows, options.objective)
         numbers = order()
         (longest,) = dataset.longest(1)
         random_state.restore()
@@ -276,22 +272,24 @@ class RowStep:
     def _rows_of_tokens(self, tokens: int) -> int:
         return max(1, int(tokens / self.dataset.lengths.double().mean()))
 
-    def _choices(self, step_rows: int) -> Choices | None:
+    def _choices(self, step_rows: int, objective: str) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits is wanted.
 
         Args:
             step_rows: rows of a step on one device.
+            objective: name of what is sought.
         """
         # With a saved state steps are cut as they were.
         is_known = self.sizer.throughput is not None
-        if not self._chooses or is_known or is_compiled(self._model):
+        times = OBJECTIVES[objective].cost is not None
+        if not (self._chooses and times) or is_known or is_compiled(self._model):
             return None
         kinds = ["grouped", "packed"]
         if self._written_layout is not None:
             kinds = [self._written_layout]
         elif self._why_not_packed():
             kinds = ["grouped"]
-        return Choices(kinds, "tokens", step_rows)
+        return Choices(kinds, "tokens", step_rows, objective)
 
     def _why_not_packed(self) -> str:
         """Return why packed rows would not train the model as padded ones do; empty where they would. Ranks ask together."""

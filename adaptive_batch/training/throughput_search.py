@@ -27,11 +27,13 @@ class Choices:
         kinds: of layouts.
         unit: of a padded limit; others are by tokens.
         step_rows: of a step on one device; 0 for the bound's.
+        objective: name of what is sought.
     """
 
     kinds: Sequence[str]
     unit: str
     step_rows: int
+    objective: str = "throughput"
 
 
 class ThroughputSearch:
@@ -62,7 +64,7 @@ class ThroughputSearch:
         longest, capacity = before.padded(self._worst.length), dict.fromkeys(self._choices.kinds, bound)
 
         def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
-            by_rows = layout.kind == "padded" and self._choices.unit == "rows"
+            by_rows = layout.is_usual and self._choices.unit == "rows"
             of_step = step_rows if by_rows else max(map(layout.padded_tokens, lengths))
             least = 1 if by_rows else longest
             most = max(least, min(capacity[layout.kind] * least, of_step))
@@ -84,6 +86,7 @@ class ThroughputSearch:
                 layouts=[layout for layout in layouts if capacity[layout.kind]],
                 limits=limits,
                 step_seconds=of_step[1],
+                objective=self._choices.objective,
             )
             if (fastest := search()) is None:
                 return None

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 import pytest
 
 from adaptive_batch.data import KINDS, MicroBatch, MicroBatchLayout, MicroBatchLimit, MicroBatchTime, micro_batches
-from adaptive_batch.probe import FastestSearch, Pieces, Throughput
-from adaptive_batch.probe.throughput import MAX_TRIALS, fitted
+from adaptive_batch.probe import OBJECTIVES, FastestSearch, Pieces, Throughput
+from adaptive_batch.probe.throughput import MAX_TRIALS, Objective, fitted
 
 LIMITS = [MicroBatchLimit(256 << power, "tokens") for power in range(6)]
 LAYOUTS = [MicroBatchLayout(kind=kind) for kind in ("grouped", "packed")]
@@ -95,3 +95,21 @@ def test_a_result_is_read_as_it_was_written() -> None:
     assert found is not None
     assert Throughput.from_dict(asdict(found)) == found
     assert f"fastest: {found.kind}" in found.with_peak(2**30).table()
+
+
+def test_another_objective_takes_what_costs_least_by_it(monkeypatch):
+    random.seed(0)
+    monkeypatch.setitem(OBJECTIVES, "smallest", Objective(cost=lambda kind, limit, seconds: limit.amount))
+    steps = drawn_steps(0.5)
+    times = {kind: MicroBatchTime(1.0) for kind in ("padded", "grouped", "packed")}
+    machine = Machine(times)
+    found = FastestSearch(
+        machine.run,
+        steps=steps,
+        sample=steps[0],
+        layouts=LAYOUTS,
+        limits=lambda layout: LIMITS,
+        objective="smallest",
+    )()
+    assert found is not None
+    assert found.limit == min(LIMITS, key=lambda limit: limit.amount)
