@@ -118,15 +118,12 @@ class AdaptiveLoop:
     ) -> None:
         sampling = sampling or Sampling()
         options = options or StepOptions()
-        # The maximum is not known yet: until it is found, one row stands for it.
         self._seeks_maximum = batch_size == "max"
-        first_batch_size = (
-            1
-            if self._seeks_maximum
-            else check_whole(
-                "batch_size", batch_size, remedy="give a whole number, 1 or more, or max for the most that fit"
-            )
-        )
+        # The maximum is not known yet: until it is found, one row stands for it.
+        first_batch_size = 1
+        if not self._seeks_maximum:
+            remedy = "give a whole number, 1 or more, or max for the most that fit"
+            first_batch_size = check_whole("batch_size", batch_size, remedy=remedy)
         for key, function in (("collate", collate), ("mean_loss", mean_loss)):
             if not callable(function):
                 raise SettingError(key, function, "give a function")
