@@ -64,6 +64,8 @@ class OOMRetry:
         self._batch_size = 0
         self._failures = 0
         self._error: str | None = None
+        # The allocator's retries before the attempt.
+        self._allocator_retries = 0
 
     @property
     def has_failed(self) -> bool:
@@ -98,7 +100,7 @@ class OOMRetry:
         self._failures = 0
         while True:
             self._error = None
-            allocator_retries = self.memory.num_retries()
+            self.disregard_allocator_retries()
             try:
                 result = attempt(self.sizer.limit(batch_size))
             except OutOfMemoryElsewhereError:
@@ -112,7 +114,7 @@ class OOMRetry:
                     raise
                 self._error = _message(error)
             else:
-                has_retried = self._retries and self.memory.num_retries() > allocator_retries
+                has_retried = self._retries and self.memory.num_retries() > self._allocator_retries
                 self.sizer.after_attempt(allocator_retried=has_retried)
                 if self.sizer.must_ease and distributed.world_size() == 1:
                     self.sizer.ease(self.current, batch_size=batch_size)
@@ -126,6 +128,10 @@ class OOMRetry:
                     raise
                 raise self.lost(error, "as an attempt was undone") from error
             self._shrink()
+
+    def disregard_allocator_retries(self) -> None:
+        """Take it that the allocator's retries so far say nothing of a micro-batch."""
+        self._allocator_retries = self.memory.num_retries()
 
     def prepare(self, make: Callable[[], Result]) -> Result | None:
         """Return what a function makes before the first micro-batch runs; None where it ran out of memory.

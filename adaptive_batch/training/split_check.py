@@ -117,6 +117,8 @@ class SplitCheck:
     def check(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
         """Compare the whole batch with its parts; where it does not fit, the largest half that does with its halves.
 
+        Where a device has a cache and what fits is known, the largest part is compared with its halves from the first.
+
         Args:
             rows: rows of the batch.
             pieces: rows of each part.
@@ -137,14 +139,21 @@ class SplitCheck:
                 raise self._retry.lost(error, "in the check of a split") from error
             restore()
         whole = list(range(rows.num_rows))
+        has_cache = self._runner.memory.granularity_bytes > 1
+        if has_cache and self._runner.sizer.max_batch_size is not None:
+            # The allocator would give back the cache that trials have left for training, where the whole does not fit.
+            largest = list(max(pieces, key=len)) if pieces else []
+            if distributed.any_of_ranks(len(largest) > 1):
+                whole = largest
+                pieces = _halves(whole)
         while distributed.any_of_ranks(len(pieces) > 1):
             losses = self._losses(rows, [whole, *pieces] if whole else [])
             if losses is not None:
+                self._runner.retry.disregard_allocator_retries()
                 self._decide(rows, pieces, losses)
                 return
             whole = whole[: (len(whole) + 1) // 2]
-            middle = (len(whole) + 1) // 2
-            pieces = [half for half in (whole[:middle], whole[middle:]) if half]
+            pieces = _halves(whole)
 
     def _losses(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> list[float | None] | None:
         """Return the loss that `run` calls backward on, of each piece; None where memory ran out on any rank."""
@@ -245,6 +254,11 @@ class SplitCheck:
             'on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens'
         )
         return SettingError("forward_backward", self._name, remedy)
+
+
+def _halves(rows: list[int]) -> list[list[int]]:
+    middle = (len(rows) + 1) // 2
+    return [half for half in (rows[:middle], rows[middle:]) if half]
 
 
 def _shares(counts: Sequence[Sequence[int]], way: int) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from support.cuda_stack.squeezing import library
 from torch import nn
 from torch.nn import functional as F
 
-from adaptive_batch import AdaptiveLoop
+from adaptive_batch import AdaptiveLoop, Sampling
 
 pytestmark = pytest.mark.cuda_stack
 
@@ -81,7 +81,7 @@ def retries() -> int:
 
 @pytest.mark.parametrize("tokens", [None, "auto"], ids=["by rows", "by tokens"])
 def test_training_at_the_bound_never_makes_the_allocator_ask_again(tokens):
-    run = Run(grow_beyond_maximum=True, micro_batch_tokens=tokens)
+    run = Run(sampling=Sampling(grow_beyond_maximum=True), micro_batch_tokens=tokens)
     found = run.loop.find_bound(headroom=0.0)
     assert sum(trial.retried or not trial.fits for trial in found.trials) <= 2
     assert found.num_out_of_memory <= 1
@@ -93,7 +93,7 @@ def test_training_at_the_bound_never_makes_the_allocator_ask_again(tokens):
 
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.6])
 def test_rows_at_once_come_back_with_the_memory_that_was_taken_away(share):
-    run = Run(grow_beyond_maximum=True)
+    run = Run(sampling=Sampling(grow_beyond_maximum=True))
     bound = run.loop.find_bound(headroom=0.0).max_batch_size
     run.loop.batch_size = 2 * bound
     stub, total = library(), torch.cuda.mem_get_info(CUDA)[1]

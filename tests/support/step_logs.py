@@ -101,7 +101,7 @@ def on_cuda(
     job = Job(cfg, Settings.from_config(cfg), Unloaded() if builder_of(cfg) else None, needs=TO_PLAN)
     data = Data(job, [made_up_row(8, packed=False)], packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
-    trainer = Trainer(job, data, model, HeldSizer(MicroBatchLimit(rows), memory=job.memory))
+    trainer = Trainer(job, data, model, HeldSizer(MicroBatchLimit(rows), layout=data.shapes, memory=job.memory))
     for _ in range(steps):
         trainer.runner.run(made_up_rows(rows, tokens) * micro_batches, rows)
         trainer.step()
