@@ -142,7 +142,8 @@ class SplitCheck:
         has_cache = self._runner.memory.granularity_bytes > 1
         if has_cache and self._runner.sizer.max_batch_size is not None:
             # The allocator would give back the cache that trials have left for training, where the whole does not fit.
-            largest = list(max(pieces, key=len)) if pieces else []
+            sizes = [len(piece) for piece in pieces]
+            largest = list(pieces[sizes.index(max(sizes))]) if sizes else []
             if distributed.any_of_ranks(len(largest) > 1):
                 whole = largest
                 pieces = _halves(whole)
