@@ -166,17 +166,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.nonfinite = self.saver.add("nonfinite", nonfinite)
         self.counts = self.saver.add("epoch", EpochCounts(job, self.log, nonfinite))
         assert self.lost is not None
-        self.limit_finder = LimitFinder(job, data, trainer, self.bounds, self.log, self.lost)
+        self.limit_finder = LimitFinder(job, data, trainer, self.planner, self.bounds, self.log, self.lost)
         self.saver.keep("limits", self.sizer)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
         keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
-        batch_size = self.limit_finder.find(
-            self.planner.batch_size, keeps_batch=keeps_batch, saved=self.resumed.state_of("limits")
-        )
-        self.planner.take_batch_size(batch_size)
+        self.limit_finder.find(keeps_batch=keeps_batch, saved=self.resumed.state_of("limits"))
         self.validation = None
         if self.settings.validation:
             self.validation = Validation(job, data, trainer, self.bounds, self.log)
@@ -290,7 +287,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._record_memory_history(step.progress.epoch_steps)
         # Several ranks try the longest row of all when they begin.
         if distributed.world_size() == 1:
-            self.limit_finder.try_longer(rows, batch_size=self.planner.batch_size)
+            self.limit_finder.try_longer(rows)
         if self.watch:
             self.watch.beat(f"step {step.progress.steps + 1}")
 
@@ -302,14 +299,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _forward_backward(self, step: PlannedRows, rows: list[Any]) -> StepResult:
         """Leave the gradients of a step, once all ranks agree on it."""
         runner = self.trainer.runner
-        batch_size = self.planner.batch_size
         small_rows = None
         if self.settings.measures_noise and self.noise_scale.is_due(step.progress.steps):
             small_rows = step.small_rows()
         question = Question(step.progress.batch, len(step.numbers), self.preemption.requested)
-        division, ends = runner.agree(rows, batch_size, question, small_rows=small_rows)
+        division, ends = runner.agree(rows, step.rows_at_once, question, small_rows=small_rows)
         self.saver.note_end(ends)
-        return runner.run(rows, batch_size, small_rows=small_rows, division=division)
+        return runner.run(rows, step.rows_at_once, small_rows=small_rows, division=division)
 
     def _drops(self, step: PlannedRows, result: StepResult, rates: dict[str, float]) -> bool:
         """Return whether the gradients of a step are dropped, as they are not finite."""
@@ -319,7 +315,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             lr=rates["lr"],
             epoch=step.progress.epoch,
             batch_size=step.progress.batch,
-            micro_batch=self.sizer.limit(self.planner.batch_size),
+            micro_batch=self.sizer.limit(step.rows_at_once),
         )
 
     def _count(self, step: PlannedRows, result: StepResult) -> None:
@@ -345,7 +341,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)
-        self.limit_finder.log_if_one_by_one(self.planner.batch_size)
+        self.limit_finder.log_if_one_by_one()
 
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""

@@ -34,7 +34,7 @@ Event = Callable[..., object]  # event(kind, message, **facts)
 
 
 class Sizer(Protocol):
-    """What one micro-batch may hold at a batch size, and how its rows lie in it.
+    """What one micro-batch may hold, where so many rows run at once if they fit; and how its rows lie in it.
 
     `max_batch_size` is the most rows that were tried and fit; None where that is unknown.
     """
@@ -42,7 +42,7 @@ class Sizer(Protocol):
     max_batch_size: int | None
     layout: MicroBatchLayout
 
-    def limit(self, batch_size: int) -> MicroBatchLimit: ...
+    def limit(self, rows_at_once: int) -> MicroBatchLimit: ...
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class PlannedRows:
 
     Attributes:
         progress: progress before the step, with the batch that is requested for it.
+        rows_at_once: rows of a micro-batch, or with a schedule of the step, that run at once if they fit.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
         following: row numbers that this rank is likely to take next.
     """
 
     progress: Progress
+    rows_at_once: int
     numbers: list[int]
     positions: Sequence[int]
     following: list[int]
@@ -314,7 +316,7 @@ class StepPlanner:
         # Where ranks take rows in turn, those of the next step lie at the same positions.
         next_numbers = self._order[begin + size : begin + 2 * size].tolist()
         following = [next_numbers[position] for position in positions if position < len(next_numbers)]
-        return PlannedRows(replace(asked, pace=self.pace()), numbers, positions, following)
+        return PlannedRows(replace(asked, pace=self.pace()), self.batch_size, numbers, positions, following)
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch is planned again.

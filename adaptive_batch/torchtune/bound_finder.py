@@ -191,10 +191,19 @@ class BoundFinder:
         step_rows = batch_size * settings.gradient_accumulation_steps
         several = self.has_several or (settings.gradient_accumulation_steps > 1 and not self._fits_whole_step)
         choices = self._choices(trainer) if chooses else None
+        rows = self._trials.get(length) or self.rows_of(length)
 
         def find(accumulates: bool) -> ProbeResult:
             is_first = accumulates == several
-            return self._of_rows_of(trainer, length, accumulates=accumulates, choices=choices if is_first else None)
+            return self._find(
+                trainer,
+                rows,
+                maximum=self.most_rows,
+                accumulates=accumulates,
+                rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
+                keeps_result=True,
+                choices=choices if is_first else None,
+            )
 
         def check_it_splits(first: ProbeResult) -> None:
             if not settings.optimizer_in_bwd:
@@ -213,20 +222,6 @@ class BoundFinder:
             accumulates=several,
             step_rows=step_rows if is_kept else None,
             before_splitting=check_it_splits,
-        )
-
-    def _of_rows_of(
-        self, trainer: Trainer, length: int | str, *, accumulates: bool, choices: Choices | None = None
-    ) -> ProbeResult:
-        rounds = self.settings.probe.round_to_power_of_two and self.settings.use_maximum_batch_size
-        return self._find(
-            trainer,
-            self._trials.get(length) or self.rows_of(length),
-            maximum=self.most_rows,
-            accumulates=accumulates,
-            rounds=rounds,
-            keeps_result=True,
-            choices=choices,
         )
 
     def _choices(self, trainer: Trainer) -> Choices | None:

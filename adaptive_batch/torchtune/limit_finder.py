@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from adaptive_batch._util import count, rows_fit
-from adaptive_batch.data import largest_divisor
+from adaptive_batch.data import StepPlanner, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Throughput
@@ -29,39 +29,44 @@ class LimitFinder:
         job: job of the run.
         data: rows of the run.
         trainer: model, loss and optimizer, with the sizer.
+        planner: plans the steps, with the batch size that is found.
         bounds: searches.
         log: log of the run.
         lost: why an earlier attempt of the run ended.
     """
 
     def __init__(
-        self, job: Job, data: Data, trainer: Trainer, bounds: BoundFinder, log: TrainingLog, lost: LostRun
+        self,
+        job: Job,
+        data: Data,
+        trainer: Trainer,
+        planner: StepPlanner,
+        bounds: BoundFinder,
+        log: TrainingLog,
+        lost: LostRun,
     ) -> None:
         self._job = job
         self._data = data
         self._trainer = trainer
+        self._planner = planner
         self._settings = job.settings
         self._sizer: MicroBatchSizer = trainer.runner.sizer
         self._bounds = bounds
         self._log = log
         self._lost = lost
 
-    def find(self, batch_size: int, *, keeps_batch: bool, saved: Mapping[str, Any] | None) -> int:
-        """Find how many rows fit at once, where any setting needs it.
+    def find(self, *, keeps_batch: bool, saved: Mapping[str, Any] | None) -> None:
+        """Find how many rows fit at once, where any setting needs it; the planner takes the batch size to train with.
 
         Args:
-            batch_size: batch size as configured, or of the checkpoint.
-            keeps_batch: whether it is the checkpoint's, and is kept whatever fits.
+            keeps_batch: whether the batch size is the checkpoint's, and is kept whatever fits.
             saved: state of the sizer in the checkpoint; None without one.
-
-        Returns:
-            The batch size to train with.
 
         Raises:
             SettingError: what is configured does not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
-        data, settings, sizer = self._data, self._settings, self._sizer
+        data, settings, sizer, planner = self._data, self._settings, self._sizer, self._planner
         if has_batch_norm(self._trainer.model) and (settings.adaptive or settings.on_out_of_memory == "shrink"):
             message = (
                 "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones change results"
@@ -76,29 +81,29 @@ class LimitFinder:
             sizer.load_throughput(saved, kind=settings.micro_batch_layout)
         if settings.micro_batch_layout == "packed" and (why := self._trainer.runner.why_not_packed(data.longest(2))):
             raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
-        results = self._search(batch_size, keeps_batch=keeps_batch) if settings.needs_bound else []
-        if results:
-            batch_size = self._batch_size_within(results[-1], batch_size, keeps_batch=keeps_batch)
+        results = []
+        if settings.needs_bound:
+            results = self._search(keeps_batch=keeps_batch)
+            planner.take_batch_size(self._batch_size_within(results[-1], planner.batch_size, keeps_batch=keeps_batch))
         if saved is not None:
             sizer.load_state_dict(saved)
         sizer.count_out_of_memory(sum(map(_trials_out_of_memory, results)))
         lost_limit = self._lost.limit(sizer.conditions())
         if lost_limit is not None:
-            limit = sizer.keep_below(lost_limit, batch_size=batch_size)
+            limit = sizer.keep_below(lost_limit, rows_at_once=planner.batch_size)
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
-            self.try_longer(data.longest(1), batch_size=batch_size)
-        if results and (advice := advise(self._job, data, results[-1], batch_size=batch_size)):
+            self.try_longer(data.longest(1))
+        if results and (advice := advise(self._job, data, results[-1], batch_size=planner.batch_size)):
             self._log.event("advice", advice)
-        return batch_size
 
-    def _search(self, batch_size: int, *, keeps_batch: bool) -> list[ProbeResult]:
+    def _search(self, *, keeps_batch: bool) -> list[ProbeResult]:
         """Search for the bound, and log each search."""
         results = self._bounds.of_training(
             self._trainer,
             length=self._settings.probe.sequence_length,
-            batch_size=batch_size,
+            batch_size=self._planner.batch_size,
             keeps_batch=keeps_batch,
             chooses=self._sizer.throughput is None,
         )
@@ -152,14 +157,14 @@ class LimitFinder:
             raise SettingError("batch_size", batch_size, remedy)
         return batch_size
 
-    def try_longer(self, rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> None:
+    def try_longer(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its length fit.
 
         Raises:
             DoesNotFitError: not even this one.
             SettingError: fewer, and with the optimizer in backward a step cannot be split.
         """
-        sizer, settings = self._sizer, self._settings
+        sizer, settings, batch_size = self._sizer, self._settings, self._planner.batch_size
         row = max(rows, key=lambda row: len(row["tokens"]))
         length = len(row["tokens"])
         tried_length = sizer.tried_length
@@ -179,7 +184,7 @@ class LimitFinder:
         if not can_split and fitting_rows < batch_size:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
-        sizer.found_longer(result, tried_rows=tried_rows, batch_size=batch_size, can_split=can_split)
+        sizer.found_longer(result, tried_rows=tried_rows, rows_at_once=batch_size, can_split=can_split)
         after = sizer.limit(batch_size)
         self._log.event(
             "limit",
@@ -192,10 +197,11 @@ class LimitFinder:
             out_of_memory=result.num_out_of_memory,
         )
 
-    def log_if_one_by_one(self, batch_size: int) -> None:
+    def log_if_one_by_one(self) -> None:
         """Log where equal numbers of rows leave no choice but micro-batches of one row."""
         if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
             return
+        batch_size = self._planner.batch_size
         limit = self._sizer.limit(batch_size)
         rows = batch_size * self._settings.gradient_accumulation_steps
         fitting_rows = self._data.shapes.rows_within(limit, int(self._data.dataset.lengths.max()))

@@ -187,21 +187,21 @@ class AdaptiveStep:
             SettingError: the loss of the batch is not the sum of its parts' shares, so that it cannot be split.
         """
         rows = self._split_batch(batch)
-        return self.run(rows, batch_size=distributed.maximum(rows.num_rows), question=Question())
+        return self.run(rows, rows_at_once=distributed.maximum(rows.num_rows), question=Question())
 
-    def run(self, rows: Splittable, *, batch_size: int, question: Question) -> list[Any]:
+    def run(self, rows: Splittable, *, rows_at_once: int, question: Question) -> list[Any]:
         """Run a batch that is ready to be split; the rest as when called with a batch.
 
         Args:
             rows: rows of this rank.
-            batch_size: rows of the step on the rank that has most, on which the limit may depend.
+            rows_at_once: rows of the step on the rank that has most.
             question: what this rank says of the step to the others.
         """
         self.learn_collectives(rows)
         divide = partial(self._divide, rows)
-        division, _ = self.runner.agree_on(divide, question, batch_size=batch_size)
+        division, _ = self.runner.agree_on(divide, question, rows_at_once=rows_at_once)
         attempt = partial(self._attempt, rows)
-        return self.runner.run_step(attempt, divide, batch_size=batch_size, division=division)
+        return self.runner.run_step(attempt, divide, rows_at_once=rows_at_once, division=division)
 
     def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> Division:
         layout = self.sizer.layout

@@ -54,7 +54,12 @@ class Question:
 
 
 def agree_on_step(
-    sizer: MicroBatchSizer, divide: Callable[[], Division], question: Question, *, fullest: MicroBatch, batch_size: int
+    sizer: MicroBatchSizer,
+    divide: Callable[[], Division],
+    question: Question,
+    *,
+    fullest: MicroBatch,
+    rows_at_once: int,
 ) -> tuple[Division, bool]:
     """Agree with all ranks on a step; make the limit smaller where an allocator only just had room, or larger where all have room.
 
@@ -63,7 +68,7 @@ def agree_on_step(
         divide: function that divides this rank's rows as they may be now.
         question: what this rank says of the step.
         fullest: the largest micro-batch of this rank's last step.
-        batch_size: rows of a step, on which the limit depends.
+        rows_at_once: see :meth:`MicroBatchSizer.limit`.
 
     Returns:
         The division, with the counts that all ranks know; and whether a rank was asked to end.
@@ -89,7 +94,7 @@ def agree_on_step(
         same_answers({"batch_size_schedule": question.batch, "the rows of the next step, which": question.num_rows})
     division = replace(division, counts=tuple(counts))
     if any_eases:
-        sizer.ease(fullest, batch_size=batch_size)
+        sizer.ease(fullest, rows_at_once=rows_at_once)
     elif grown is not None and not any_stays:
         sizer.grow(grown)
     if any_eases or not any_stays:

@@ -59,13 +59,16 @@ class Evaluator:
             chunk = self._read(unread)
             while distributed.any_of_ranks(bool(chunk)):
                 chunk_loss, chunk_labels = self._retry.run(
-                    partial(self._attempt, chunk), batch_size=1, undo=self._runner.sharding.reset, doing="in validation"
+                    partial(self._attempt, chunk),
+                    rows_at_once=1,
+                    undo=self._runner.sharding.reset,
+                    doing="in validation",
                 )
                 loss_sum += chunk_loss
                 label_tokens += chunk_labels
                 chunk = self._read(unread)
         if distributed.world_size() > 1 and distributed.any_of_ranks(self._sizer.must_ease):
-            self._sizer.ease(self._retry.current, batch_size=1)
+            self._sizer.ease(self._retry.current, rows_at_once=1)
         of_ranks = distributed.all_gather((loss_sum, label_tokens))
         loss_sum = sum(loss for loss, _ in of_ranks)
         label_tokens = sum(labels for _, labels in of_ranks)

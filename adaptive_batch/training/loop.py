@@ -340,12 +340,12 @@ class AdaptiveLoop:
         """
         self._rows_ahead.check_is_first(rows)
         step = self._batches.queue.waiting[0]
-        batch_size = self._rows_at_most(step.progress.batch)
-        self._step.check_fits(batch_size)
+        rows_at_once = self._rows_at_most(step.progress.batch)
+        self._step.check_fits(rows_at_once)
         reshard(self._model)
         check_gradients_are_clear(self._model, self._optimizer, mine=self._step.step.sharding.of_this_rank)
         question = Question(step.progress.batch, len(step.numbers))
-        result = self._step.run(rows, batch_size=batch_size, question=question)
+        result = self._step.run(rows, rows_at_once=rows_at_once, question=question)
         batch = result.tokens if self._rate.counts_tokens else result.rows
         progress = self.progress
         self.learning_rate = self._rate.apply(progress, batch=batch)["lr"]
@@ -356,7 +356,7 @@ class AdaptiveLoop:
                 lr=self.learning_rate,
                 epoch=progress.epoch,
                 batch_size=step.progress.batch,
-                micro_batch=self._sizer.limit(batch_size),
+                micro_batch=self._sizer.limit(rows_at_once),
             )
         except NonfiniteLossError:
             self._rate.restore()

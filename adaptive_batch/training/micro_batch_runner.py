@@ -105,18 +105,18 @@ class MicroBatchRunner(StepRunner):
     def agree(
         self,
         rows: Sequence[Row],
-        batch_size: int,
+        rows_at_once: int,
         question: Question,
         *,
         small_rows: tuple[int, ...] | None = None,
     ) -> tuple[Division, bool]:
         """Agree with all ranks on a step before it runs, see :func:`agree_on_step`; for the arguments see :meth:`run`."""
-        return self.agree_on(partial(self._divide, rows, small_rows), question, batch_size=batch_size)
+        return self.agree_on(partial(self._divide, rows, small_rows), question, rows_at_once=rows_at_once)
 
     def run(
         self,
         rows: Sequence[Row],
-        batch_size: int,
+        rows_at_once: int,
         *,
         small_rows: tuple[int, ...] | None = None,
         division: Division | None = None,
@@ -125,7 +125,7 @@ class MicroBatchRunner(StepRunner):
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            batch_size: rows of a step on one device, on which the limit may depend.
+            rows_at_once: see :meth:`MicroBatchSizer.limit`; with accumulation those of one of its batches.
             small_rows: positions of the rows that noise is sampled with, and which run before the others; where
                 micro-batches keep the order of rows, the first micro-batch is these. None samples none.
             division: division that ranks have agreed upon, see :meth:`agree`; None lets them agree here.
@@ -136,7 +136,7 @@ class MicroBatchRunner(StepRunner):
         """
         assert small_rows is None or self._measures_noise
         divide = partial(self._divide, rows, small_rows)
-        return self.run_step(partial(self._attempt, rows), divide, batch_size=batch_size, division=division)
+        return self.run_step(partial(self._attempt, rows), divide, rows_at_once=rows_at_once, division=division)
 
     def learn_from_a_row(self) -> None:
         """Let even the first micro-batch be brought to its end; all of several ranks call it, where no trial has run.

@@ -61,7 +61,7 @@ class OOMRetry:
         self._retries = retries
         self._is_of_training = is_of_training
         # Of the step that is run now: what its limit depends on, and its failures.
-        self._batch_size = 0
+        self._rows_at_once = 0
         self._failures = 0
         self._error: str | None = None
         # The allocator's retries before the attempt.
@@ -80,7 +80,7 @@ class OOMRetry:
         self,
         attempt: Callable[[MicroBatchLimit], Result],
         *,
-        batch_size: int,
+        rows_at_once: int,
         undo: Callable[[], object],
         doing: str,
     ) -> Result:
@@ -88,7 +88,7 @@ class OOMRetry:
 
         Args:
             attempt: function that runs micro-batches within a limit; with several ranks, by :meth:`run_in_turn`.
-            batch_size: rows of the step, on which the limit depends.
+            rows_at_once: see :meth:`MicroBatchSizer.limit`.
             undo: function that takes back what a failed attempt has done.
             doing: end of a sentence, for a rank that is lost.
 
@@ -96,13 +96,13 @@ class OOMRetry:
             DoesNotFitError: a micro-batch of one row ran out of memory.
             RankLostError: this rank ran out of memory where the others cannot be told.
         """
-        self._batch_size = batch_size
+        self._rows_at_once = rows_at_once
         self._failures = 0
         while True:
             self._error = None
             self.disregard_allocator_retries()
             try:
-                result = attempt(self.sizer.limit(batch_size))
+                result = attempt(self.sizer.limit(rows_at_once))
             except OutOfMemoryElsewhereError:
                 pass
             except Exception as error:
@@ -117,7 +117,7 @@ class OOMRetry:
                 has_retried = self._retries and self.memory.num_retries() > self._allocator_retries
                 self.sizer.after_attempt(allocator_retried=has_retried)
                 if self.sizer.must_ease and distributed.world_size() == 1:
-                    self.sizer.ease(self.current, batch_size=batch_size)
+                    self.sizer.ease(self.current, rows_at_once=rows_at_once)
                 return result
             # The except block has been left: until then the error kept the failed forward's tensors alive.
             try:
@@ -169,7 +169,7 @@ class OOMRetry:
             evaluates: whether there is no backward.
         """
         own = [piece for piece in pieces if piece is not None]
-        fullest = self.sizer.limit(self._batch_size).fullest(own) if own else idle
+        fullest = self.sizer.limit(self._rows_at_once).fullest(own) if own else idle
         self.current = fullest
         kinds = [{"evaluates": True}] * len(pieces) if evaluates else [{"is_last": each} for each in reduced]
         for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
@@ -202,9 +202,9 @@ class OOMRetry:
     def lost(self, error: BaseException, doing: str) -> RankLostError:
         """Build the error of a rank that ran out of memory where the others cannot be told, with the limit to restart with."""
         message = _message(error)
-        request = self.sizer.after_out_of_memory(self.current, "", batch_size=self._batch_size)
+        request = self.sizer.after_out_of_memory(self.current, "", rows_at_once=self._rows_at_once)
         rows, length, after = request.rows, request.length, request.limit
-        limit = self.sizer.limit(self._batch_size)
+        limit = self.sizer.limit(self._rows_at_once)
         facts: dict[str, Any] = {"rows": rows, "length": length, "before": limit.amount, "error": message}
         what_next = self.remedies
         if after is not None:
@@ -224,7 +224,7 @@ class OOMRetry:
         request: SmallerLimit | None = None
         if self._error is not None:
             request = self.sizer.after_out_of_memory(
-                self.current, self._error, batch_size=self._batch_size, failures=self._failures
+                self.current, self._error, rows_at_once=self._rows_at_once, failures=self._failures
             )
         requests = {rank: each for rank, each in enumerate(distributed.all_gather(request)) if each}
         for rank, each in requests.items():
@@ -234,7 +234,7 @@ class OOMRetry:
                 raise DoesNotFitError(
                     f"{size} ran out of memory on {where}, alone in its micro-batch: {each.error}; {self.remedies}"
                 )
-        self.sizer.lower(requests, batch_size=self._batch_size)
+        self.sizer.lower(requests, rows_at_once=self._rows_at_once)
 
 
 def _message(error: BaseException) -> str:

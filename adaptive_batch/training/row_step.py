@@ -160,16 +160,16 @@ class RowStep:
         """Keep packed rows from seeing each other, in backward too."""
         return rows_apart(packed_lengths(batch)) if self.is_packed else nullcontext()
 
-    def run(self, rows: Sequence[Row], *, batch_size: int, question: Question) -> StepResult:
+    def run(self, rows: Sequence[Row], *, rows_at_once: int, question: Question) -> StepResult:
         """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            batch_size: rows of the step on the rank that has most.
+            rows_at_once: rows of the step on the rank that has most.
             question: what this rank says of the step to the others.
         """
         step_rows = _RowsOfStep(self, rows)
-        results = self.step.run(step_rows, batch_size=batch_size, question=question)
+        results = self.step.run(step_rows, rows_at_once=rows_at_once, question=question)
         trained = [result for result in results if result is not None]
         losses = [loss for loss, _ in trained]
         loss = float(torch.stack(losses).sum()) if losses else 0.0

@@ -273,10 +273,8 @@ class _ConfiguredSize:
         """Return what ``auto`` is before a search."""
         return MicroBatchLimit(NO_LIMIT, "tokens" if self.micro_batch_tokens else "rows")
 
-    def limit(self, batch_size: int, max_batch_size: int | None, tried_tokens: int) -> MicroBatchLimit:
-        """Return the limit, where a search has found so many rows, of so many padded tokens."""
-        if self.micro_batch_tokens == "auto":
-            return MicroBatchLimit(tried_tokens, "tokens")
+    def limit(self, rows_at_once: int, max_batch_size: int | None) -> MicroBatchLimit:
+        """Return the limit, where a search has found so many rows; not of ``micro_batch_tokens="auto"``."""
         if self.micro_batch_tokens is not None:
             return MicroBatchLimit(int(self.micro_batch_tokens), "tokens")
         if self.micro_batch_size == "auto":
@@ -284,7 +282,7 @@ class _ConfiguredSize:
             return MicroBatchLimit(max_batch_size)
         if self.micro_batch_size is not None:
             return MicroBatchLimit(int(self.micro_batch_size))
-        return MicroBatchLimit(min(batch_size, max_batch_size or batch_size))
+        return MicroBatchLimit(min(rows_at_once, max_batch_size or rows_at_once))
 
     def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
         """Refuse a size above what fits; it is never cut in silence."""
@@ -433,23 +431,28 @@ class MicroBatchSizer:
 
     # --- what may run at once ---------------------------------------------------------------------
 
-    def limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return what a micro-batch may hold now, at a batch size.
+    def limit(self, rows_at_once: int) -> MicroBatchLimit:
+        """Return what a micro-batch may hold now.
 
         Before a search ``auto`` is without a limit, see :attr:`waits_for_search`.
+
+        Args:
+            rows_at_once: rows that run at once where no size is configured and all of them fit.
         """
-        configured = self._configured_limit(batch_size)
+        configured = self._configured_limit(rows_at_once)
         lowered = self._lowered.current
         if lowered is not None and lowered.amount < configured.amount:
             return lowered
         return configured
 
-    def _configured_limit(self, batch_size: int) -> MicroBatchLimit:
+    def _configured_limit(self, rows_at_once: int) -> MicroBatchLimit:
         if self.throughput is not None:
             return self.throughput.limit
         if self.waits_for_search:
             return self._configured.without_limit()
-        return self._configured.limit(batch_size, self.max_batch_size, self._tried_tokens)
+        if self._configured.micro_batch_tokens == "auto":
+            return MicroBatchLimit(self._tried_tokens, "tokens")
+        return self._configured.limit(rows_at_once, self.max_batch_size)
 
     @property
     def splits(self) -> bool:
@@ -513,18 +516,18 @@ class MicroBatchSizer:
         if result.throughput is not None:
             self._choose(result.throughput)
 
-    def found_longer(self, result: ProbeResult, *, tried_rows: int, batch_size: int, can_split: bool) -> None:
+    def found_longer(self, result: ProbeResult, *, tried_rows: int, rows_at_once: int, can_split: bool) -> None:
         """Take what a search found for rows that are longer than any that were tried.
 
         Args:
             result: result of the search.
             tried_rows: the most rows that the search was allowed to try.
-            batch_size: rows of a step.
+            rows_at_once: see :meth:`limit`.
             can_split: whether a step may run as several micro-batches.
         """
         length = result.sequence_length
         fitting_rows = result.max_batch_size
-        limit = self.limit(batch_size)
+        limit = self.limit(rows_at_once)
         if not can_split:
             self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
         elif fitting_rows < tried_rows:
@@ -551,18 +554,18 @@ class MicroBatchSizer:
     # --- out of memory ----------------------------------------------------------------------------
 
     def after_out_of_memory(
-        self, failed: MicroBatch, error: str, *, batch_size: int, failures: int = 0
+        self, failed: MicroBatch, error: str, *, rows_at_once: int, failures: int = 0
     ) -> SmallerLimit:
         """Return the limit that this rank asks for after a micro-batch ran out of memory.
 
         Args:
             failed: micro-batch that did not fit.
             error: message of the device; empty where what is free now does not count.
-            batch_size: rows of the step.
+            rows_at_once: see :meth:`limit`.
             failures: failures of this step so far, this one included.
         """
         rows = len(failed.rows)
-        limit = self.limit(batch_size)
+        limit = self.limit(rows_at_once)
         fits = None
         if error and failures <= _BELIEVED_FAILURES:
             amount = rows if limit.unit == "rows" else rows * failed.length
@@ -578,17 +581,17 @@ class MicroBatchSizer:
         self._retries_until_eased -= 1
         self.must_ease |= self._retries_until_eased == 0
 
-    def ease(self, fullest: MicroBatch, *, batch_size: int) -> None:
+    def ease(self, fullest: MicroBatch, *, rows_at_once: int) -> None:
         """Make a limit that only just fits a little smaller, once; all ranks call it.
 
         Args:
             fullest: the largest micro-batch of this rank's last step.
-            batch_size: rows of a step.
+            rows_at_once: see :meth:`limit`.
         """
         request = None
         if self.must_ease:
             rows = len(fullest.rows)
-            limit = self.limit(batch_size)
+            limit = self.limit(rows_at_once)
             smaller = self._policy.after_allocator_retry(limit, rows=rows, length=fullest.length)
             request = SmallerLimit(rows, fullest.length, smaller, "")
         self.must_ease = False
@@ -596,23 +599,23 @@ class MicroBatchSizer:
         requests = {rank: each for rank, each in gathered if each and each.limit}
         if requests:
             self._retries_until_eased = 0
-            self.lower(requests, batch_size=batch_size)
+            self.lower(requests, rows_at_once=rows_at_once)
         elif request is not None:
             # It was one row, and larger micro-batches may come.
             self._retries_until_eased = 1
 
-    def lower(self, requests: Mapping[int, SmallerLimit], *, batch_size: int) -> None:
+    def lower(self, requests: Mapping[int, SmallerLimit], *, rows_at_once: int) -> None:
         """Take the smallest limit that any rank asks for, on all ranks alike.
 
         Args:
             requests: limits by rank, none of them None.
-            batch_size: rows of a step.
+            rows_at_once: see :meth:`limit`.
         """
         limits = {rank: each.limit for rank, each in requests.items() if each.limit is not None}
         assert limits, "somebody has to ask for a limit"
         rank = min(limits, key=lambda rank: limits[rank].amount)
         request = requests[rank]
-        current = self.limit(batch_size)
+        current = self.limit(rows_at_once)
         after = replace(current, amount=limits[rank].amount)
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
         has_failed = bool(request.error)
@@ -621,12 +624,12 @@ class MicroBatchSizer:
         self._room.remember()
         self._lowered.lower(change)
         self._on_change(change)
-        lowered = self.limit(batch_size)
+        lowered = self.limit(rows_at_once)
         assert lowered.amount <= after.amount, f"lowered to {after}, and the limit is {lowered}"
 
-    def keep_below(self, limit: MicroBatchLimit, *, batch_size: int) -> MicroBatchLimit:
+    def keep_below(self, limit: MicroBatchLimit, *, rows_at_once: int) -> MicroBatchLimit:
         """Begin with a limit below which an earlier attempt of the run ended; return the limit."""
-        return self._lowered.begin_below(limit, ceiling=self.limit(batch_size))
+        return self._lowered.begin_below(limit, ceiling=self.limit(rows_at_once))
 
     def count_out_of_memory(self, times: int) -> None:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""

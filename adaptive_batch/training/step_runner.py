@@ -60,21 +60,21 @@ class StepRunner:
         self._snapshot = StepSnapshot(model, self.memory.device)
 
     def agree_on(
-        self, divide: Callable[[MicroBatchLimit], Division], question: Question, *, batch_size: int
+        self, divide: Callable[[MicroBatchLimit], Division], question: Question, *, rows_at_once: int
     ) -> tuple[Division, bool]:
         """Agree with all ranks on a step before it runs, see :func:`agree_on_step`.
 
         Args:
             divide: function that divides this rank's rows within a limit.
             question: what this rank says of the step to the others.
-            batch_size: rows of the step on the rank that has most, on which the limit may depend.
+            rows_at_once: see :meth:`MicroBatchSizer.limit`; alike on all ranks.
         """
         return agree_on_step(
             self.sizer,
-            lambda: divide(self.sizer.limit(batch_size)),
+            lambda: divide(self.sizer.limit(rows_at_once)),
             question,
             fullest=self.retry.current,
-            batch_size=batch_size,
+            rows_at_once=rows_at_once,
         )
 
     def run_step(
@@ -82,7 +82,7 @@ class StepRunner:
         attempt: Callable[[Division], Result],
         divide: Callable[[MicroBatchLimit], Division],
         *,
-        batch_size: int,
+        rows_at_once: int,
         division: Division | None = None,
     ) -> Result:
         """Call `attempt` until it does not run out of memory; gradients of earlier batches are kept.
@@ -90,7 +90,7 @@ class StepRunner:
         Args:
             attempt: function that runs a division, by :meth:`run_micro_batches`.
             divide: see :meth:`agree_on`.
-            batch_size: see :meth:`agree_on`.
+            rows_at_once: see :meth:`agree_on`.
             division: division that ranks have agreed upon; None lets them agree here.
 
         Raises:
@@ -118,7 +118,7 @@ class StepRunner:
             restore()
 
         try:
-            result = self.retry.run(attempt_within, batch_size=batch_size, undo=undo, doing="in a step")
+            result = self.retry.run(attempt_within, rows_at_once=rows_at_once, undo=undo, doing="in a step")
         except BaseException:
             gradients.put_back()
             raise

@@ -274,5 +274,5 @@ def test_what_was_undone_is_undone_before_anybody_is_told():
             raise MemoryError
         return "done"
 
-    assert retry.run(attempt, batch_size=4, undo=lambda: told.append("undone"), doing="in a test") == "done"
+    assert retry.run(attempt, rows_at_once=4, undo=lambda: told.append("undone"), doing="in a test") == "done"
     assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]
