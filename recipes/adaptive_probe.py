@@ -86,7 +86,8 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
     results, refused = [], None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)
+            choices = bounds.choices(trainer)
+            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size, choices=choices)
         except DoesNotFitError as error:
             if distributed.world_size() > 1:  # it may be on one rank alone, and the others wait for it
                 raise
@@ -118,7 +119,9 @@ def tune(job: Job, result: ProbeResult, watch: Watchdog | None) -> None:
         name, trainer = " ".join(overrides) or "(as it is)", None  # which gives back the memory of the last
         try:
             _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
-            *_, found = bounds.of_training(trainer, length=length, batch_size=bounds.settings.batch_size)
+            *_, found = bounds.of_training(
+                trainer, length=length, batch_size=bounds.settings.batch_size, choices=bounds.choices(trainer)
+            )
         except DoesNotFitError as error:
             if distributed.world_size() > 1:
                 raise

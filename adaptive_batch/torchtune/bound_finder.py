@@ -168,7 +168,7 @@ class BoundFinder:
         length: int | str,
         batch_size: int,
         keeps_batch: bool = False,
-        chooses: bool = True,
+        choices: Choices | None = None,
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
 
@@ -177,7 +177,7 @@ class BoundFinder:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             batch_size: that training begins with, unless it is to be found.
             keeps_batch: `batch_size` is a checkpoint's, and is kept whatever fits.
-            chooses: also find what is fastest, where ``auto`` asks for that.
+            choices: what the fastest micro-batches are chosen from, see :meth:`choices`; None for as much at once as fits.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first; if it has to be several,
@@ -190,7 +190,6 @@ class BoundFinder:
         settings = self.settings
         step_rows = batch_size * settings.gradient_accumulation_steps
         several = self.has_several or (settings.gradient_accumulation_steps > 1 and not self._fits_whole_step)
-        choices = self._choices(trainer) if chooses else None
         rows = self._trials.get(length) or self.rows_of(length)
 
         def find(accumulates: bool) -> ProbeResult:
@@ -224,7 +223,7 @@ class BoundFinder:
             before_splitting=check_it_splits,
         )
 
-    def _choices(self, trainer: Trainer) -> Choices | None:
+    def choices(self, trainer: Trainer) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits is wanted."""
         settings, cfg, data = self.settings, self._job.cfg, self._data
         # a compiled model is compiled anew for shapes that it has not seen, which no trial of a few of them shows

@@ -11,7 +11,7 @@ from adaptive_batch.data import StepPlanner, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Throughput
-from adaptive_batch.training import MicroBatchSizer, has_batch_norm
+from adaptive_batch.training import Choices, MicroBatchSizer, has_batch_norm
 
 from .advice import advise
 from .bound_finder import BoundFinder, left_by_rounding
@@ -77,13 +77,16 @@ class LimitFinder:
                 trial = f"a trial {which}of {count(rows, 'row')}"
                 message = f"{trial} ended all ranks, so whether they fit is not known; up to half are tried"
                 self._log.event("indeterminate", message, rows=rows)
-        if saved is not None and settings.chooses_fastest:
-            sizer.load_throughput(saved, kind=settings.micro_batch_layout)
+        choices = self._bounds.choices(self._trainer)
+        if saved is not None and choices is not None:
+            sizer.load_throughput(saved, kinds=choices.kinds)
+            if sizer.throughput is not None:
+                choices = None
         if settings.micro_batch_layout == "packed" and (why := self._trainer.runner.why_not_packed(data.longest(2))):
             raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
         results = []
         if settings.needs_bound:
-            results = self._search(keeps_batch=keeps_batch)
+            results = self._search(choices, keeps_batch=keeps_batch)
             planner.take_batch_size(self._batch_size_within(results[-1], planner.batch_size, keeps_batch=keeps_batch))
         if saved is not None:
             sizer.load_state_dict(saved)
@@ -98,14 +101,14 @@ class LimitFinder:
         if results and (advice := advise(self._job, data, results[-1], batch_size=planner.batch_size)):
             self._log.event("advice", advice)
 
-    def _search(self, *, keeps_batch: bool) -> list[ProbeResult]:
+    def _search(self, choices: Choices | None, *, keeps_batch: bool) -> list[ProbeResult]:
         """Search for the bound, and log each search."""
         results = self._bounds.of_training(
             self._trainer,
             length=self._settings.probe.sequence_length,
             batch_size=self._planner.batch_size,
             keeps_batch=keeps_batch,
-            chooses=self._sizer.throughput is None,
+            choices=choices,
         )
         for result in results:
             self._log.event(

@@ -284,12 +284,15 @@ class RowStep:
         times = OBJECTIVES[objective].cost is not None
         if not (self._chooses and times) or is_known or is_compiled(self._model):
             return None
-        kinds = ["grouped", "packed"]
+        return Choices(self._kinds(), "tokens", step_rows, objective)
+
+    def _kinds(self) -> tuple[str, ...]:
+        """Return the layouts of which the fastest may be; ranks ask together."""
         if self._written_layout is not None:
-            kinds = [self._written_layout]
-        elif self._why_not_packed():
-            kinds = ["grouped"]
-        return Choices(kinds, "tokens", step_rows, objective)
+            return (self._written_layout,)
+        if self._why_not_packed():
+            return ("grouped",)
+        return ("grouped", "packed")
 
     def _why_not_packed(self) -> str:
         """Return why packed rows would not train the model as padded ones do; empty where they would. Ranks ask together."""
@@ -385,8 +388,10 @@ class RowStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; what was found since counts more."""
-        if self.sizer.max_batch_size is None:
-            self.bound_accumulates = state["bound_accumulates"]
+        has_found = self.sizer.max_batch_size is not None
         self.step.load_state_dict(state)
-        if self._chooses:
-            self.sizer.load_throughput(state["sizer"], kind=self._written_layout)
+        if has_found:
+            return
+        self.bound_accumulates = state["bound_accumulates"]
+        if self._chooses and state["sizer"]["throughput"]:
+            self.sizer.load_throughput(state["sizer"], kinds=self._kinds())

@@ -7,7 +7,7 @@ Whoever needs one of them is given the sizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -681,15 +681,15 @@ class MicroBatchSizer:
             self.max_batch_size = state["bound"]
             self.tried_length = state["tried_length"]
 
-    def load_throughput(self, state: Mapping[str, Any], *, kind: str | None) -> None:
+    def load_throughput(self, state: Mapping[str, Any], *, kinds: Collection[str]) -> None:
         """Cut steps as the saved run did, which had found what is fastest.
 
         Args:
             state: saved state.
-            kind: layout that is written now; None for any. Another one than the saved counts more.
+            kinds: layouts that may be chosen now; of another one nothing is taken.
         """
         saved = state["throughput"]
-        if saved and kind in (None, saved["kind"]):
+        if saved and saved["kind"] in kinds:
             self._choose(Throughput.from_dict(saved))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

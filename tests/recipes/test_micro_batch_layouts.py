@@ -183,6 +183,15 @@ def test_a_layout_that_is_given_when_a_run_goes_on_is_taken(small, automatic):
     assert chosen(folder)[-1][0] == "padded"
 
 
+def test_a_layout_that_may_not_be_chosen_any_more_is_not_taken_from_the_checkpoint(small, automatic):
+    keys, finished = automatic
+    assert chosen(finished.output_dir)[-1][0] != "padded"
+    folder = stopped_after(finished, small, 2)
+    more = ("uniform_micro_batches=rows", f"output_dir={folder}", "resume_from_checkpoint=True")
+    small.run_in_process(OURS, *keys, *more)
+    assert chosen(folder)[-1][0] == "padded"
+
+
 def test_a_second_run_takes_the_choice_without_timing(small, automatic, caplog):
     keys, finished = automatic
     keys = [key for key in keys if not key.startswith("save_every")]

@@ -1499,6 +1499,17 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
         assert [(step.rows, step.loss) for step in went_on] == [(step.rows, step.loss) for step in rest]
 
 
+def test_a_saved_choice_does_not_replace_what_was_found_before_it_was_loaded() -> None:
+    one = llama(micro_batch_tokens="auto")
+    one.loop.find_bound(device_memory="1GiB", maximum=8)
+    smaller = llama(micro_batch_tokens="auto")
+    found = smaller.loop.find_bound(device_memory="1GiB", maximum=1)
+    smaller.loop.load_state_dict(one.loop.state_dict())
+    assert found.throughput is not None
+    assert smaller.loop._sizer.throughput == found.throughput
+    assert smaller.loop.max_batch_size == 1
+
+
 def saved(state: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(state, file)
