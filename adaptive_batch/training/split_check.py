@@ -251,7 +251,7 @@ class SplitCheck:
         remedy = (
             f"the loss of a batch is {whole_loss:.6g} as a whole and {parts} as the sum of its parts' shares, so a split "
             "would train something else; give num_labels=, how many labels the mean is taken over, or split=, where rows "
-            "belong together; a loss that compares rows, such as a contrastive one, must stay whole: "
+            "belong together or the model sees padding, of which a part has less; a loss that compares rows, such as a contrastive one, must stay whole: "
             'on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens'
         )
         return SettingError("forward_backward", self._name, remedy)
